@@ -50,9 +50,8 @@ def check(source: Source) -> Iterator[Finding]:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             docstring = ast.get_docstring(node)
             if docstring:
-                line = node.body[0].lineno
                 for message in _docstring(docstring):
-                    yield source.finding(line, "voice", message)
+                    yield source.finding(node.body[0].lineno, "voice", message)
     block: list[str] = []
     begin = last = 0
     for number, comment in source.comments():

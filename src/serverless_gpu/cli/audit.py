@@ -22,7 +22,7 @@ import click
 import msgspec
 
 from serverless_gpu.ambient import format_moment
-from serverless_gpu.cli.output import columns, print_json, say
+from serverless_gpu.cli.output import json_option, print_json, print_table, say, wide_option
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import AuditBroken, InvalidValue
 from serverless_gpu.model.audit_chain import ChainedEntry, ChainHead, follow
@@ -42,7 +42,7 @@ _decode = msgspec.json.Decoder(ChainedEntry).decode
 
 @click.group()
 def audit() -> None:
-    """See who did what on the server, keep a copy, and check that nobody has changed it."""
+    """List, export and verify the audit log."""
 
 
 @audit.command("list")
@@ -50,8 +50,9 @@ def audit() -> None:
 @click.option("--action", default="", help="Only this action, for example token.create.")
 @click.option("--subject", default="", help="Only what was done to this: an identifier or a name.")
 @click.option("--limit", type=click.IntRange(1, _PAGE), default=50, show_default=True, help="How many, the latest.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_entries(who: str, action: str, subject: str, limit: int, as_json: bool) -> None:
+@wide_option
+@json_option(tuple[ChainedEntry, ...])
+def list_entries(who: str, action: str, subject: str, limit: int, wide: bool, as_json: bool) -> None:
     """List the latest entries."""
     asked = {"principal": who, "action": action, "subject": subject, "limit": str(limit), "newest": "true"}
     with server() as connection:
@@ -59,20 +60,20 @@ def list_entries(who: str, action: str, subject: str, limit: int, as_json: bool)
     if as_json:
         print_json(found)
         return
-    rows = [["WHEN", "WHO", "DID", "TO", ""]]
+    rows = [["TIME", "PRINCIPAL", "ACTION", "SUBJECT", "DETAIL"]]
     for each in found:
         detail = msgspec.json.encode(each.detail).decode() if each.detail else ""
         rows.append([format_moment(each.at_ns), each.principal, each.action, each.subject, detail])
-    for line in columns(rows):
-        say(line)
+    print_table(rows[0], rows[1:], wide=wide)
 
 
 @audit.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 def export(file: Path) -> None:
-    """Copy the audit into FILE as JSON lines; what is there already is checked and not copied again.
+    """Copy the audit log into FILE.
 
-    Run it from time to time, on another machine: whoever changes the server's database cannot change the copy.
+    FILE gets one JSON object on each line. Entries that FILE already has are verified and not copied again. Run this
+    command regularly on another machine: a person who changes the server's database cannot change that copy.
     """
     with server() as connection, open_copy(file) as (copy, head):
         before = head
@@ -87,9 +88,10 @@ def export(file: Path) -> None:
 @click.argument("file", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--offline", is_flag=True, help="Look at FILE alone, without asking the server.")
 def verify(file: Path | None, offline: bool) -> None:
-    """Check that the audit is what was written down: the chain of the server, and that FILE is a part of it.
+    """Verify the chain of the audit log.
 
-    Exits with 1 when an entry was changed, removed or inserted, and names the first one.
+    The command reads the server's chain and, with FILE, checks that the copy is a part of it. It exits with 1 and names
+    the first entry that was changed, removed or inserted.
     """
     if offline:
         if file is None:

@@ -10,7 +10,8 @@ import msgspec
 
 from serverless_gpu.ambient import format_soon
 from serverless_gpu.cli.amounts import micros
-from serverless_gpu.cli.output import columns, print_json, say
+from serverless_gpu.cli.completion import complete_budget, complete_policy, complete_pool, complete_team, complete_user
+from serverless_gpu.cli.output import columns, json_option, print_json, print_table, say, wide_option
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.billing.budget import Period, ScopeKind
@@ -24,16 +25,20 @@ _MUCH = "--money or --gpu-hours"
 
 @click.group()
 def budget() -> None:
-    """List, make and delete budgets: money or GPU-hours per day, week or month."""
+    """List, set and delete budgets.
+
+    A budget limits money or GPU-hours per day, week or month.
+    """
 
 
 @budget.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_budgets(as_json: bool) -> None:
-    """List budgets: what is used, what runs hold, where the period ends at this rate; and alarms of the last 7 days.
+@wide_option
+@json_option(BudgetList)
+def list_budgets(wide: bool, as_json: bool) -> None:
+    """List budgets, their use and forecast.
 
-    HELD is what runs that go on will have used in a minute. FORECAST is used + use per day over the last seven days ×
-    days left.
+    HELD is the use of running runs one minute from now. FORECAST is the use so far, plus the mean use per day of the
+    last seven days times the days left. Alarms of the last seven days follow.
     """
     with server() as connection:
         found = connection.ask("GET", "/budgets", answer=BudgetList)
@@ -41,11 +46,10 @@ def list_budgets(as_json: bool) -> None:
         print_json(found)
         return
     if not found.budgets:
-        say("there is no budget that you may see; sgpu budget set makes one")
+        say("no budget that you may see; `sgpu budget set` creates one")
     rows = [_row(each) for each in found.budgets]
     if rows:
-        for line in columns([["BUDGET", "FOR", "PER", "USED", "OF", "", "HELD", "FORECAST", "AT 100 %"], *rows]):
-            say(line)
+        print_table(["BUDGET", "FOR", "PER", "USED", "LIMIT", "%", "HELD", "FORECAST", "AT 100 %"], rows, wide=wide)
     for each in found.budgets:
         if ";" in each.sentence:
             say(f"{each.name}: {each.sentence.partition('; ')[2]}")
@@ -54,10 +58,10 @@ def list_budgets(as_json: bool) -> None:
 
 
 @budget.command("show")
-@click.argument("name")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.argument("name", shell_complete=complete_budget)
+@json_option(BudgetView)
 def show_budget(name: str, as_json: bool) -> None:
-    """Show a budget: how it stands, and what the forecast rests on."""
+    """Show one budget and its forecast."""
     with server() as connection:
         found = connection.ask("GET", _path(name), answer=BudgetView)
     if as_json:
@@ -79,11 +83,11 @@ def show_budget(name: str, as_json: bool) -> None:
 
 
 @budget.command("set")
-@click.argument("name")
-@click.option("--user", metavar="NAME", help="What a user or service uses.")
-@click.option("--team", metavar="NAME", help="What runs of a team use.")
-@click.option("--pool", metavar="NAME", help="What is used in a pool.")
-@click.option("--policy", metavar="NAME", help="What runs under a usage policy use.")
+@click.argument("name", shell_complete=complete_budget)
+@click.option("--user", metavar="NAME", help="What a user or service uses.", shell_complete=complete_user)
+@click.option("--team", metavar="NAME", help="What runs of a team use.", shell_complete=complete_team)
+@click.option("--pool", metavar="NAME", help="What is used in a pool.", shell_complete=complete_pool)
+@click.option("--policy", metavar="NAME", help="What runs under a usage policy use.", shell_complete=complete_policy)
 @click.option("--tag", metavar="KEY=VALUE", help="What runs with a tag use; KEY alone: with any value of it.")
 @click.option("--everything", is_flag=True, help="What everybody uses.")
 @click.option("--money", metavar="AMOUNT", help="How much, in the server's currency.")
@@ -94,10 +98,11 @@ def show_budget(name: str, as_json: bool) -> None:
 def set_budget(
     name: str, per: str | None, time_zone: str | None, hard: bool | None, everything: bool, **said: str | None
 ) -> None:
-    """Make a budget, or change one: what is not said stays as it is.
+    """Create or change a budget.
 
-    What was used in the period counts from its beginning. Runs that a hard budget stops get SIGTERM and their
-    grace for a checkpoint; raising it takes back no stop that was asked.
+    Options that you leave out keep their value. Use since the beginning of the period counts. A hard budget that is
+    used up sends SIGTERM to its runs, which then have their grace to save a checkpoint. Raising the budget does not
+    undo a stop.
     """
     changes = _scope(everything, said) | _limit(said)
     changes |= {} if per is None else {"period": Period(per)}
@@ -118,11 +123,12 @@ def set_budget(
 
 
 @budget.command("reopen")
-@click.argument("name")
+@click.argument("name", shell_complete=complete_budget)
 def reopen_budget(name: str) -> None:
-    """Open a hard budget again that has stopped runs: new ones start while what is left pays for them.
+    """Reopen a hard budget that stopped runs.
 
-    A budget that is used up has to be raised instead (sgpu budget set). Runs that were stopped stay stopped.
+    New runs start while the rest of the budget pays for them. Raise a budget that is used up instead (sgpu budget set).
+    Stopped runs stay stopped.
     """
     with server() as connection:
         found = connection.ask("POST", f"{_path(name)}/reopen", answer=BudgetView)
@@ -130,9 +136,9 @@ def reopen_budget(name: str) -> None:
 
 
 @budget.command("delete")
-@click.argument("name")
+@click.argument("name", shell_complete=complete_budget)
 def delete_budget(name: str) -> None:
-    """Delete a budget: nothing is stopped or held back for it any more."""
+    """Delete a budget and its limit."""
     with server() as connection:
         found = connection.ask("DELETE", _path(name), answer=BudgetView)
     say(f"budget {found.name} is gone; {_amount(found, found.used)} were used of it")

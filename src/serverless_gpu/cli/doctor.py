@@ -8,13 +8,13 @@ import sys
 
 import click
 
-from serverless_gpu.cli.output import say
+from serverless_gpu.cli.output import JsonType, json_option, say
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "unknown": "magenta"}
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option(JsonType("cli.json_types:DoctorReport"))
 @click.option(
     "--limit",
     type=click.FloatRange(min=0.1, max=600),
@@ -24,10 +24,10 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "unknown": "mag
     help="How long each look may take.",
 )
 def doctor(as_json: bool, limit: float) -> None:
-    """Look for what keeps runs from working here, and say what mends it.
+    """Find what prevents runs on this machine.
 
-    Looks at this machine, the agent, GPUs, and the environment of the interpreter that sgpu belongs to, and starts no
-    agent. Ends with 1 when a check failed, else with 0; a warning or an unknown is no failure.
+    The doctor checks this machine, the agent, the GPUs, and the environment of the interpreter that runs sgpu. It
+    starts no agent. It exits with 1 when a check failed. Warnings and unknown results do not change the exit code.
     """
     # By name, and only now: the doctor's modules would be a fifth of what every other command takes to start.
     examination = importlib.import_module("serverless_gpu.doctor.examination")

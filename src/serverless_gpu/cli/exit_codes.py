@@ -1,12 +1,12 @@
 """Exit codes of commands: shells and schedulers decide by them.
 
-0     it succeeded
-N     the program's own exit code, 1 to 255, where that ended the run
+0     success
+N     the program's own exit code, 1 to 255, if that ended the run
 75    the run or its node was lost, or the server is away: trying again may help (EX_TEMPFAIL)
-124   its time was up (as timeout(1))
-130   it was cancelled (as after Ctrl-C)
-137   a signal or memory ended a rank (128 + SIGKILL, whatever the signal was)
-1     everything else, an exception of a rank among it
+124   the run reached its timeout (as timeout(1))
+130   the run was cancelled, or the user pressed Ctrl-C
+137   a signal or the out-of-memory killer ended a rank (128 + SIGKILL, for every signal)
+1     every other failure, such as an exception of a rank
 2     the command line was wrong; nothing was started (click's own)
 """
 
@@ -23,7 +23,7 @@ from serverless_gpu.errors import (
     ServerUnavailable,
 )
 
-TEMPORARY, TIMED_OUT, CANCELLED, KILLED, FAILED = 75, 124, 130, 137, 1
+TEMPORARY, TIMED_OUT, CANCELLED, KILLED, FAILED, USAGE = 75, 124, 130, 137, 1, 2
 _CODES: tuple[tuple[type[BaseException], int], ...] = (
     (RunTimedOut, TIMED_OUT),
     (RunCancelled, CANCELLED),

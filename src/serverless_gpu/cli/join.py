@@ -42,10 +42,10 @@ from serverless_gpu.version import __version__
 @click.option("--server", metavar="URL", help="Where this machine reaches the server; without it as the file says.")
 @click.option("--unit", is_flag=True, help="Print a unit with which systemd does this, and do nothing else.")
 def join(host: str, token_file: Path, **options: Any) -> None:
-    """Make this machine a node of the pool of HOST, for as long as this runs.
+    """Make this machine a node of a Ray pool.
 
-    HOST is where `sgpu up --engine ray` runs, as this machine reaches it. Ctrl-C takes the machine out of the pool: it
-    is given nothing new, and runs that go on here go on.
+    HOST is the address of the machine that runs `sgpu up --engine ray`. The machine is a node for as long as the
+    command runs. After Ctrl-C it gets no new runs, and its running runs continue.
     """
     home = durable_home("a node keeps there what its server still has to hear of")
     if options["unit"]:

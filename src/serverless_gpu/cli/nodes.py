@@ -1,4 +1,4 @@
-"""`sgpu nodes`, `sgpu node`: the machines of a server, and rules for one of them (drain, calendar, quarantine)."""
+"""`sgpu node`: the nodes of a server, and rules for one of them (drain, calendar, quarantine)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_moment, format_soon
 from serverless_gpu.cli.amounts import duration_s
-from serverless_gpu.cli.output import columns, print_json, say
+from serverless_gpu.cli.command_group import LazyGroup
+from serverless_gpu.cli.completion import complete_node
+from serverless_gpu.cli.output import columns, json_option, print_json, print_table, say, wide_option
 from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.client.remote.profile import find_profile
 from serverless_gpu.errors import InvalidValue, ServerProblem
 from serverless_gpu.lazy_import import load
 from serverless_gpu.model.hardware import CPU, Device
-from serverless_gpu.units import format_duration_ms
+from serverless_gpu.units import format_bytes, format_duration_ms
 from serverless_gpu.wire.agents import clock_text
 from serverless_gpu.wire.base import Request
 from serverless_gpu.wire.connection import Connection
@@ -43,46 +45,70 @@ _UUID_CHARACTERS_MIN = 4  # characters of a uuid that stand for it
 _ZONES = "/zoneinfo/"
 
 
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def nodes(as_json: bool) -> None:
-    """List the machines of the server: whether they answer, and what they have."""
+@click.group(cls=LazyGroup, name="node")
+def node() -> None:
+    """List, drain and invite nodes."""
+
+
+@node.command("list")
+@wide_option
+@json_option(tuple[NodeView, ...])
+def list_nodes(wide: bool, as_json: bool) -> None:
+    """List the nodes of the server."""
     with server() as connection:
         found = connection.ask("GET", "/nodes", answer=NodeList).nodes
     if as_json:
         print_json(found)
         return
     if not found:
-        say("no node has joined")
+        say("no node has joined; `sgpu node invite` makes a join file")
         return
-    rows = [["NODE", "POOL", "STATE", "DEVICES", "USE", "HEARD", "FOR", ""]]
+    rows = [["NODE", "POOL", "STATE", "DEVICES", "USE", "LAST SEEN", "USERS", "REMARKS"]]
     for each in found:
         types = [device.type for device in each.devices]
         devices = ", ".join(f"{types.count(name)} {name}" for name in dict.fromkeys(types)) or "none"
-        heard = f"{format_duration_ms(max(0, SystemClock().wall_ns() - each.seen_ns) // 1_000_000)} ago"
-        left_out = [f"{one.uuid} is left out{f' ({one.note})' if one.note else ''}" for one in each.rules.quarantined]
-        remarks = "; ".join(filter(None, (each.sentence, *left_out, *each.findings, clock_text(each.clock))))
-        rows.append([each.name, each.pool, each.state, devices, f"{each.busy} busy", heard, owner_text(each), remarks])
+        use, users, remarks = f"{each.busy} busy", owner_text(each), "; ".join(_remarks(each))
+        rows.append([each.name, each.pool, each.state, devices, use, _seen_text(each), users, remarks])
+    print_table(rows[0], rows[1:], wide=wide)
+
+
+@node.command("show")
+@click.argument("name", shell_complete=complete_node)
+@json_option(NodeView)
+def show_node(name: str, as_json: bool) -> None:
+    """Show one node, its devices and runs."""
+    with server() as connection:
+        view = _fetch_node(connection, name)
+    if as_json:
+        print_json(view)
+        return
+    rows = [
+        ["node", f"{view.name} ({view.id})"],
+        ["pool", view.pool],
+        ["state", view.state],
+        ["version", view.version],
+        ["last seen", _seen_text(view)],
+        ["users", owner_text(view)],
+        *(["remark", remark] for remark in _remarks(view)),
+        *(["run", run] for run in view.runs),
+    ]
+    quarantined = {one.uuid for one in view.rules.quarantined}
+    for device in view.devices:
+        state = "quarantined" if device.uuid in quarantined else "offline" if device.uuid in view.unavailable else ""
+        memory = format_bytes(device.memory_bytes) if device.memory_bytes else ""
+        rows.append(["device", " · ".join(filter(None, (device.uuid, device.type, memory, state)))])
     for line in columns(rows):
         say(line)
 
 
-@click.group()
-def node() -> None:
-    """Act on one machine of the server."""
-
-
-node.add_command(nodes, "list")
-
-
 @node.command()
-@click.argument("name")
+@click.argument("name", shell_complete=complete_node)
 @click.option("--i-know-it-is-dead", "certain", is_flag=True, help="The machine is off, or will never come back.")
 def forget(name: str, certain: bool) -> None:
-    """Give up a machine that is dead, and its runs with it, before the server would.
+    """Declare a dead node and its runs lost.
 
-    The server waits until a machine that it cannot reach has certainly stopped its runs. Who knows that it is off need
-    not wait. If it is not, its runs may run twice.
+    The server waits until an unreachable node has certainly stopped its runs. Use this command when you know that the
+    machine is off. If it is not, its runs may run twice.
     """
     if not certain:
         raise click.UsageError("runs there may still go on: --i-know-it-is-dead says that they do not")
@@ -94,12 +120,12 @@ def forget(name: str, certain: bool) -> None:
 
 
 @node.command()
-@click.argument("name")
+@click.argument("name", shell_complete=complete_node)
 def approve(name: str) -> None:
-    """Let in a machine that waits for an administrator.
+    """Admit a node that waits for approval.
 
-    A machine waits where its token was made by hand (`sgpu token create`) and not by a join file. Look first whether
-    the machine that `sgpu nodes` shows is one that you know: a node is given users' code, arguments and secrets.
+    A node waits if its token was made by hand (`sgpu token create`) and not by a join file. Check in `sgpu node list`
+    that you know the machine: a node receives users' code, arguments and secrets.
     """
     with server() as connection:
         view = connection.ask("POST", "/nodes/approve", ApproveRequest(name=name), answer=NodeView)
@@ -118,10 +144,10 @@ def approve(name: str) -> None:
     help="The join file to write, readable by you alone.",
 )
 def invite(name: str, uses: int, lifetime: str, out: Path) -> None:
-    """Make a join file with which machines join the pool: one machine within a day, or --uses within --for.
+    """Write a join file for new nodes.
 
-    Copy it to each machine, and run there: sgpu join HOST --token-file FILE. With NAME, it lets in a machine of that
-    name alone.
+    By default the file admits one machine within a day; --uses and --for change that. With NAME, it admits only a
+    machine of that name. Copy the file to each machine and run there: sgpu join HOST --token-file FILE.
     """
     body = InviteRequest(name=name, uses=uses, expires_s=duration_s("--for", lifetime))
     join_file = load("serverless_gpu.engines.ray.pool_join")
@@ -148,6 +174,15 @@ def join_address(home: Path) -> tuple[str, str]:
     return profile.url, Path(profile.ca).read_text(encoding="ascii", errors="replace") if profile.ca else ""
 
 
+def _seen_text(view: NodeView) -> str:
+    return f"{format_duration_ms(max(0, SystemClock().wall_ns() - view.seen_ns) // 1_000_000)} ago"
+
+
+def _remarks(view: NodeView) -> list[str]:
+    excluded = [f"{one.uuid} is quarantined{f' ({one.note})' if one.note else ''}" for one in view.rules.quarantined]
+    return list(filter(None, (view.sentence, *excluded, *view.findings, clock_text(view.clock))))
+
+
 def find_node(found: Sequence[NodeView], name: str) -> NodeView:
     """Return the node with this name or identifier."""
     for each in found:
@@ -166,15 +201,16 @@ def owner_text(view: NodeView) -> str:
     return f"{who}{until}{first}"
 
 
-@click.command()
-@click.argument("name")
+@node.command()
+@click.argument("name", shell_complete=complete_node)
 @click.option("--stop", is_flag=True, help="Stop what runs there, too; with resume it goes on elsewhere.")
 @click.option("--note", default="", metavar="TEXT", help="Why, for those who wait.")
 @click.option("--wait", "wait", metavar="DURATION", help="Wait until nothing runs there any more, this long at most.")
 def drain(name: str, stop: bool, note: str, wait: str | None) -> None:
-    """Place nothing new on a machine, until `sgpu node resume`, also after a restart.
+    """Place no new runs on a node.
 
-    What runs there goes on, unless --stop says otherwise: then it is stopped in order, at once.
+    The drain lasts until `sgpu node resume`, also across restarts of the server. Running runs continue unless you add
+    --stop, which stops them at once with their grace.
     """
     limit_s = duration_s("--wait", wait) if wait is not None else 0.0
     with server(patience_s=limit_s) as connection:
@@ -196,17 +232,17 @@ def drain(name: str, stop: bool, note: str, wait: str | None) -> None:
         raise ServerProblem(f"{_runs_text(view)} on {view.name} still, after {wait}", hint="`sgpu runs` lists them")
 
 
-@click.command()
-@click.argument("name")
+@node.command()
+@click.argument("name", shell_complete=complete_node)
 def resume(name: str) -> None:
-    """Place runs on a machine again: the end of `sgpu node drain`."""
+    """Place runs on a drained node again."""
     with server() as connection:
         view = _put_rule(connection, _fetch_node(connection, name), "drain", NodeDrainRequest(on=False))
     say(f"{view.name} is {view.state}{f': {view.sentence}' if view.sentence else ''}")
 
 
-@click.command()
-@click.argument("name")
+@node.command()
+@click.argument("name", shell_complete=complete_node)
 @click.option(
     "--shared", multiple=True, metavar="TIMES", help='When others may use it: "mon-fri 19:00-07:00". Repeatable.'
 )
@@ -216,12 +252,13 @@ def resume(name: str) -> None:
 @click.option("--owner", metavar="NAME", help="Who may always use it.")
 @click.option("--owner-first/--no-owner-first", default=None, help="Others leave for the owner's runs at any time.")
 @click.option("--clear", is_flag=True, help="Begin with nothing: everybody may use it.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option(NodeCalendar)
 def calendar(name: str, clear: bool, as_json: bool, **said: object) -> None:
-    """Say whose a machine is, and when others may use it; without options, show that.
+    """Show or set a node's owner and calendar.
 
-    What is not said stays as it was. When it ceases to be shared, runs of others are told five minutes before, and then
-    stopped in order: with resume they go on elsewhere.
+    Without options, the command shows both. Options that you leave out keep their value. Five minutes before others
+    lose the node, the server warns their runs. It then stops them with their grace; runs with resume continue
+    elsewhere.
     """
     given = {key: value for key, value in said.items() if value not in (None, ())}
     with server() as connection:
@@ -239,28 +276,25 @@ def calendar(name: str, clear: bool, as_json: bool, **said: object) -> None:
         say(line)
 
 
-@click.command()
-@click.argument("name")
+@node.command()
+@click.argument("name", shell_complete=complete_node)
 @click.argument("gpu")
 @click.option("--note", default="", metavar="TEXT", help="Why.")
 def quarantine(name: str, gpu: str, note: str) -> None:
-    """Leave a GPU of a machine out, by its number or uuid, until `sgpu node release`.
+    """Exclude a GPU of a node from new runs.
 
-    A run that has it goes on. Runs of the machine's own that do not come from the server are not affected.
+    GPU is a number or a uuid. The quarantine lasts until `sgpu node release`. A run that has the GPU keeps it. Runs
+    that the machine starts without the server are not affected.
     """
     _set_quarantine(name, gpu, on=True, note=note)
 
 
-@click.command()
-@click.argument("name")
+@node.command()
+@click.argument("name", shell_complete=complete_node)
 @click.argument("gpu")
 def release(name: str, gpu: str) -> None:
-    """Give a GPU to runs again: the end of `sgpu node quarantine`."""
+    """Offer a quarantined GPU to runs again."""
     _set_quarantine(name, gpu, on=False, note="")
-
-
-for _command in (drain, resume, calendar, quarantine, release):
-    node.add_command(_command)
 
 
 def calendar_lines(view: NodeView) -> list[str]:

@@ -1,23 +1,87 @@
-"""How commands print: lines, columns, JSON and the failure that ended a run."""
+"""Output of commands: lines, tables, JSON with its schema, and the failure that ended a run.
+
+    print_table(head, rows)   a file or a pipe gets whole cells; a terminal gets colours for states, and cells cut to
+                              its width unless the command has --wide
+    json_option(TYPE)         adds --json; `sgpu schema COMMAND` prints the JSON schema of TYPE
+
+Messages go to stderr and start with "sgpu: ". Colour never carries a meaning alone, and NO_COLOR turns it off.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import click
 import msgspec
 
 from serverless_gpu.client.display.terminal_screen import safe
-from serverless_gpu.errors import (
-    ServerlessGpuError,
-)
+from serverless_gpu.errors import ServerlessGpuError
 from serverless_gpu.lazy_import import load
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+JSON_TYPE = "sgpu_json_type"
+"""Attribute of a command's function: the type of its JSON output, or the `JsonType` that says where it is."""
+
+
+class JsonType(NamedTuple):
+    """Place of the type of a command's JSON output, which only `sgpu schema` imports."""
+
+    place: str  # ``"module:name"`` below `serverless_gpu`
+    is_list: bool = False
+
+
+CELL_CHARACTERS_MIN = 8
+"""A cell is never cut below this."""
+SHORT_ID_CHARACTERS = 8
+"""End of a run's identifier in a table on a terminal; commands accept it."""
+_RUN_ID = re.compile(r"[0-9a-z]{26}\b")
+_MOMENT = re.compile(r"\b\d{4}-(\d\d-\d\d \d\d:\d\d):\d\d\b")
+_STATE_COLOURS = {
+    "SUCCEEDED": "green",
+    "RUNNING": "cyan",
+    "UP": "green",
+    "active": "green",
+    "FAILED": "red",
+    "TIMED_OUT": "red",
+    "BUDGET_STOPPED": "red",
+    "LOST": "red",
+    "DOWN": "red",
+    "UNREACHABLE": "yellow",
+    "QUEUED": "yellow",
+    "PREEMPTED": "yellow",
+    "DRAINING": "yellow",
+}
 
 
 def print_json(value: object) -> None:
     """Print a value as indented JSON."""
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def json_option(json_type: object, *, text: str = "Print JSON.") -> Callable[[Decorated], Decorated]:
+    """Return a decorator that adds `--json` (argument `as_json`) and records the type of what it prints.
+
+    Args:
+        json_type: A type, or a `JsonType` where importing the type would slow the command down.
+        text: Help of the option.
+    """
+
+    def decorate(function: Decorated) -> Decorated:
+        setattr(function, JSON_TYPE, json_type)
+        return click.option("--json", "as_json", is_flag=True, help=text)(function)
+
+    return decorate
+
+
+def wide_option(function: Decorated) -> Decorated:
+    """Add `--wide` (argument `wide`) to a command that prints a table."""
+    return click.option("--wide", is_flag=True, help="Print whole cells, wider than the terminal.")(function)
 
 
 def say(line: str, *, err: bool = False) -> None:
@@ -32,9 +96,65 @@ def say_lines(text: str, *, err: bool = False) -> None:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines whose columns are aligned; the last column is left as long as it is."""
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))] if rows else []
+    """Return rows as lines with aligned columns; the last column keeps its length."""
+    widths = _widths(rows)
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide: bool = False) -> None:
+    """Print a table under its head; a terminal gets colours, and cells cut to its width without `wide`."""
+    if not sys.stdout.isatty():
+        for line in columns([head, *rows]):
+            click.echo(line)
+        return
+    clean = [[safe(cell, tty=True) for cell in row] for row in rows]
+    shown = clean if wide else fit_table(head, clean, shutil.get_terminal_size().columns)
+    state = list(head).index("STATE") if "STATE" in head and "NO_COLOR" not in os.environ else None
+    widths = _widths([head, *shown])
+    click.echo(click.style("  ".join(map(str.ljust, head, widths)).rstrip(), bold=state is not None))
+    for row in shown:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[-1] = cells[-1].rstrip()
+        if state is not None:
+            cells[state] = click.style(cells[state], fg=_STATE_COLOURS.get(row[state].partition(" ")[0]))
+        click.echo("  ".join(cells))
+    if not wide and any("…" in cell and cell not in row for row, cut in zip(clean, shown, strict=True) for cell in cut):
+        click.echo("sgpu: some cells are cut to the terminal's width; --wide shows them", err=True)
+
+
+def fit_table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
+    """Return the cells cut so that lines fit a width: identifiers of runs, then moments, then the widest columns.
+
+    Args:
+        head: The titles; they are never cut.
+        rows: The cells, without control characters.
+        width: Columns of the terminal.
+    """
+    cut = [[_RUN_ID.sub(lambda found: found[0][-SHORT_ID_CHARACTERS:], cell) for cell in row] for row in rows]
+    if _excess(head, cut, width) > 0:
+        cut = [[_MOMENT.sub(r"\1", cell) for cell in row] for row in cut]
+    widths = _widths([head, *cut])
+    least = [max(len(title), CELL_CHARACTERS_MIN) for title in head]
+    excess = _excess(head, cut, width)
+    while excess > 0:
+        at = max(range(len(widths)), key=lambda index: widths[index] - least[index])
+        if widths[at] <= least[at]:
+            break
+        widths[at] -= 1
+        excess -= 1
+    return [
+        [cell if len(cell) <= limit else f"{cell[: limit - 1]}…" for cell, limit in zip(row, widths, strict=True)]
+        for row in cut
+    ]
+
+
+def _excess(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> int:
+    widths = _widths([head, *rows])
+    return sum(widths) + 2 * (len(widths) - 1) - width
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(len(row[index]) for row in rows) for index in range(len(rows[0]))] if rows else []
 
 
 def say_failure(error: BaseException) -> None:

@@ -10,7 +10,8 @@ import click
 import msgspec
 
 from serverless_gpu.cli.amounts import duration_s
-from serverless_gpu.cli.output import columns, print_json, say
+from serverless_gpu.cli.completion import complete_policy, complete_pool, complete_team, complete_user
+from serverless_gpu.cli.output import json_option, print_json, print_table, say, wide_option
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import NotFound
 from serverless_gpu.model.spec import Priority
@@ -32,22 +33,27 @@ _COUNTS = {
 
 @click.group()
 def policy() -> None:
-    """List, make and attach usage policies: what runs have to have, and may ask for."""
+    """List, set and attach usage policies.
+
+    A usage policy sets requirements and limits for runs.
+    """
 
 
 @policy.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_policies(as_json: bool) -> None:
-    """List usage policies and whom they are attached to."""
-    _say_policies(_fetch_policies(mine=False), as_json=as_json)
+@wide_option
+@json_option(tuple[PolicyView, ...])
+def list_policies(wide: bool, as_json: bool) -> None:
+    """List usage policies and their holders."""
+    _print_policies(_fetch_policies(mine=False), wide=wide, as_json=as_json)
 
 
 @policy.command("mine")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def my_policies(as_json: bool) -> None:
-    """List the usage policies that your own runs can be under."""
+@wide_option
+@json_option(tuple[PolicyView, ...])
+def my_policies(wide: bool, as_json: bool) -> None:
+    """List the policies that you can use."""
     found = _fetch_policies(mine=True)
-    _say_policies(found, as_json=as_json)
+    _print_policies(found, wide=wide, as_json=as_json)
     if as_json:
         return
     mandatory = [each.name for each in found if each.holders and each.mandatory]
@@ -64,10 +70,10 @@ def my_policies(as_json: bool) -> None:
 
 
 @policy.command("show")
-@click.argument("name")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.argument("name", shell_complete=complete_policy)
+@json_option(PolicyView)
 def show_policy(name: str, as_json: bool) -> None:
-    """Show what a usage policy says, and whom it is attached to."""
+    """Show one usage policy and its holders."""
     with server() as connection:
         view = connection.ask("GET", _path(name), answer=PolicyView)
     if as_json:
@@ -80,8 +86,8 @@ def show_policy(name: str, as_json: bool) -> None:
 
 
 @policy.command("set")
-@click.argument("name")
-@click.option("--pool", metavar="NAME", help="Where runs go that name no pool.")
+@click.argument("name", shell_complete=complete_policy)
+@click.option("--pool", metavar="NAME", help="Where runs go that name no pool.", shell_complete=complete_pool)
 @click.option("--pools", metavar="A,B", help="Pools that runs may name.")
 @click.option("--require-tag", "required", multiple=True, metavar="KEY[=A,B]", help="A tag that runs have. Repeatable.")
 @click.option("--default-tag", "default", multiple=True, metavar="KEY=VALUE", help="A tag that is added. Repeatable.")
@@ -95,16 +101,22 @@ def show_policy(name: str, as_json: bool) -> None:
 @click.option("--mandatory/--optional", default=None, help="Apply beside any other policy; or only where it is chosen.")
 @click.option("--idle", metavar="DURATION", help="Idle devices stop a run after this; users may say less.")
 @click.option("--timeout", metavar="DURATION", help="The time limit of a run that names none.")
-@click.option("--team", metavar="NAME", help="The team of a run that names none, if its owner is in it.")
+@click.option(
+    "--team",
+    metavar="NAME",
+    help="The team of a run that names none, if its owner is in it.",
+    shell_complete=complete_team,
+)
 @click.option(
     "--require-team/--no-require-team", "team_required", default=None, help="Whether runs have to be for a team."
 )
 @click.option("--priorities", metavar="A,B", help="Classes that runs may ask for; grants CRITICAL.")
 @click.option("--environment", "environments", multiple=True, metavar="ADDRESS", help="Packages that may be installed.")
 def set_policy(name: str, **said: Any) -> None:
-    """Make a usage policy, or change one: what is not said stays as it is, and `any` takes a limit away.
+    """Create or change a usage policy.
 
-    Options that can be repeated replace what was there. Runs that were submitted keep what they got.
+    Options that you leave out keep their value, and the value `any` removes a limit. A repeatable option replaces all
+    its former values. Runs that were already submitted keep their policy.
     """
     changes = _changes(said)
     with server() as connection:
@@ -118,29 +130,38 @@ def set_policy(name: str, **said: Any) -> None:
 
 
 @policy.command("attach")
-@click.argument("name")
-@click.option("--user", multiple=True, metavar="NAME", help="A user. Repeatable.")
-@click.option("--service", multiple=True, metavar="NAME", help="A service. Repeatable.")
-@click.option("--team", multiple=True, metavar="NAME", help="A team. Repeatable.")
+@click.argument("name", shell_complete=complete_policy)
+@click.option("--user", multiple=True, metavar="NAME", help="A user. Repeatable.", shell_complete=complete_user)
+@click.option("--service", multiple=True, metavar="NAME", help="A service. Repeatable.", shell_complete=complete_user)
+@click.option("--team", multiple=True, metavar="NAME", help="A team. Repeatable.", shell_complete=complete_team)
 def attach_policy(name: str, user: tuple[str, ...], service: tuple[str, ...], team: tuple[str, ...]) -> None:
-    """Attach a usage policy: runs that are asked for from now on are under it."""
+    """Attach a usage policy to principals.
+
+    The policy applies to runs submitted from now on.
+    """
     _change_holders(name, "PUT", {"user": user, "service": service, "team": team})
 
 
 @policy.command("detach")
-@click.argument("name")
-@click.option("--user", multiple=True, metavar="NAME", help="A user. Repeatable.")
-@click.option("--service", multiple=True, metavar="NAME", help="A service. Repeatable.")
-@click.option("--team", multiple=True, metavar="NAME", help="A team. Repeatable.")
+@click.argument("name", shell_complete=complete_policy)
+@click.option("--user", multiple=True, metavar="NAME", help="A user. Repeatable.", shell_complete=complete_user)
+@click.option("--service", multiple=True, metavar="NAME", help="A service. Repeatable.", shell_complete=complete_user)
+@click.option("--team", multiple=True, metavar="NAME", help="A team. Repeatable.", shell_complete=complete_team)
 def detach_policy(name: str, user: tuple[str, ...], service: tuple[str, ...], team: tuple[str, ...]) -> None:
-    """Detach a usage policy from somebody; their runs that were submitted keep what they got."""
+    """Detach a usage policy from principals.
+
+    Runs that were already submitted keep their policy.
+    """
     _change_holders(name, "DELETE", {"user": user, "service": service, "team": team})
 
 
 @policy.command("delete")
-@click.argument("name")
+@click.argument("name", shell_complete=complete_policy)
 def delete_policy(name: str) -> None:
-    """Delete a usage policy that is attached to nobody: runs that name it are refused from now on."""
+    """Delete a usage policy.
+
+    The policy must not be attached to a principal. The server refuses later runs that name it.
+    """
     with server() as connection:
         view = connection.ask("DELETE", _path(name), answer=PolicyView)
     say(f"policy {view.name} is gone")
@@ -152,13 +173,12 @@ def _fetch_policies(*, mine: bool) -> tuple[PolicyView, ...]:
         return connection.ask("GET", "/policies", answer=PolicyList, query=query).policies
 
 
-def _say_policies(found: tuple[PolicyView, ...], *, as_json: bool) -> None:
+def _print_policies(found: tuple[PolicyView, ...], *, wide: bool, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
     rows = [[each.name, _holders(each), "; ".join(describe(policy_of(each)))] for each in found]
-    for line in columns([["POLICY", "ATTACHED TO", "SAYS"], *rows]):
-        say(line)
+    print_table(["POLICY", "ATTACHED TO", "RULES"], rows, wide=wide)
 
 
 def _holders(view: PolicyView) -> str:

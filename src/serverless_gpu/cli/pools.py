@@ -1,4 +1,4 @@
-"""`sgpu queue`, `sgpu pools`, `sgpu pool`, `sgpu share`: the queue, pools and shares."""
+"""`sgpu queue`, `sgpu pool`, `sgpu share`: the queue, pools and fair-share weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_soon
 from serverless_gpu.cli.amounts import duration_s
-from serverless_gpu.cli.output import columns, print_json, say
+from serverless_gpu.cli.command_group import LazyGroup
+from serverless_gpu.cli.completion import complete_node, complete_pool
+from serverless_gpu.cli.output import json_option, print_json, print_table, say, wide_option
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.hardware import time_unit
@@ -36,12 +38,13 @@ _KIND = click.Choice(["team", "user"])
     "--limit", type=click.IntRange(1, LIMIT_MAX), default=LIMIT_MAX, show_default=True, help="Those that are next."
 )
 @click.option("--mine", is_flag=True, help="Only your own runs.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def queue(limit: int, mine: bool, as_json: bool) -> None:
-    """List runs that wait, in the order in which they are looked at: what for, for whom, until when.
+@wide_option
+@json_option(QueueView)
+def queue(limit: int, mine: bool, wide: bool, as_json: bool) -> None:
+    """List waiting runs in their order.
 
-    PLACE is that among those that want the same kind of devices, of runs that you may see; a run without one is not in
-    line.
+    PLACE is the position among visible runs that want the same kind of devices. A run without a place is not in the
+    queue yet.
     """
     with server() as connection:
         query = {"limit": f"{limit}", "mine": f"{mine}".lower()}
@@ -54,33 +57,36 @@ def queue(limit: int, mine: bool, as_json: bool) -> None:
         return
     now_ns = SystemClock().wall_ns()
     rows = [queue_row(each, now_ns) for each in found.entries]
-    for line in columns([["PLACE", "RUN", "OWNER", "TEAM", "CLASS", "NEEDS", "WAITS", "RESERVED", "WHY"], *rows]):
-        say(line)
+    print_table(["PLACE", "RUN", "OWNER", "TEAM", "CLASS", "NEEDS", "WAITS", "RESERVED", "WHY"], rows, wide=wide)
     if not mine and found.waiting > len(found.entries):
         say(f"{found.waiting - len(found.entries)} more")
 
 
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def pools(as_json: bool) -> None:
-    """List pools: their machines, what is free, and how many runs wait."""
-    _say_pools(as_json=as_json)
-
-
 @click.group()
 def pool() -> None:
-    """List, make and change pools."""
+    """List, set and delete pools."""
 
 
 @pool.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_pools(as_json: bool) -> None:
-    """List pools, as `sgpu pools` does."""
-    _say_pools(as_json=as_json)
+@wide_option
+@json_option(tuple[PoolView, ...])
+def list_pools(wide: bool, as_json: bool) -> None:
+    """List pools, free devices and queues."""
+    with server() as connection:
+        found = connection.ask("GET", "/pools", answer=PoolList).pools
+    if as_json:
+        print_json(found)
+        return
+    rows = []
+    for each in found:
+        free = ", ".join(f"{each.free.get(name, 0)} of {total} {name}" for name, total in each.total.items()) or "-"
+        nodes = " ".join(each.nodes) or "-"
+        rows.append([each.name, _kind(each), each.isolation, free, f"{each.queued} waiting", nodes])
+    print_table(["POOL", "KIND", "ISOLATION", "FREE", "QUEUE", "NODES"], rows, wide=wide)
 
 
 @pool.command("set")
-@click.argument("name", default="default")
+@click.argument("name", default="default", shell_complete=complete_pool)
 @click.option(
     "--reserved/--on-demand", "reserved", default=None, help="Whether only runs that name it, with pool=, may use it."
 )
@@ -91,7 +97,14 @@ def list_pools(as_json: bool) -> None:
     help="Whether idle devices of a reserved pool are lent to runs of BEST_EFFORT that can give them back.",
 )
 @click.option("--return", "returned", metavar="DURATION", help="Within which the pool's own runs have them back; 5m.")
-@click.option("--node", "members", multiple=True, metavar="NAME", help="A machine that is moved into it. Repeatable.")
+@click.option(
+    "--node",
+    "members",
+    multiple=True,
+    metavar="NAME",
+    help="A machine that is moved into it. Repeatable.",
+    shell_complete=complete_node,
+)
 @click.option(
     "--isolation",
     type=click.Choice(["none", "unset"]),
@@ -105,11 +118,12 @@ def set_pool(
     members: tuple[str, ...],
     isolation: str | None,
 ) -> None:
-    """Make a pool, or change one; what is not said stays as it is. Without NAME it is the pool `default`.
+    """Create or change a pool.
 
-    A new pool is on-demand: every run that names no pool may use it. Its nodes run the code of the server's first
-    administrator only; runs of other principals wait with the reason `isolation` until --isolation none accepts that
-    all of them share one operating-system user.
+    Without NAME, the command changes the pool `default`. Options that you leave out keep their value. A new pool is
+    on-demand: every run that names no pool may use it. Its nodes run only the code of the server's first administrator;
+    runs of other principals wait with the reason `isolation`. --isolation none accepts that they share one
+    operating-system user.
     """
     asked = PoolRequest(
         kind=None if reserved is None else "reserved" if reserved else "on-demand",
@@ -131,19 +145,36 @@ def set_pool(
         say("runs of other principals than the first administrator wait now; those that run go on")
 
 
-@click.group()
+@pool.command("delete")
+@click.argument("name", shell_complete=complete_pool)
+def delete_pool(name: str) -> None:
+    """Delete a pool.
+
+    The pool must have no nodes and no waiting or running runs, and no price, budget or policy may name it. The pool
+    `default` cannot be deleted.
+    """
+    with server() as connection:
+        gone = connection.ask("DELETE", f"/pools/{_part(name)}", answer=PoolView)
+    say(f"pool {gone.name} is deleted")
+
+
+@click.group(cls=LazyGroup, renamed={"remove": "share delete"})
 def share() -> None:
-    """List and set who gets how much while others want devices, too."""
+    """List, set and delete fair-share weights.
+
+    A weight decides how much a team or user gets while others also wait for devices.
+    """
 
 
 @share.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_shares(as_json: bool) -> None:
-    """List teams, and users without one: their weight, what is theirs by it, and what they have used.
+@wide_option
+@json_option(ShareList)
+def list_shares(wide: bool, as_json: bool) -> None:
+    """List weights and use of teams and users.
 
-    USED is what their runs had of the devices. COUNTED decides whose turn it is: USED, and a minute in advance for the
-    devices of each run that goes on. Both count less as they get older, so that everybody gets their share over time.
-    A user in a team is there where their weight among its users was set.
+    USED is the device time of their runs. The queue orders by COUNTED: the use, plus one minute for each device of
+    running runs. Both decay with age, so that everyone gets their share over time. A user of a team appears only if
+    their weight within the team was set.
     """
     with server() as connection:
         found = connection.ask("GET", "/shares", answer=ShareList)
@@ -157,8 +188,7 @@ def list_shares(as_json: bool) -> None:
     for each in found.shares:
         used = [_gpu_time(each.used_gpu_s), _percent(each.part), _gpu_time(each.counted_gpu_s)]
         rows.append([each.kind, each.name, f"{each.weight:g}", _percent(each.due), *used])
-    for line in columns(rows):
-        say(line)
+    print_table(rows[0], rows[1:], wide=wide)
     say(f"use counts half after {format_days_ms(round(found.half_life_s * 1000))}")
 
 
@@ -168,7 +198,10 @@ def list_shares(as_json: bool) -> None:
 @click.argument("name")
 @click.argument("weight", type=float)
 def set_share(kind: str, name: str, weight: float) -> None:
-    """Set the weight of a team among all, or of a user among those of their team; who was not named has 1."""
+    """Set the weight of a team or a user.
+
+    A team's weight counts among all teams, a user's weight within their team. The default weight is 1.
+    """
     if not math.isfinite(weight):  # JSON has no such number
         raise InvalidValue(f"a share cannot be {weight}", hint="a number above 0")
     with server() as connection:
@@ -176,29 +209,14 @@ def set_share(kind: str, name: str, weight: float) -> None:
     say(f"{view.kind} {view.name} has {view.weight:g}")
 
 
-@share.command("remove")
+@share.command("delete")
 @click.argument("kind", type=_KIND)
 @click.argument("name")
-def remove_share(kind: str, name: str) -> None:
-    """Take a weight away: it is 1 again."""
+def delete_share(kind: str, name: str) -> None:
+    """Reset a weight to 1."""
     with server() as connection:
         view = connection.ask("DELETE", _share(kind, name), answer=ShareView)
     say(f"{view.kind} {view.name} has {view.weight:g} again")
-
-
-def _say_pools(*, as_json: bool) -> None:
-    with server() as connection:
-        found = connection.ask("GET", "/pools", answer=PoolList).pools
-    if as_json:
-        print_json(found)
-        return
-    rows = [["POOL", "KIND", "ISOLATION", "FREE", "QUEUE", "NODES"]]
-    for each in found:
-        free = ", ".join(f"{each.free.get(name, 0)} of {total} {name}" for name, total in each.total.items()) or "-"
-        nodes = " ".join(each.nodes) or "-"
-        rows.append([each.name, _kind(each), each.isolation, free, f"{each.queued} waiting", nodes])
-    for line in columns(rows):
-        say(line)
 
 
 def queue_row(entry: QueueEntry, now_ns: int) -> list[str]:

@@ -9,7 +9,8 @@ import click
 from serverless_gpu.ambient import SystemClock, format_utc
 from serverless_gpu.cli import usage
 from serverless_gpu.cli.amounts import micros, moment_ns
-from serverless_gpu.cli.output import columns, print_json, say
+from serverless_gpu.cli.completion import complete_pool
+from serverless_gpu.cli.output import json_option, print_json, print_table, say, wide_option
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.model.billing.pricing import MICROS_MAX
 from serverless_gpu.units import MICROS_PER_UNIT
@@ -20,15 +21,19 @@ _UNITS = {"core": "core", "memory": "GiB"}
 
 @click.group()
 def price() -> None:
-    """List, set and end prices. Without one, time is counted and unpriced: nothing has a default price."""
+    """List, set and end prices.
+
+    Nothing has a default price. Without a price, the server meters the use and reports it as unpriced.
+    """
 
 
 @price.command("list")
 @click.option("--all", "past", is_flag=True, help="Those that have ended, too.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@wide_option
+@json_option(PriceList)
 @click.option("--records", is_flag=True, help="All, as CSV with the columns of Databricks' system.billing.list_prices.")
-def list_prices(past: bool, as_json: bool, records: bool) -> None:
-    """List the price book: what is in force, and what is planned. Times are of UTC."""
+def list_prices(past: bool, records: bool, wide: bool, as_json: bool) -> None:
+    """List current and planned prices, in UTC."""
     if records:
         with server() as connection:
             usage.put_prices(connection.ask("GET", "/usage/prices", answer=ListPrices), as_json=as_json)
@@ -41,25 +46,30 @@ def list_prices(past: bool, as_json: bool, records: bool) -> None:
     if not found.prices:
         say("nothing has a price: what is used is counted, and unpriced; sgpu price set H100 2.99")
         return
-    rows = [["WHAT", "POOL", "PRICE", "DBU", "FROM", "UNTIL", ""]]
+    rows = [["WHAT", "POOL", "PRICE", "DBU", "FROM", "UNTIL", "STATE"]]
     for each in found.prices:
         amount = f"{_decimal(each.micros_per_hour)} {found.currency}/h"
         dbu = _decimal(each.dbu_micros_per_hour) if each.dbu_micros_per_hour else "-"
         until = "-" if each.until_ns is None else format_utc(each.until_ns)
         state = "in force" if each.in_force else "planned" if each.from_ns > SystemClock().wall_ns() else "ended"
         rows.append([each.resource, each.pool or "every", amount, dbu, format_utc(each.from_ns), until, state])
-    for line in columns(rows):
-        say(line)
+    print_table(rows[0], rows[1:], wide=wide)
 
 
 @price.command("set")
 @click.argument("resource")
 @click.argument("amount", required=False)
-@click.option("--pool", default="", metavar="NAME", help="Only in this pool; it goes before that of every pool.")
+@click.option(
+    "--pool",
+    default="",
+    metavar="NAME",
+    help="Only in this pool; it goes before that of every pool.",
+    shell_complete=complete_pool,
+)
 @click.option("--from", "since", metavar="TIME", help="From then on: 2026-12-01, 2026-12-01T08:00 (UTC); now.")
 @click.option("--dbu-per-gpu-hour", metavar="NUMBER", help="DBUs that one device takes in an hour.")
 @click.option("--usd-per-dbu", metavar="AMOUNT", help="What one DBU costs, in the server's currency.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option(PriceSet)
 def set_price(
     resource: str,
     amount: str | None,
@@ -68,10 +78,11 @@ def set_price(
     as_json: bool,
     **dbu: str | None,
 ) -> None:
-    """Set what one device (H100), core (core) or GiB of memory (memory) costs for one hour.
+    """Set the hourly price of a resource.
 
-    It holds for attempts that are placed from then on; those before keep the price they began with. What was in force
-    ends there. A price of a family (H100) holds for its members that have none of their own.
+    RESOURCE is a GPU type (H100), `core` or `memory` (one GiB). The price applies to attempts placed from then on and
+    ends the price before it; earlier attempts keep theirs. The price of a family (H100) also applies to its members
+    without a price of their own.
     """
     dbu_per_gpu_hour, usd_per_dbu = dbu["dbu_per_gpu_hour"], dbu["usd_per_dbu"]
     made = (dbu_per_gpu_hour, usd_per_dbu)
@@ -93,11 +104,15 @@ def set_price(
 
 @price.command("end")
 @click.argument("resource")
-@click.option("--pool", default="", metavar="NAME", help="The price of this pool.")
+@click.option("--pool", default="", metavar="NAME", help="The price of this pool.", shell_complete=complete_pool)
 @click.option("--at", "until", metavar="TIME", help="When: 2026-12-01, 2026-12-01T08:00 (UTC); now.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option(PriceSet)
 def end_price(resource: str, pool: str, until: str | None, as_json: bool) -> None:
-    """End a price; what is placed from then on has that of every pool, or none. Prices planned for later go, too."""
+    """End a price.
+
+    Attempts placed from then on use the price for all pools, if there is one. The command also withdraws prices that
+    are planned for later.
+    """
     query = {"pool": pool} if pool else {}
     until_ns = None if until is None else moment_ns("--at", until)
     if until_ns is not None:

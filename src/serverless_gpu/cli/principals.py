@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import get_args
+from urllib.parse import quote
 
 import click
 import msgspec
 
 from serverless_gpu.ambient import format_moment, machine
 from serverless_gpu.cli.amounts import duration_s
-from serverless_gpu.cli.output import columns, print_json, say
+from serverless_gpu.cli.command_group import LazyGroup
+from serverless_gpu.cli.completion import complete_team, complete_user
+from serverless_gpu.cli.output import json_option, print_json, print_table, say, wide_option
 from serverless_gpu.cli.runs.run_location import durable_home
 from serverless_gpu.cli.server_connection import connect, server
-from serverless_gpu.client.remote.profile import ServerProfile, check_address, write_profile
+from serverless_gpu.client.remote.profile import SERVER, ServerProfile, check_address, remove_profile, write_profile
 from serverless_gpu.errors import InvalidValue
 from serverless_gpu.model.access_control import AccessReach, Role, reach
 from serverless_gpu.model.scheduling.wait_messages import sharing_warnings
@@ -42,13 +46,17 @@ _TOKEN_BYTES_MAX = 1_000
 
 @click.group()
 def token() -> None:
-    """Make, list and revoke tokens of a server."""
+    """List, create and revoke tokens."""
 
 
 @token.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_tokens(as_json: bool) -> None:
-    """List your tokens; an administrator sees everybody's."""
+@wide_option
+@json_option(tuple[TokenView, ...])
+def list_tokens(wide: bool, as_json: bool) -> None:
+    """List your tokens.
+
+    An administrator sees the tokens of all principals.
+    """
     with server() as connection:
         tokens = connection.ask("GET", "/tokens", answer=TokenList).tokens
     if as_json:
@@ -62,18 +70,27 @@ def list_tokens(as_json: bool) -> None:
         if each.revoked_ns is not None:
             state = f"revoked {format_moment(each.revoked_ns)}"
         rows.append([each.id, each.principal, each.label or "-", scopes, state, used])
-    for line in columns(rows):
-        say(line)
+    print_table(rows[0], rows[1:], wide=wide)
 
 
 @token.command("create")
 @click.option("--label", default="", help="What it is for, to be recognised in the list.")
-@click.option("--for", "principal", default="", metavar="NAME", help="Whose it is; yours without it.")
+@click.option(
+    "--for",
+    "principal",
+    default="",
+    metavar="NAME",
+    shell_complete=complete_user,
+    help="Whose it is; yours without it.",
+)
 @click.option("--scope", "scopes", multiple=True, metavar="SCOPE", help="Limit what it can be used for. Repeatable.")
 @click.option("--expires", metavar="DURATION", help="How long it is good for, for example 12h or 30d.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def create(label: str, principal: str, scopes: tuple[str, ...], expires: str | None, as_json: bool) -> None:
-    """Make a token; its secret is printed once, alone on stdout, and kept nowhere."""
+@json_option(TokenMade)
+def create_token(label: str, principal: str, scopes: tuple[str, ...], expires: str | None, as_json: bool) -> None:
+    """Create a token.
+
+    The secret is printed once, alone on stdout. The server does not store it.
+    """
     expires_s = None if expires is None else duration_s("--expires", expires)
     body = TokenRequest(label=label, principal=principal, scopes=scopes, expires_s=expires_s)
     with server() as connection:
@@ -86,8 +103,8 @@ def create(label: str, principal: str, scopes: tuple[str, ...], expires: str | N
 
 @token.command("revoke")
 @click.argument("identifier")
-def revoke(identifier: str) -> None:
-    """Make a token useless at once."""
+def revoke_token(identifier: str) -> None:
+    """Revoke a token at once."""
     with server() as connection:
         revoked = connection.ask("DELETE", f"/tokens/{identifier}", answer=TokenView)
     say(f"token {revoked.id} of {revoked.principal} is revoked")
@@ -111,10 +128,10 @@ def say_secret(made: TokenMade) -> None:
     "--ca", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="File with the certificates to trust."
 )
 def login(url: str, token_file: Path | None, ca: Path | None) -> None:
-    """Use a server for remote calls from now on: its address and a token that it knows.
+    """Log in to a server.
 
-    The token is checked, and kept in this home in a file that only you can read. It is never an argument: those can be
-    seen by everybody on the machine.
+    URL is the server's address. The command checks the token and stores both in this home, in a file that only you can
+    read. The token is never an argument, because every user of the machine can read those.
     """
     check_address(url)
     token = _read_token(token_file)
@@ -134,9 +151,26 @@ def login(url: str, token_file: Path | None, ca: Path | None) -> None:
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def logout() -> None:
+    """Delete the server's address and token here.
+
+    The token stays valid; `sgpu token revoke` ends it. A server that runs on this home writes its address again when it
+    starts.
+    """
+    home = durable_home("the token is kept there").root
+    profile = remove_profile(home)
+    if profile is None:
+        say(f"{home} has no server")
+        return
+    say(f"{home} no longer uses {profile.url}; the token stays valid until `sgpu token revoke`")
+    if SERVER in os.environ:
+        say(f"sgpu: {SERVER} is set: commands still use {os.environ[SERVER]}; unset it", err=True)
+
+
+@click.command()
+@json_option(PrincipalView)
 def whoami(as_json: bool) -> None:
-    """Say who you are on the server, and what your role is."""
+    """Show your name, role and teams."""
     with server() as connection:
         me = connection.ask("GET", "/whoami", answer=PrincipalView)
     if as_json:
@@ -145,37 +179,49 @@ def whoami(as_json: bool) -> None:
         say(f"{me.name} ({me.role}) at {connection.url}" + (f", in {', '.join(me.teams)}" if me.teams else ""))
 
 
-@click.group()
+@click.group(cls=LazyGroup, renamed={"add": "user create", "change": "user set"})
 def user() -> None:
-    """List, add and change users and services of a server."""
+    """List, create, change and delete users.
+
+    A service is a user that is a program.
+    """
 
 
 @user.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_users(as_json: bool) -> None:
-    """List who is there."""
+@wide_option
+@json_option(tuple[PrincipalView, ...])
+def list_users(wide: bool, as_json: bool) -> None:
+    """List users and services."""
     with server() as connection:
         found = connection.ask("GET", "/users", answer=PrincipalList).principals
     if as_json:
         print_json(found)
         return
     rows = [[each.name, each.kind, each.role, " ".join(each.teams) or "-", _state(each)] for each in found]
-    for line in columns([["NAME", "KIND", "ROLE", "TEAMS", "STATE"], *rows]):
-        say(line)
+    print_table(["NAME", "KIND", "ROLE", "TEAMS", "STATE"], rows, wide=wide)
 
 
-@user.command("add")
+@user.command("create")
 @click.argument("name")
 @click.option("--role", type=_ROLES, default="member", show_default=True, help="What they may do.")
 @click.option("--service", is_flag=True, help="It is a program, not a person.")
-@click.option("--team", "teams", multiple=True, metavar="TEAM", help="A team they are in. Repeatable.")
-def add_user(name: str, role: Role, service: bool, teams: tuple[str, ...]) -> None:
-    """Add a user or service; prints their first token once, for `sgpu login`."""
+@click.option(
+    "--team", "teams", multiple=True, metavar="TEAM", help="A team to join. Repeatable.", shell_complete=complete_team
+)
+@json_option(TokenMade)
+def create_user(name: str, role: Role, service: bool, teams: tuple[str, ...], as_json: bool) -> None:
+    """Create a user or a service.
+
+    The command prints the first token once, for `sgpu login`.
+    """
     body = PrincipalRequest(name=name, kind="service" if service else "user", role=role, teams=teams)
     with server() as connection:
         made = connection.ask("POST", "/users", body, answer=TokenMade)
         pools = connection.ask("GET", "/pools", answer=PoolList).pools
-    say_secret(made)
+    if as_json:
+        print_json(made)
+    else:
+        say_secret(made)
     if reach(role, "runs", write=True) is AccessReach.NONE:
         return
     closed = [pool.name for pool in pools if pool.isolation != "none"]
@@ -184,8 +230,8 @@ def add_user(name: str, role: Role, service: bool, teams: tuple[str, ...]) -> No
         say(f"warning: {warning}", err=True)
 
 
-@user.command("change")
-@click.argument("name")
+@user.command("set")
+@click.argument("name", shell_complete=complete_user)
 @click.option("--role", type=_ROLES, default=None, help="What they may do from now on.")
 @click.option(
     "--disable/--enable", "disabled", default=None, help="Disabling revokes every token; enabling brings none back."
@@ -196,8 +242,8 @@ def add_user(name: str, role: Role, service: bool, teams: tuple[str, ...]) -> No
     default=None,
     help="Whether the runs of somebody who may start none any more finish, or are stopped; the server's setting.",
 )
-def change_user(name: str, role: Role | None, disabled: bool | None, runs: OnDisabled | None) -> None:
-    """Change what somebody may do, or shut them out."""
+def set_user(name: str, role: Role | None, disabled: bool | None, runs: OnDisabled | None) -> None:
+    """Change, disable or enable a user."""
     if role is None and disabled is None and runs is None:
         raise click.UsageError("say what to change: --role, --disable, --enable or --runs")
     change = PrincipalChange(role=role, disabled=disabled, runs=runs)
@@ -208,57 +254,89 @@ def change_user(name: str, role: Role | None, disabled: bool | None, runs: OnDis
         say(f"tokens that were revoked stay so; a new one: sgpu token create --for {changed.name}")
 
 
-@click.group()
+@user.command("delete")
+@click.argument("name", shell_complete=complete_user)
+def delete_user(name: str) -> None:
+    """Delete a user or a service.
+
+    The user must own no runs that the server still has, no nodes and no secrets, and no budget or policy may name
+    them. To end the access of a user with runs, use `sgpu user set NAME --disable`. Their use stays in reports.
+    """
+    with server() as connection:
+        gone = connection.ask("DELETE", f"/users/{quote(name, safe='')}", answer=PrincipalView)
+    say(f"{gone.kind} {gone.name} is deleted, with all tokens")
+
+
+@click.group(cls=LazyGroup, renamed={"add": "team create"})
 def team() -> None:
-    """List, make and fill teams; a member may read the runs of a team."""
+    """List, create, fill and delete teams.
+
+    A member can read the runs of the team.
+    """
 
 
 @team.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_teams(as_json: bool) -> None:
-    """List teams and who is in them."""
+@wide_option
+@json_option(tuple[TeamView, ...])
+def list_teams(wide: bool, as_json: bool) -> None:
+    """List teams and their members."""
     with server() as connection:
         teams = connection.ask("GET", "/teams", answer=TeamList).teams
     if as_json:
         print_json(teams)
         return
-    for line in columns([["TEAM", "MEMBERS"], *([each.name, " ".join(each.members) or "-"] for each in teams)]):
-        say(line)
+    print_table(["TEAM", "MEMBERS"], [[each.name, " ".join(each.members) or "-"] for each in teams], wide=wide)
 
 
-@team.command("add")
+@team.command("create")
 @click.argument("name")
-def add_team(name: str) -> None:
-    """Make a team."""
+def create_team(name: str) -> None:
+    """Create a team."""
     with server() as connection:
         say(f"team {connection.ask('POST', '/teams', TeamRequest(name=name), answer=TeamView).name} is there")
 
 
+@team.command("delete")
+@click.argument("name", shell_complete=complete_team)
+def delete_team(name: str) -> None:
+    """Delete a team.
+
+    The team must have no waiting or running runs, no secrets, and no budgets and policies that name it. Its ended runs
+    stay with their owners, and its use stays in reports.
+    """
+    with server() as connection:
+        gone = connection.ask("DELETE", f"/teams/{quote(name, safe='')}", answer=TeamView)
+    say(f"team {gone.name} is deleted; it had {len(gone.members)} members")
+
+
 @team.command("set")
-@click.argument("name")
+@click.argument("name", shell_complete=complete_team)
 @click.option(
     "--time-zone", metavar="ZONE", required=True, help="Of the periods of its budgets, as Europe/Berlin or UTC."
 )
 def set_team(name: str, time_zone: str) -> None:
-    """Set the time zone of a team: days, weeks and months of its budgets that have none of their own."""
+    """Set the time zone of a team.
+
+    It applies to the periods of the team's budgets that have no time zone of their own.
+    """
     with server() as connection:
         changed = connection.ask("PATCH", f"/teams/{name}", TeamChange(time_zone=time_zone), answer=TeamView)
     say(f"team {changed.name}: budgets have periods of {changed.time_zone}")
 
 
 @team.command("join")
-@click.argument("name")
-@click.argument("member")
-def join(name: str, member: str) -> None:
-    """Put somebody into a team."""
+@click.argument("name", shell_complete=complete_team)
+@click.argument("member", shell_complete=complete_user)
+def add_member(name: str, member: str) -> None:
+    """Add a user to a team."""
     _change_member("PUT", name, member)
 
 
 @team.command("leave")
-@click.argument("name")
-@click.argument("member")
-def leave(name: str, member: str) -> None:
-    """Take somebody out of a team."""
+@click.argument("name", shell_complete=complete_team)
+@click.argument("member", shell_complete=complete_user)
+def remove_member(name: str, member: str) -> None:
+    """Remove a user from a team."""
     _change_member("DELETE", name, member)
 
 

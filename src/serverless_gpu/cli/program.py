@@ -1,163 +1,107 @@
-"""The command table of `sgpu`: each command's module and the first sentence of its help.
+"""`sgpu`: the tables of its commands, and how it ends.
 
-`LazyGroup` imports a command when it runs or shows its help: importing all commands takes 30 times as long as starting
-Python. A test compares the table's sentences with the commands' own. Every command but `gpus` leaves the agent as it
-is: none is started for looking.
+Only `gpus` starts an agent: looking at things starts nothing.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import click
 
-from serverless_gpu.cli.exit_codes import CANCELLED, exit_code
+from serverless_gpu.cli.command_group import CommandEntry, LazyGroup
+from serverless_gpu.cli.exit_codes import CANCELLED, USAGE, exit_code
 from serverless_gpu.errors import ServerlessGpuError, ServerNotConfigured
 from serverless_gpu.lazy_import import load
 from serverless_gpu.version import __version__
 
-_ON_LINUX = frozenset({"doctor", "gpus", "join", "mlflow", "server", "top", "up"})
-"""Commands that look at this machine as a node, or make it a server."""
+_ON_LINUX = frozenset({"doctor", "down", "gpus", "join", "mlflow", "server", "top", "up"})
+"""Commands that use this machine as a node or as a server."""
 
+_QUEUE = CommandEntry("pools:queue", "List waiting runs in their order.")
 
-class CommandEntry(NamedTuple):
-    """One command of the table."""
+RUN_COMMANDS = {
+    "attach": CommandEntry("runs.run_actions:attach", "Follow a run until it ends."),
+    "cancel": CommandEntry("runs.run_actions:cancel", "Stop a run and wait for its devices."),
+    "list": CommandEntry("runs.run_table:runs", "List runs, newest first."),
+    "logs": CommandEntry("runs.logs:logs", "Print the output of a run."),
+    "metrics": CommandEntry("runs.run_details:metrics", "Show the telemetry of a run."),
+    "preempt": CommandEntry("runs.run_actions:preempt", "Ask a run to yield its devices."),
+    "queue": _QUEUE,
+    "result": CommandEntry("runs.results:result", "Copy the results of ranks to files."),
+    "show": CommandEntry("runs.run_details:show", "Show everything about one run."),
+    "submit": CommandEntry("submit:submit", "Run a script or a program on GPUs."),
+}
+"""Commands of `sgpu run`; most of them have a short name, too."""
 
-    place: str  # ``"module:attribute"`` below `serverless_gpu.cli`
-    summary: str  # the first sentence of its help
-
-
-class LazyGroup(click.Group):
-    """A group that imports its commands one by one from a table."""
-
-    def __init__(self, *, table: Mapping[str, CommandEntry], **settings: Any) -> None:
-        super().__init__(**settings)
-        self.table = table
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands, sorted."""
-        return sorted({*self.table, *self.commands})
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command, imported by now; None for a name that is not in the table."""
-        if cmd_name in self.table and cmd_name not in self.commands:
-            module, _, attribute = self.table[cmd_name].place.partition(":")
-            self.add_command(getattr(load(f"serverless_gpu.cli.{module}"), attribute), cmd_name)
-        return super().get_command(ctx, cmd_name)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands for `--help`, without importing them."""
-        names = self.list_commands(ctx)
-        limit = formatter.width - 6 - max(map(len, names))
-        summaries = {name: click.Command(name, help=entry.summary) for name, entry in self.table.items()}
-        rows = [(name, {**summaries, **self.commands}[name].get_short_help_str(limit)) for name in names]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
-
+run = LazyGroup(name="run", table=RUN_COMMANDS, help="List, show, follow and cancel runs.")
 
 COMMANDS = {
-    "advise": CommandEntry(
-        "planning.advise:advise_command",
-        "Say how many GPUs to reserve, and which runs had more GPU than they used.",
-    ),
-    "attach": CommandEntry(
-        "runs.run_actions:attach",
-        "Show a run until it ends, as the call itself does; Ctrl-C leaves it to itself.",
-    ),
-    "audit": CommandEntry(
-        "audit:audit",
-        "See who did what on the server, keep a copy, and check that nobody has changed it.",
-    ),
-    "budget": CommandEntry(
-        "budgets:budget",
-        "List, make and delete budgets: money or GPU-hours per day, week or month.",
-    ),
-    "cancel": CommandEntry("runs.run_actions:cancel", "Stop a run and wait until its devices were handed back."),
-    "clean": CommandEntry(
-        "runs.run_actions:clean",
-        "Delete directories of ended runs, with their results and logs, and copies of results of a server's runs.",
-    ),
-    "doctor": CommandEntry("doctor:doctor", "Look for what keeps runs from working here, and say what mends it."),
-    "env": CommandEntry("environments:env", "Capture what Python sees, restore it elsewhere, and tell what changed."),
-    "gpus": CommandEntry("this_machine:gpus", "List the GPUs and CPU slots of this node, and GPUs in quarantine."),
-    "join": CommandEntry("join:join", "Make this machine a node of the pool of HOST, for as long as this runs."),
-    "login": CommandEntry(
-        "principals:login",
-        "Use a server for remote calls from now on: its address and a token that it knows.",
-    ),
-    "logs": CommandEntry("runs.logs:logs", "Show what a run wrote: stdout on stdout, stderr on stderr."),
-    "metrics": CommandEntry("runs.run_details:metrics", "Show what was sampled of a run's nodes, GPUs and ranks."),
-    "mlflow": CommandEntry(
-        "this_machine:mlflow",
-        "Print the address of the MLflow server in front of this home's runs; start it if it is not running.",
-    ),
-    "node": CommandEntry("nodes:node", "Act on one machine of the server."),
-    "nodes": CommandEntry(
-        "nodes:nodes",
-        "List the machines of the server: whether they answer, and what they have.",
-    ),
-    "policy": CommandEntry(
-        "policies:policy",
-        "List, make and attach usage policies: what runs have to have, and may ask for.",
-    ),
-    "pool": CommandEntry("pools:pool", "List, make and change pools."),
-    "pools": CommandEntry("pools:pools", "List pools: their machines, what is free, and how many runs wait."),
+    "advise": CommandEntry("planning.advise:advise_command", "Recommend how many GPUs to reserve."),
+    "attach": RUN_COMMANDS["attach"],
+    "audit": CommandEntry("audit:audit", "List, export and verify the audit log."),
+    "budget": CommandEntry("budgets:budget", "List, set and delete budgets."),
+    "cancel": RUN_COMMANDS["cancel"],
+    "clean": CommandEntry("runs.run_actions:clean", "Delete directories of ended runs."),
+    "completion": CommandEntry("help:completion", "Print the completion script of a shell."),
+    "doctor": CommandEntry("doctor:doctor", "Find what prevents runs on this machine."),
+    "down": CommandEntry("server:down", "Stop the server of this home."),
+    "env": CommandEntry("environments:env", "Capture, restore and compare environments."),
+    "gpus": CommandEntry("this_machine:gpus", "List the GPUs and CPU slots of this machine."),
+    "help": CommandEntry("help:help_command", "Show the help of a command."),
+    "join": CommandEntry("join:join", "Make this machine a node of a Ray pool."),
+    "login": CommandEntry("principals:login", "Log in to a server."),
+    "logout": CommandEntry("principals:logout", "Delete the server's address and token here."),
+    "logs": RUN_COMMANDS["logs"],
+    "metrics": RUN_COMMANDS["metrics"],
+    "mlflow": CommandEntry("this_machine:mlflow", "Start MLflow's server and print its address."),
+    "node": CommandEntry("nodes:node", "List, drain and invite nodes."),
+    "policy": CommandEntry("policies:policy", "List, set and attach usage policies."),
+    "pool": CommandEntry("pools:pool", "List, set and delete pools."),
     "price": CommandEntry("prices:price", "List, set and end prices."),
-    "queue": CommandEntry(
-        "pools:queue",
-        "List runs that wait, in the order in which they are looked at: what for, for whom, until when.",
-    ),
-    "result": CommandEntry(
-        "runs.results:result", "Copy what ranks returned to <rank>.pkl in a directory; prints the paths."
-    ),
-    "run": CommandEntry("runs.run_actions:run_group", "Look at one run, or act on it."),
-    "runs": CommandEntry(
-        "runs.run_table:runs", "List runs, newest first: those of this home, and those of the server if there is one."
-    ),
-    "secret": CommandEntry("secrets:secret", 'Set, list and delete secrets that runs get: secrets=["HF_TOKEN"].'),
-    "server": CommandEntry("server:server_group", "Look after a server: its settings, its unit, its backups."),
-    "share": CommandEntry("pools:share", "List and set who gets how much while others want devices, too."),
-    "show": CommandEntry(
-        "runs.run_details:show",
-        "Show everything about one run: what was asked for, how it ended, its receipt, its files.",
-    ),
-    "simulate": CommandEntry(
-        "planning.simulate:simulate_command",
-        "Replay a trace on a cluster, and show what each scheduler makes of it.",
-    ),
-    "status": CommandEntry(
-        "this_machine:status",
-        "Show what the agent of this node keeps warm and looks after, and how the servers are if there are any.",
-    ),
-    "stop": CommandEntry(
-        "this_machine:stop",
-        "End the agent of this node and what it keeps warm, and the Ray of a server here; running attempts go on.",
-    ),
-    "submit": CommandEntry(
-        "submit:submit",
-        "Run a Python script (PROGRAM ends in .py), a module (-m) or any program; show its output to the end.",
-    ),
-    "team": CommandEntry("principals:team", "List, make and fill teams; a member may read the runs of a team."),
-    "token": CommandEntry("principals:token", "Make, list and revoke tokens of a server."),
-    "top": CommandEntry(
-        "top:top",
-        "Show what this node does now: each GPU, who has it, each run and its ranks; once a second.",
-    ),
-    "up": CommandEntry("server:up", "Start a server: a queue in front of this machine's GPUs, or a team's."),
-    "usage": CommandEntry(
-        "usage:usage",
-        "Show what was used and what it cost, of yourself and your teams; an operator sees everybody's.",
-    ),
-    "user": CommandEntry("principals:user", "List, add and change users and services of a server."),
-    "whoami": CommandEntry("principals:whoami", "Say who you are on the server, and what your role is."),
+    "queue": _QUEUE,
+    "result": RUN_COMMANDS["result"],
+    "run": CommandEntry("program:run", "List, show, follow and cancel runs."),
+    "runs": RUN_COMMANDS["list"],
+    "schema": CommandEntry("help:schema", "Print the JSON schema of `--json` output."),
+    "secret": CommandEntry("secrets:secret", "List, set and delete secrets for runs."),
+    "server": CommandEntry("server:server_group", "Configure, drain and back up a server."),
+    "share": CommandEntry("pools:share", "List, set and delete fair-share weights."),
+    "show": RUN_COMMANDS["show"],
+    "simulate": CommandEntry("planning.simulate:simulate_command", "Replay a trace on a simulated cluster."),
+    "status": CommandEntry("this_machine:status", "Show the agent, MLflow and the server."),
+    "stop": CommandEntry("this_machine:stop", "Stop the agent of this machine."),
+    "submit": RUN_COMMANDS["submit"],
+    "team": CommandEntry("principals:team", "List, create, fill and delete teams."),
+    "token": CommandEntry("principals:token", "List, create and revoke tokens."),
+    "top": CommandEntry("top:top", "Show GPUs, runs and ranks, live."),
+    "up": CommandEntry("server:up", "Start a server in the foreground."),
+    "usage": CommandEntry("usage:usage", "Report use and cost."),
+    "user": CommandEntry("principals:user", "List, create, change and delete users."),
+    "version": CommandEntry("help:version", "Print the version."),
+    "whoami": CommandEntry("principals:whoami", "Show your name, role and teams."),
 }
+
+SECTIONS = {
+    "Runs": ("submit", "run", "runs", "queue", "show", "logs", "attach", "cancel", "result", "metrics"),
+    "This machine": ("status", "gpus", "top", "doctor", "clean", "mlflow", "stop"),
+    "Server": ("up", "down", "server", "login", "logout"),
+    "Nodes and pools": ("node", "pool", "share", "join"),
+    "People and access": ("whoami", "user", "team", "token", "secret", "policy", "audit"),
+    "Money": ("usage", "budget", "price"),
+    "Environments": ("env",),
+    "Planning": ("advise", "simulate"),
+    "Help": ("help", "version", "completion", "schema"),
+}
+
+RENAMED = {"nodes": "node list", "pools": "pool list"}
+"""Names of the release before, with the path of each command now."""
 
 
 class _Commands(LazyGroup):
-    """All commands. Ctrl-C is exit code 130 in each of them, and no word more than it has said itself."""
+    """All commands; Ctrl-C ends each with exit code 130."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command; refuse one that needs Linux elsewhere."""
@@ -166,7 +110,7 @@ class _Commands(LazyGroup):
         return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the one that was asked for."""
+        """Run the command that the arguments name."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -177,28 +121,56 @@ class _Commands(LazyGroup):
             raise load("serverless_gpu.client.launch.remedies").no_server(f"sgpu {ctx.invoked_subcommand}") from None
 
 
-@click.group(cls=_Commands, table=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Commands,
+    table=COMMANDS,
+    sections=SECTIONS,
+    renamed=RENAMED,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="serverless-gpu")
-def sgpu() -> None:
+@click.pass_context
+def sgpu(ctx: click.Context) -> None:
     """The function runtime for GPUs you own."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 def main() -> None:
     """Run the command; an error of ours is a message and an exit code, not a traceback."""
     try:
-        sgpu(prog_name="sgpu")
+        status = sgpu.main(prog_name="sgpu", standalone_mode=False)
     except (ServerlessGpuError, OSError) as error:  # OSError: a file or terminal that cannot be written to
         _end(error)
+    except click.exceptions.Abort:
+        sys.exit(CANCELLED)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        status = 0
+    except click.ClickException as error:
+        _refuse(error)
     except RuntimeError as error:
         threads = load("serverless_gpu.operating_system")
         if not threads.is_thread_limit(error):
             raise
         _end(threads.thread_limit())
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _refuse(error: click.ClickException) -> NoReturn:
+    """Print what is wrong with the command line, with the command that explains it."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    lines = [f"sgpu: {error.format_message()}"]
+    if context is not None:
+        lines.append(f"hint: {context.command_path} --help")
+    load("serverless_gpu.cli.output").say_lines("\n".join(lines), err=True)
+    sys.exit(USAGE if isinstance(error, click.UsageError) else error.exit_code)
 
 
 def _end(error: ServerlessGpuError | OSError) -> NoReturn:
     load("serverless_gpu.cli.output").say_lines(f"sgpu: {error}", err=True)
     if isinstance(error, OSError):
-        # Python writes at its end what stdout still holds, and exits with 120 where that fails again.
+        # Python flushes stdout again when it exits, and would exit with 120 if that fails once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(exit_code(error))

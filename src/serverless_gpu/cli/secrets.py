@@ -12,7 +12,8 @@ from urllib.parse import quote
 import click
 
 from serverless_gpu.ambient import format_moment
-from serverless_gpu.cli.output import columns, print_json, say, say_lines
+from serverless_gpu.cli.completion import complete_secret, complete_team
+from serverless_gpu.cli.output import json_option, print_json, print_table, say, say_lines, wide_option
 from serverless_gpu.cli.runs.run_location import durable_home, this_home
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.client.launch import local_secrets
@@ -20,25 +21,35 @@ from serverless_gpu.model.secrets import VALUE_BYTES_MAX, check_name, check_valu
 from serverless_gpu.wire.access import SecretList, SecretRequest, SecretView
 
 _LOCAL = click.option("--local", is_flag=True, help="Of this home, for runs of this machine.")
-_TEAM = click.option("--team", default="", metavar="NAME", help="A team's, for runs with team=; yours without it.")
+_TEAM = click.option(
+    "--team",
+    default="",
+    metavar="NAME",
+    help="A team's, for runs with team=; yours without it.",
+    shell_complete=complete_team,
+)
 
 
 @click.group()
 def secret() -> None:
-    """Set, list and delete secrets that runs get: secrets=["HF_TOKEN"]."""
+    """List, set and delete secrets for runs.
+
+    A run gets the secrets that it names: secrets=["HF_TOKEN"].
+    """
 
 
 @secret.command("set")
-@click.argument("name")
+@click.argument("name", shell_complete=complete_secret)
 @click.option(
     "--file", "path", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Read the value from a file."
 )
 @_TEAM
 @_LOCAL
 def set_secret(name: str, path: Path | None, team: str, local: bool) -> None:
-    """Set a secret: typed, piped, or from a file. Attempts that start from now on get it.
+    """Set a secret from a prompt, stdin or a file.
 
-    A line's end at the end of what is typed or piped is left out; a file is taken as it is.
+    Attempts that start from now on get the new value. The command removes one line end from typed or piped values and
+    keeps files as they are.
     """
     _refuse_both(team, local)
     value = check_value(check_name(name), _read_value(name, path))
@@ -54,9 +65,13 @@ def set_secret(name: str, path: Path | None, team: str, local: bool) -> None:
 
 @secret.command("list")
 @_LOCAL
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_secrets(local: bool, as_json: bool) -> None:
-    """List secrets, without their values: yours and your teams'."""
+@wide_option
+@json_option(list[SecretView | str])
+def list_secrets(local: bool, wide: bool, as_json: bool) -> None:
+    """List your and your teams' secrets.
+
+    Values are never shown.
+    """
     if local:
         names = local_secrets.names(this_home())
         if as_json:
@@ -73,16 +88,18 @@ def list_secrets(local: bool, as_json: bool) -> None:
     for view in found:
         owner = f"team {view.team}" if view.team else view.owner
         rows.append([view.name, f"{view.version}", owner, view.by, format_moment(view.created_ns)])
-    for line in columns([["NAME", "VERSION", "OF", "SET BY", "AT"], *rows]):
-        say(line)
+    print_table(["NAME", "VERSION", "OF", "SET BY", "AT"], rows, wide=wide)
 
 
 @secret.command("delete")
-@click.argument("name")
+@click.argument("name", shell_complete=complete_secret)
 @_TEAM
 @_LOCAL
 def delete_secret(name: str, team: str, local: bool) -> None:
-    """Delete a secret with all of its versions; an attempt that has its copy goes on."""
+    """Delete a secret with all its versions.
+
+    A running attempt keeps its copy.
+    """
     _refuse_both(team, local)
     if local:
         local_secrets.delete(durable_home("secrets are kept there"), name)

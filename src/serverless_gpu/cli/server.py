@@ -12,6 +12,7 @@ import errno
 import getpass
 import importlib.util
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -25,7 +26,7 @@ import msgspec
 from serverless_gpu import faults
 from serverless_gpu.ambient import SystemClock, machine
 from serverless_gpu.cli.amounts import duration_s
-from serverless_gpu.cli.output import columns, print_json, say, say_lines
+from serverless_gpu.cli.output import JsonType, json_option, print_json, print_table, say, say_lines, wide_option
 from serverless_gpu.cli.runs.run_location import durable_home
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.client.remote.profile import ServerProfile, write_profile
@@ -100,11 +101,12 @@ _LOG_FIELDS = ("ts", "level", "logger", "msg", "traceback")
     "--accept-rollback", is_flag=True, default=None, help="Go on with a database that lost what was acknowledged."
 )
 def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> None:
-    """Start a server: a queue in front of this machine's GPUs, or a team's.
+    """Start a server in the foreground.
 
-    Without options it needs nothing: a database in this home, this machine's devices, loopback only, a token in a file
-    that only you can read. Your scripts and notebooks find it: @distributed(..., remote=True). Settings can also stand
-    in variables (SGPU_PORT, ...) and in server.toml in the home; `sgpu server config` shows which hold.
+    Without options the server uses a database in this home, this machine's devices and a loopback address. It writes
+    its token to a file that only you can read. Scripts and notebooks of this home use it with @distributed(...,
+    remote=True). Settings can also come from variables (SGPU_PORT, ...) and from server.toml in the home; `sgpu server
+    config` shows the effective values.
     """
     refuse_incomplete()
     if faults.named():
@@ -219,17 +221,46 @@ def refuse_incomplete() -> None:
         )
 
 
+@click.command()
+@click.option("--wait", default="2m", show_default=True, metavar="DURATION", help="Wait at most this long for its end.")
+def down(wait: str) -> None:
+    """Stop the server of this home.
+
+    The server finishes open requests first. Running runs continue, and report when a server starts again.
+    """
+    limit_s = duration_s("--wait", wait)
+    directory = durable_home(_HOME_REASON).root / "server"
+    listener = load("serverless_gpu.server.http.listener")
+    pid = listener.lock_holder(directory)
+    if pid is None:
+        say("no server of this home is running")
+        return
+    os.kill(pid, signal.SIGTERM)
+    clock = SystemClock()
+    deadline_ns = clock.boottime_ns() + round(limit_s * 1e9)
+    while listener.lock_holder(directory) == pid:
+        if clock.boottime_ns() > deadline_ns:
+            raise ServerProblem(
+                f"the server (process {pid}) has not stopped within {wait}",
+                hint=f"wait longer (--wait), or look at its log: {directory / 'server.log'}",
+            )
+        time.sleep(_LOOK_S)
+    say("the server has stopped; runs continue")
+
+
 @click.group("server")
 def server_group() -> None:
-    """Look after a server: its settings, its unit, its backups."""
+    """Configure, drain and back up a server."""
 
 
 @server_group.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def config(as_json: bool) -> None:
-    """Print every setting as `sgpu up` would take it now, and where it was said.
+@wide_option
+@json_option(JsonType("cli.json_types:Setting", is_list=True))
+def config(wide: bool, as_json: bool) -> None:
+    """Print all settings and their origin.
 
-    An option wins over a variable (SGPU_PORT), that over server.toml in the home. Passwords in addresses are not shown.
+    An option overrides a variable (SGPU_PORT), which overrides server.toml in the home. Passwords in addresses are
+    hidden.
     """
     refuse_incomplete()
     home = durable_home(_HOME_REASON)
@@ -240,13 +271,15 @@ def config(as_json: bool) -> None:
         print_json(said)
         return
     rows = [[each.name, _setting_text(each.value), each.origin] for each in said]
-    for line in columns([["SETTING", "VALUE", "SAID BY"], *rows]):
-        say(line)
+    print_table(["SETTING", "VALUE", "ORIGIN"], rows, wide=wide)
 
 
 @server_group.command()
 def unit() -> None:
-    """Print a unit with which systemd runs this home's server: restarting it leaves runs alone."""
+    """Print a systemd unit for the server.
+
+    A restart of the unit does not end runs.
+    """
     refuse_incomplete()
     home = durable_home(_HOME_REASON)
     systemd = load("serverless_gpu.server.operations.systemd")
@@ -266,9 +299,10 @@ def unit() -> None:
 @click.option("--note", default="", metavar="TEXT", help="Why, for those who wait.")
 @click.option("--wait", "wait", metavar="DURATION", help="Wait until nothing runs any more, this long at most.")
 def drain(note: str, wait: str | None) -> None:
-    """Start nothing new, until `sgpu server resume`, also after a restart.
+    """Start no new runs on the server.
 
-    What runs goes on, new runs are taken and wait, and whoever waits is told who drains and why.
+    The drain lasts until `sgpu server resume`, also across restarts. Running runs continue. The server accepts new
+    runs, which wait and show who drains it and why.
     """
     limit_s = duration_s("--wait", wait) if wait is not None else 0.0
     with server(patience_s=limit_s) as connection:
@@ -288,7 +322,7 @@ def drain(note: str, wait: str | None) -> None:
 
 @server_group.command()
 def resume() -> None:
-    """Start again what waits: the end of `sgpu server drain`."""
+    """Start waiting runs again after a drain."""
     with server() as connection:
         view = connection.ask("PUT", "/drain", DrainRequest(on=False), answer=DrainView)
     say(f"what waits is started again; {_drain_text(view)}")
@@ -297,10 +331,11 @@ def resume() -> None:
 @server_group.command()
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
 def backup(directory: Path) -> None:
-    """Make a backup in DIRECTORY of this home's server, also while it runs.
+    """Back up the server into DIRECTORY.
 
-    It has the database, the key, tokens, output of ranks, parts and environments: keep it as safe as the server. What
-    is as it was in the backup before is a link to that. A database of PostgreSQL is not in it: dump it before.
+    The server may run meanwhile. The backup has the database, the key, tokens, output of ranks, parts and environments:
+    keep it as safe as the server. Files that did not change are links to the backup before. A PostgreSQL database is
+    not included: dump it first.
     """
     refuse_incomplete()
     settings = load("serverless_gpu.server.core.settings").read_settings(
@@ -318,12 +353,12 @@ def backup(directory: Path) -> None:
 
 
 @server_group.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option(JsonType("server.invariants.self_check:CheckResult"))
 def check(as_json: bool) -> None:
-    """Look at every run in this home's database: is everything true that always is?
+    """Check the invariants of the database.
 
-    It reads only, also while the server works. Exits with 1 when something is wrong, and says what: also a database
-    that was rolled back, and files of runs that the database does not know.
+    The check only reads, also while the server runs. It exits with 1 and prints each violation, a database that was
+    rolled back, and files of runs that the database does not have.
     """
     refuse_incomplete()
     settings = load("serverless_gpu.server.core.settings").read_settings(
@@ -354,7 +389,7 @@ def check(as_json: bool) -> None:
 @server_group.command()
 @click.argument("backup", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def verify(backup: Path) -> None:
-    """Read all of a backup again, and say whether it is what it was."""
+    """Verify the files of a backup."""
     refuse_incomplete()
     manifest = load("serverless_gpu.server.operations.backup").verify(backup)
     say(f"{backup} is whole: {len(manifest.files)} files")
@@ -366,11 +401,11 @@ def verify(backup: Path) -> None:
     "--nothing-ran-since", is_flag=True, help="The server did not run after the backup: what waits is started."
 )
 def restore(backup: Path, nothing_ran_since: bool) -> None:
-    """Make this home's server out of BACKUP; the home must have none. `sgpu up` starts it.
+    """Restore a server from BACKUP.
 
-    What waits in the backup may have run since, so it is not started: it is LOST, and its owner submits it again. What
-    ran goes on if its node looks after it still. Tokens that were revoked since are good again, and
-    secrets that were deleted are back: do both again.
+    The home must have no server; `sgpu up` starts the restored one. Runs that wait in the backup may have run since, so
+    they become LOST and their owners submit them again. Running runs continue if their node still has them. Tokens that
+    were revoked since the backup are valid again, and deleted secrets are back: revoke and delete them again.
     """
     refuse_incomplete()
     home = durable_home(_HOME_REASON)
@@ -387,12 +422,12 @@ def restore(backup: Path, nothing_ran_since: bool) -> None:
 @server_group.command()
 @click.option("--yes", "certain", is_flag=True, help="Do not ask.")
 def rotate(certain: bool) -> None:
-    """Replace this home's server key and every token; the server is stopped meanwhile.
+    """Replace the server's key and all tokens.
 
-    For a server on which code of several principals shared one operating-system user, or whose directory others could
-    read. Secrets and the variables of unended runs are sealed again under the new key. The values of secrets stay:
-    change them where they come from. Every token is revoked; this machine's administrator and node get new ones.
-    Killed in the middle, it goes on when it is started again; `sgpu up` refuses to start until then.
+    Use it when code of several principals shared one operating-system user, or when others could read the server's
+    directory. Stop the server first. The command seals secrets and variables of unended runs with the new key. It keeps
+    the values of secrets: change them at their source. It revokes every token and makes new ones for this machine's
+    administrator and node. If it is killed, start it again; until then `sgpu up` refuses to start.
     """
     refuse_incomplete()
     settings = load("serverless_gpu.server.core.settings").read_settings(
@@ -440,9 +475,9 @@ def _setting_text(value: object) -> str:
     "--level", type=click.Choice(_LEVELS, case_sensitive=False), default="DEBUG", help="This level and those above it."
 )
 @click.option("-n", "--lines", type=click.IntRange(0), default=200, show_default=True, help="The last so many lines.")
-@click.option("--json", "as_json", is_flag=True, help="Print the lines as they are in the file.")
+@json_option(JsonType("cli.json_types:LogLine"), text="Print the lines of the file as they are, one JSON object each.")
 def server_logs(follow: bool, run_id: str, level: str, lines: int, as_json: bool) -> None:
-    """Print the log of this home's server: what its loops did, its requests, and what went wrong."""
+    """Print the log of this home's server."""
     path = durable_home("the log of its server is there").root / "server" / "server.log"
     if not path.exists():
         raise NotFound(f"there is no log of a server at {path}", hint="`sgpu up` starts one; it writes there")

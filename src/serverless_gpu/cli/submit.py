@@ -33,8 +33,9 @@ import msgspec
 
 from serverless_gpu.ambient import format_utc
 from serverless_gpu.cli.amounts import Seconds
+from serverless_gpu.cli.completion import complete_policy, complete_pool, complete_team
 from serverless_gpu.cli.exit_codes import exit_code
-from serverless_gpu.cli.output import print_json, say, say_failure
+from serverless_gpu.cli.output import JsonType, json_option, print_json, say, say_failure
 from serverless_gpu.client.caller_context import terminable, variables_elsewhere
 from serverless_gpu.client.decorator import parse_options
 from serverless_gpu.client.estimating import Estimate, estimate_run
@@ -143,9 +144,9 @@ class SubmitCommand(click.Command):
 @click.option("--resume", is_flag=True, help="Continue as a new attempt after a preemption or the loss of a node.")
 @click.option("--cpus", type=click.IntRange(min=1), help="Cores of the gang.")
 @click.option("--memory", metavar="SIZE", help="Host memory limit of the gang, for example 64GiB.")
-@click.option("--pool", help="Which nodes.")
-@click.option("--team", help="Whose run it is, beside yours.")
-@click.option("--policy", help="Which usage policy, where several apply.")
+@click.option("--pool", help="Which nodes.", shell_complete=complete_pool)
+@click.option("--team", help="Whose run it is, beside yours.", shell_complete=complete_team)
+@click.option("--policy", help="Which usage policy, where several apply.", shell_complete=complete_policy)
 @click.option("--workdir", type=click.Path(exists=True, file_okay=False), help="Where it runs; default: here.")
 @click.option("--env-var", "variables", multiple=True, metavar="KEY=VALUE", help="A variable it gets. Repeatable.")
 @click.option("--secret", "secrets", multiple=True, metavar="NAME[=VARIABLE]", help="A secret it gets. Repeatable.")
@@ -156,13 +157,15 @@ class SubmitCommand(click.Command):
 @click.option("--local", is_flag=True, help="On this machine, without a server.")
 @click.option("--detach", is_flag=True, help="Print the run's identifier, alone on stdout, and leave it to itself.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be asked for, and when it would start.")
-@click.option("--json", "as_json", is_flag=True, help="With --dry-run: print JSON.")
+@json_option(JsonType("cli.json_types:DryRun"), text="With --dry-run, print JSON.")
 def submit(program: str, arguments: Sequence[str], local: bool, detach: bool, **options: Any) -> None:
-    """Run a Python script (PROGRAM ends in .py), a module (-m) or any program; show its output to the end.
+    """Run a script or a program on GPUs.
 
-    A file of the working directory is found without ./ before it. Everything after PROGRAM goes to it, a first --
-    aside. Exit codes: 0 it succeeded; the program's own where that ended the run; 124 its time was up, 130 it was
-    cancelled, 137 a signal or memory ended a rank, 75 the run or its node was lost or the server is away, 1 all else.
+    PROGRAM is a Python script (its name ends in .py), a module (-m NAME) or a program. All arguments after PROGRAM go
+    to it, without a first --. The command prints the output until the run ends.
+
+    The exit code is 0 for success, or the program's own exit code. It is 124 after a timeout, 130 after a cancel, 137
+    if a signal or a lack of memory ended a rank, 75 if the run, its node or the server is lost, and 1 otherwise.
     """
     dry_run, as_json = options.pop("dry_run"), options.pop("as_json")
     if as_json and not dry_run:

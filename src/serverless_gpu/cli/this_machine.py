@@ -9,13 +9,14 @@ import select
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli import server_connection
-from serverless_gpu.cli.output import print_json, say, say_lines
+from serverless_gpu.cli.output import JsonType, json_option, print_json, print_table, say, say_lines, wide_option
 from serverless_gpu.cli.runs.run_location import durable_home
 from serverless_gpu.cli.runs.run_rows import sentence_of
 from serverless_gpu.client.agent import agent_status, stop_agent
@@ -43,15 +44,18 @@ from serverless_gpu.node.mlflow_server.server import (
 from serverless_gpu.node.supervisor.gpu_faults import suspects
 from serverless_gpu.units import format_bytes, format_duration_ms
 
+if TYPE_CHECKING:
+    from serverless_gpu.cli.json_types import DeviceRow
+
 _SHORT = 12
 _RUNS_MAX = 500
 _WAITS_MAX = 3
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option(JsonType("cli.json_types:MachineStatus"))
 def status(as_json: bool) -> None:
-    """Show what the agent of this node keeps warm and looks after, and how the servers are if there are any."""
+    """Show the agent, MLflow and the server."""
     home = find_home(os.environ)
     found, served, tracking = agent_status(home.root), server_status(home.root), mlflow_servers(home)
     if as_json:
@@ -103,8 +107,13 @@ def _attempt_text(attempt: AttemptStatus) -> str:
 
 
 @click.command()
-def gpus() -> None:
-    """List the GPUs and CPU slots of this node, and GPUs in quarantine."""
+@wide_option
+@json_option(JsonType("cli.json_types:GpuList"))
+def gpus(wide: bool, as_json: bool) -> None:
+    """List the GPUs and CPU slots of this machine.
+
+    The list includes GPUs in quarantine.
+    """
     home = find_home(os.environ)
     channel, greeting = connect(home)
     channel.close()
@@ -113,21 +122,41 @@ def gpus() -> None:
     if fakes:
         devices = [*parse_fake(fakes, greeting.own_types), *devices]
     clock = SystemClock()
+    found: list[DeviceRow] = []
     for device in devices:
         locks = DeviceLocks(lock_directory(device.kind, home.root))
         notes = locks.quarantined()
         state = f"quarantined: {notes[device.uuid].reason}" if device.uuid in notes else ""
         state = state or "".join(suspects(locks.directory, [device.uuid], clock.wall_ns())).partition(": ")[2]
-        memory = format_bytes(device.memory_bytes) if device.memory_bytes else ""
-        say("  ".join(text for text in (device.uuid, device.type, memory, device.kind, state) if text))
-
-    for line in () if fakes else greeting.unavailable:
+        found.append(
+            {
+                "uuid": device.uuid,
+                "type": device.type,
+                "kind": device.kind.value,
+                "memory_bytes": device.memory_bytes or 0,
+                "state": state,
+            }
+        )
+    unavailable = [] if fakes else list(greeting.unavailable)
+    if as_json:
+        print_json({"devices": found, "unavailable": unavailable})
+        return
+    rows = []
+    for each in found:
+        memory = format_bytes(each["memory_bytes"]) if each["memory_bytes"] else "-"
+        rows.append([each["uuid"], each["type"], memory, each["kind"], each["state"] or "-"])
+    print_table(["DEVICE", "TYPE", "MEMORY", "KIND", "REMARKS"], rows, wide=wide)
+    for line in unavailable:
         say(f"not usable: {line}")
 
 
 @click.command()
 def stop() -> None:
-    """End the agent of this node and what it keeps warm, and the Ray of a server here; running attempts go on."""
+    """Stop the agent of this machine.
+
+    The command ends the agent, its warm interpreters, and the Ray and MLflow servers of this home. Running attempts
+    continue.
+    """
     home = find_home(os.environ)
     ended = stop_agent(home.root)
     say("stopped" if ended else "no agent is running")
@@ -233,11 +262,12 @@ _RUNS_LOOKED_AT = 200
 @click.command()
 @click.argument("store", required=False, default="")
 @click.option("--stop", "is_end", is_flag=True, help="End the server, or all of them without STORE.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option(JsonType("cli.json_types:MlflowState"))
 def mlflow(store: str, is_end: bool, as_json: bool) -> None:
-    """Print the address of the MLflow server in front of this home's runs; start it if it is not running.
+    """Start MLflow's server and print its address.
 
-    STORE is one of your own (sqlite:////path/mlflow.db, or a directory): it gets a server in front of it, too.
+    A running server is left as it is. STORE is a store of your own (sqlite:////path/mlflow.db, or a directory), which
+    gets a server too.
     """
     home = durable_home("the MLflow server keeps its runs there")
     if store and ":" not in store:

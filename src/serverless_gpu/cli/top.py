@@ -33,9 +33,9 @@ import click
 import msgspec
 
 from serverless_gpu.ambient import Clock, SystemClock, format_clock
-from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.output import JsonType, json_option, print_json, say
 from serverless_gpu.cli.runs.run_location import this_home
-from serverless_gpu.cli.top_table import Around, DeviceOwner, Style, TopTable, as_json, draw, tabulate
+from serverless_gpu.cli.top_table import Around, DeviceOwner, Style, TopTable, draw, table_json, tabulate
 from serverless_gpu.client.display.terminal_screen import fit
 from serverless_gpu.errors import AgentUnavailable, ServerlessGpuError, StorageError
 from serverless_gpu.json_codec import from_json
@@ -64,11 +64,11 @@ _KEYS = {
 
 @click.command()
 @click.option("--once", is_flag=True, help="Print one frame and end; so it is when stdout is no terminal.")
-@click.option("--json", "as_json_", is_flag=True, help="Print one frame as JSON.")
-def top(once: bool, as_json_: bool) -> None:
-    """Show what this node does now: each GPU, who has it, each run and its ranks; once a second.
+@json_option(JsonType("cli.json_types:TopFrame"), text="Print one frame as JSON.")
+def top(once: bool, as_json: bool) -> None:
+    """Show GPUs, runs and ranks, live.
 
-    q or Ctrl-C ends it, the arrow keys scroll. The node's monitor is started if there is none.
+    The table shows each GPU with its owner, and each run with its ranks. It is redrawn once a second.
     """
     home = this_home()
     if starting_is_needed(home):
@@ -76,8 +76,8 @@ def top(once: bool, as_json_: bool) -> None:
     feed = Feed(lambda: start_stop.ensure(home, os.environ), os.environ.get("SERVERLESS_GPU_FAKE", ""), SystemClock())
     feed.open()
     try:
-        if as_json_:
-            print_json(as_json(_first_table(feed, home)))
+        if as_json:
+            print_json(table_json(_first_table(feed, home)))
         elif once or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
             table, style = _first_table(feed, home), _style(colour=False)
             columns = (os.get_terminal_size(1).columns if sys.stdout.isatty() else 0) or _COLUMNS_UNKNOWN

@@ -128,7 +128,7 @@ def tabulate(frame: NodeFrame, before: NodeFrame | None, around: Around) -> TopT
     )
 
 
-def as_json(table: TopTable) -> dict[str, object]:
+def table_json(table: TopTable) -> dict[str, object]:
     """Return a table as JSON, with null for unknown values."""
     return {
         "at_ns": table.at_ns,

@@ -21,7 +21,7 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli.amounts import duration_s
-from serverless_gpu.cli.output import columns, print_json, say
+from serverless_gpu.cli.output import JsonType, columns, json_option, print_json, say
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.errors import ServerlessGpuError, StorageError
 from serverless_gpu.model import calendars
@@ -67,13 +67,14 @@ _OF_SHARES = ("gpu_ms", "billed_ms", "unpriced_ms")
 @click.option("--limit", type=click.IntRange(1, GROUPS_MAX), default=GROUPS_DEFAULT, show_default=True, help="Lines.")
 @click.option("--chargeback", metavar="MONTH", help="Who pays what of a month: teams, and users without one.")
 @click.option("--records", is_flag=True, help="Rows with the columns of Databricks' system.billing.usage.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; --records: one object on each line.")
+@json_option(JsonType("cli.json_types:UsageReport"), text="Print JSON; with --records, one object on each line.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV.")
 @click.option("--parquet", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write Parquet.")
 def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> None:
-    """Show what was used and what it cost, of yourself and your teams; an operator sees everybody's.
+    """Report use and cost.
 
-    FIELDS: user, team, pool, policy, gpu_type, name, workload, environment, run, day, week, month, tag:KEY.
+    You see your own use and that of your teams; an operator sees all. FIELDS: user, team, pool, policy, gpu_type, name,
+    workload, environment, run, day, week, month, tag:KEY.
     """
     if sum((as_json, as_csv, parquet is not None)) > 1:
         raise click.UsageError("one of --json, --csv, --parquet")

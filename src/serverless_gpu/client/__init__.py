@@ -1,4 +1,5 @@
-"""The caller's side: checks before a run, the run itself, and exceptions as the caller sees them.
+"""The client side: checks before a run, the run handle, and the exceptions that the caller receives.
 
-Users reach it through `serverless_gpu`, and `cli` calls it. Start with `decorator.py`, then `launch/launch.py`.
+Users reach this package through `serverless_gpu`, and `cli` calls it. Start with `decorator.py`, then
+`launch/launch.py`.
 """

@@ -1,15 +1,16 @@
-"""Objects that live in the ranks of a session from call to call: one process per rank, one object in each.
+"""Keeps one object in each rank of a session from call to call.
 
     with serverless_gpu.session(gpus=2) as session, session.actors(Model, "weights.pt") as model:
-        model.predict.distributed(batch)      the object is made once; each call reaches all ranks
+        model.predict.distributed(batch)      each rank makes its object once; each call reaches all ranks
 
-One run of the session serves all calls. Its ranks connect to a Unix socket in a private directory of this process;
-agent, supervisor and server see neither calls nor answers. The ranks return when this process closes the channel or
-ends, so the run ends, and its devices are verified and handed back, as those of any run.
+One run of the session serves all calls. Its ranks connect to a Unix socket in a private directory of the client
+process. The agent, the supervisor and the server see neither calls nor answers. The ranks return when the client closes
+the channel or exits. The run then ends like any other run: the supervisor verifies its devices and hands them back.
 
-An exception of a method is raised here, and the ranks live on. The run is cancelled when ranks do not answer within the
-grace after another one raised, say in a collective, and at Ctrl-C during a call. A rank's death is the error of the
-run. The channel closes after the session's idle limit without a call.
+When a method raises, the client raises its exception and the ranks keep running. If the other ranks do not answer
+within the grace period, for example inside a collective, the client cancels the run. Ctrl-C during a call also cancels
+the run. If a rank dies, the call raises the error of the run. The client closes the channel after the session's idle
+limit without a call.
 """
 
 from __future__ import annotations
@@ -34,34 +35,34 @@ from serverless_gpu.errors import NotPicklable, ServerlessGpuError, SessionEnded
 from serverless_gpu.node.inside import payload
 from serverless_gpu.node.inside.actor import receive_frame, send_frame
 
-_TICK_S = 0.2  # between two looks at whether the run has ended
-_PATH_BYTES_MAX = 100  # the kernel takes 107 bytes for the address of a Unix socket
-_HINT = "make new ones with session.actors(...)"
+_TICK_S = 0.2  # Interval between two checks for the end of the run.
+_PATH_BYTES_MAX = 100  # The kernel limits the address of a Unix socket to 107 bytes.
+_HINT = "create new actors with session.actors(...)"
 
 Start = Callable[[str], Run[None]]
 
 
 class ActorMethod:
-    """A method of actors."""
+    """A method that the caller can call on all actors at once."""
 
     def __init__(self, actors: Actors, name: str) -> None:
         self._actors = actors
         self._name = name
 
     def distributed(self, *args: object, **kwargs: object) -> list[Any]:
-        """Call the method on the object of every rank and return what each returned, by global rank.
+        """Call the method on the object of every rank and return the results by global rank.
 
         Raises:
-            SessionEnded: the actors were closed, or ended; the message says why.
+            SessionEnded: the actors were closed or have ended. The message gives the reason.
             NotPicklable: an argument cannot be pickled.
-            RunError: a rank died; the message names it.
-            Exception: what the method raised in the rank that failed first, as its own type.
+            RunError: a rank died. The message names the rank.
+            Exception: the exception that the first failing rank raised, with its own type.
         """
         return self._actors._call(self._name, args, kwargs)
 
 
 class Actors:
-    """One object in each rank, made once and called many times; `session.actors(...)` makes it.
+    """One object in each rank, created once by `session.actors(...)` and called many times.
 
     Attributes:
         run: the run whose ranks hold the objects.
@@ -85,7 +86,7 @@ class Actors:
             self._connect()
             self._answers()
         except BaseException:
-            self._abort("its ranks could not be set up")
+            self._abort("the setup of its ranks failed")
             raise
         self._restart_timer()
 
@@ -106,9 +107,9 @@ class Actors:
         self.close()
 
     def close(self) -> None:
-        """Let the ranks return and wait until their devices are handed back; a second call does nothing."""
-        self._end("they were closed")
-        with contextlib.suppress(ServerlessGpuError):  # no receipt: its supervisor was killed
+        """Let the ranks return and wait until their devices are free. A second call does nothing."""
+        self._end("the caller closed them")
+        with contextlib.suppress(ServerlessGpuError):  # A run whose supervisor was killed has no receipt.
             self.run.receipt()
 
     def _call(self, name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
@@ -122,15 +123,15 @@ class Actors:
             self._stop_timer()
             try:
                 for sock in self._socks.values():
-                    with contextlib.suppress(OSError):  # the rank is gone: reading reports it
+                    with contextlib.suppress(OSError):  # If the rank has exited, reading its socket reports the error.
                         send_frame(sock, request)
                 answers = {rank: cast("tuple[bool, object]", answer) for rank, answer in self._answers().items()}
                 for rank, (is_value, failure) in answers.items():
-                    if not is_value:  # of the rank that answered first
+                    if not is_value:  # The first failure in the dictionary belongs to the rank that answered first.
                         raise self._with_note(self._error(rank, failure), len(answers))
                 return [answers[rank][1] for rank in sorted(answers)]
             except KeyboardInterrupt:
-                self._abort("a call was interrupted")
+                self._abort("Ctrl-C interrupted a call")
                 raise KeyboardInterrupt from None
             finally:
                 if not self._ended_by:
@@ -139,19 +140,19 @@ class Actors:
     def _request(self, name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
         try:
             return payload.dumps((name, tuple(args), dict(kwargs)))
-        except Exception as error:  # noqa: BLE001 - pickling runs the user's __reduce__ and __getstate__
+        except Exception as error:  # noqa: BLE001 - pickle calls the user's __reduce__ and __getstate__
             cause = error
         raise NotPicklable(
             f"the arguments of {self._cls.__qualname__}.{name} cannot be pickled: {cause}",
-            hint="pass plain data, arrays or CPU tensors, and open files and connections in the method",
+            hint="pass plain data, arrays or CPU tensors; open files and connections inside the method",
         ) from cause
 
     def _with_note(self, error: BaseException, answered: int) -> BaseException:
         if answered < len(self._socks):
             add_note(
                 error,
-                f"{len(self._socks) - answered} other rank(s) did not return within grace={self._grace_s:g} s, for "
-                f"example because they wait in a collective. All ranks of the actors were ended: {_HINT}",
+                f"{len(self._socks) - answered} other rank(s) did not return within grace={self._grace_s:g} s, "
+                f"for example because they wait in a collective. All ranks of the actors were ended: {_HINT}",
             )
         return error
 
@@ -171,7 +172,7 @@ class Actors:
         )
 
     def _answers(self) -> dict[int, object]:
-        """Return one answer per rank in the order in which they came; fewer after a failure and the grace."""
+        """Return the answers by rank, in order of arrival. Ranks that miss the grace period are absent."""
         answers: dict[int, object] = {}
         deadline: float | None = None
         while waiting := {sock: rank for rank, sock in self._socks.items() if rank not in answers}:
@@ -183,14 +184,14 @@ class Actors:
                 if deadline is None and isinstance(answer, tuple) and not answer[0]:
                     deadline = time.monotonic() + self._grace_s
             if deadline is not None and time.monotonic() > deadline and len(answers) < len(self._socks):
-                self._abort("a call failed in one rank, and others did not return")
+                self._abort("a call failed in one rank, and other ranks did not return")
                 break
             if self.run.wait(0) and len(answers) < len(self._socks):
                 raise self._death()
         return answers
 
     def _death(self) -> BaseException:
-        """Return why a rank has left: the error of the run."""
+        """Return the error of the run as the reason why a rank has ended."""
         self._end("a rank has ended")
         error = self.run._error(None)
         if error is None:
@@ -236,11 +237,11 @@ class Actors:
 
 
 def _end_idle(reference: weakref.ref[Actors], limit_s: float) -> None:
-    """End actors without calls for the idle limit."""
+    """End the actors after the idle limit without calls."""
     actors = reference()
-    if actors is not None and actors._lock.acquire(blocking=False):  # else a call has just begun
+    if actors is not None and actors._lock.acquire(blocking=False):  # If the lock is taken, a call has just started.
         try:
-            actors._end(f"no call came for {limit_s:g} s (idle_timeout)")
+            actors._end(f"no call arrived for {limit_s:g} s (idle_timeout)")
         finally:
             actors._lock.release()
 
@@ -254,7 +255,7 @@ def _private_directory() -> str:
 
 
 def _clean(owner: int, directory: str, socks: Mapping[int, socket.socket], listener: socket.socket) -> None:
-    """Close the channel; in a forked child, only its own copies of the descriptors."""
+    """Close the channel. In a forked child, close only the child's copies of the descriptors."""
     for sock in (*socks.values(), listener):
         if os.getpid() == owner:
             with contextlib.suppress(OSError):

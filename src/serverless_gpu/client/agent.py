@@ -1,4 +1,4 @@
-"""Asks a home's agent for its status, and stops it with its warm processes."""
+"""Asks the agent of a home directory for its status, and stops the agent with its warm processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _END_S = 10.0
 
 
 def agent_status(home: Path) -> protocol.Status | None:
-    """Return the status of a home's agent, or None when none is running."""
+    """Return the status of a home's agent, or None when no agent is running."""
     connection = running_agent(Home(home))
     if connection is None:
         return None
@@ -34,18 +34,23 @@ def agent_status(home: Path) -> protocol.Status | None:
     finally:
         channel.close()
     if received is None or not isinstance(received[0], protocol.Status):
-        raise AgentUnavailable("the agent of this node ended while it was asked for its status")
+        raise AgentUnavailable("the agent of this node ended before it sent its status")
     return received[0]
 
 
 def stop_agent(home: Path) -> bool:
-    """End the agent with its zygotes, uplinks and monitor; return whether one ran. Attempts continue."""
-    # Loaded by name: asking for the status needs neither. Uplinks first: they would start another agent.
+    """End the agent with its zygotes, uplinks and monitor. Return True if an agent was running.
+
+    Attempts continue, because their supervisors do not depend on the agent.
+    """
+    # These modules are loaded by name, because a status request needs neither. The uplinks stop first, because a
+    # running uplink would start another agent.
     load("serverless_gpu.node.uplink.start_stop").stop_all(Home(home))
     connection = running_agent(Home(home))
     if connection is not None:
         _retire(*connection)
-    load("serverless_gpu.node.monitor.start_stop").stop(Home(home))  # last: the agent would start another one
+    # The monitor stops last, because a running agent would start it again.
+    load("serverless_gpu.node.monitor.start_stop").stop(Home(home))
     return connection is not None
 
 

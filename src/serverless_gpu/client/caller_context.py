@@ -1,22 +1,25 @@
-"""Describes the calling process to the agent: the context and the variables that ranks inherit; and its signals.
+"""Describes the calling process to the agent, and handles signals during blocking calls.
 
-`origins` finds the files from which this process imports modules that a warm interpreter may have from elsewhere.
+The context holds the directory, the variables and the import paths that ranks inherit. `origins` finds the files of
+modules that a zygote may have loaded from another location.
 
     sys.path, from its end:   installed packages, standard library  │  PYTHONPATH, the script's directory
-                                        names so far               ∩  names here   =  asked: from which file?
+                                        names so far               ∩  names here   =  names to look up
 
-A zygote knows what it has loaded and from where; it was not started beside the caller's files. So only names in a
-directory of the caller's that occur again further down the path matter: a `calendar.py` beside the script. Nothing is
-imported. As in Python's import, a directory is read again when its modification time has changed, and an unreadable
-one has no names. Modules in a zip file on the path are not seen.
+A zygote knows the file of each module that it has loaded, but it was not started beside the caller's files. Therefore
+only names matter that occur in a directory of the caller and again further down the path. An example is a `calendar.py`
+beside the script. The lookup imports nothing. As in Python's import system, a directory is read again after its
+modification time changes, and an unreadable directory has no names. Modules in a zip file on the path are not found.
 
-On another machine most variables mean the same: credentials, switches of libraries, the user's own. Those that name a
-place, a process or a device of the caller's machine do not travel; the node has its own. The token never travels.
+Most variables mean the same on another machine: credentials, settings of libraries, the user's own variables. Variables
+that name a path, a process or a device of the caller's machine do not travel. The node sets its own values. The token
+never travels.
 
-`interruptible` and `terminable` are for calls that wait. `asyncio.run` and an IPython kernel that runs an `async` cell
-take SIGINT for themselves: their handler only cancels the current task when it next awaits, so a blocking call would
-not stop. During a wait, SIGINT raises `KeyboardInterrupt` again, and SIGTERM acts like Ctrl-C: `on_interrupt` decides
-about the run, then the process ends of SIGTERM. Handlers of the user's stay.
+Blocking calls run inside `interruptible` and `terminable`. `asyncio.run` and an IPython kernel that runs an `async`
+cell install their own SIGINT handler. That handler only cancels the current task at its next await, so Ctrl-C would not
+stop a blocking call. During such a call, SIGINT raises `KeyboardInterrupt` again. SIGTERM acts like Ctrl-C: the client
+applies `on_interrupt` to the run, and SIGTERM then ends the process. Signal handlers that the user installed stay in
+place.
 """
 
 from __future__ import annotations
@@ -43,9 +46,11 @@ _NO_FILE = ("built-in", "frozen")
 _ENTRIES_MAX = 100_000
 _DIRECTORIES_MAX = 256
 _NAMES_MAX = 10_000
-_State = tuple[object, ...]  # what a search for modules depends on
-_listed: dict[str, tuple[int, frozenset[str]]] = {}  # directory → its modification time, and the names in it
-_resolved: dict[str, tuple[_State, str]] = {}  # module → in which state it was looked for, and its file
+_State = tuple[object, ...]  # The import settings on which a search for modules depends.
+# Directory path → its modification time and the names in the directory.
+_listed: dict[str, tuple[int, frozenset[str]]] = {}
+# Module name → the import state at the search and the file of the module.
+_resolved: dict[str, tuple[_State, str]] = {}
 TOKEN = "SERVERLESS_GPU_TOKEN"
 _NAMES = frozenset(
     {
@@ -96,19 +101,19 @@ _PREFIXES = (
 
 
 def caller_context() -> protocol.Context:
-    """Return the context of this process; raise StorageError when its working directory is gone."""
+    """Return the context of this process. Raise StorageError if its working directory was removed."""
     try:
         cwd = os.getcwd()
     except FileNotFoundError:
         raise StorageError(
             "the working directory of this process does not exist any more",
-            hint="change to one that does: os.chdir(...)",
+            hint="change to an existing directory: os.chdir(...)",
         ) from None
     if not sys.executable or protocol.portable(sys.executable) != sys.executable:
-        raise UsageError(f"this interpreter's own path is not known, or not UTF-8: {sys.executable!r}")
+        raise UsageError(f"the path of this interpreter is unknown or not UTF-8: {sys.executable!r}")
     return protocol.Context(
         python=sys.executable,
-        flags=tuple(subprocess._args_from_interpreter_flags()),  # type: ignore[attr-defined]  # what multiprocessing uses, too
+        flags=tuple(subprocess._args_from_interpreter_flags()),  # type: ignore[attr-defined]  # multiprocessing uses it, too
         environ={protocol.portable(name): protocol.portable(value) for name, value in os.environ.items()},
         cwd=protocol.portable(cwd),
         umask=_umask(),
@@ -120,7 +125,7 @@ def caller_context() -> protocol.Context:
 
 
 def _umask() -> int:
-    # `os.umask` can only be read by setting it, which another thread could notice.
+    # `os.umask` can read the mask only by setting it. Another thread could see the temporary mask.
     with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as file:
         for line in file:
             if line.startswith("Umask:"):
@@ -129,11 +134,11 @@ def _umask() -> int:
 
 
 def origins() -> dict[str, str]:
-    """Return the files of modules that are imported here and may be others in a zygote."""
+    """Return the files of modules that a zygote may have loaded from another location."""
     entries: Sequence[object] = sys.path
     path = [
         (entry, _importable_names(entry)) for entry in entries if isinstance(entry, str)
-    ]  # import ignores other types, too
+    ]  # Python's import system also ignores entries of other types.
     state = (*map(id, sys.meta_path), *path)
     return {
         name: origin for name in sorted({*PRELOAD_ROOTS, *_shadowed_names(path)}) if (origin := _origin(name, state))
@@ -141,11 +146,12 @@ def origins() -> dict[str, str]:
 
 
 def _shadowed_names(path: Sequence[tuple[str, frozenset[str]]]) -> set[str]:
-    """Return names in a directory of the user's that also occur further down the path."""
+    """Return names in a directory of the user that also occur further down the path."""
     library = os.path.dirname(os.__file__)
     further = set(sys.stdlib_module_names)
     found: set[str] = set()
-    in_front = False  # of the standard library; what is called site-packages there was put there by the user
+    # True for entries before the standard library. The user added a site-packages directory that precedes the library.
+    in_front = False
     for entry, names in reversed(path):
         if entry == library:
             in_front = True
@@ -156,9 +162,9 @@ def _shadowed_names(path: Sequence[tuple[str, frozenset[str]]]) -> set[str]:
 
 
 def _importable_names(entry: str) -> frozenset[str]:
-    """Return the importable names in a directory of the path."""
+    """Return the importable names in a directory of `sys.path`."""
     try:
-        directory = os.path.abspath(entry)  # "" is the working directory
+        directory = os.path.abspath(entry)  # An empty entry means the working directory.
         changed_ns = os.stat(directory).st_mtime_ns
         known = _listed.get(directory)
         if known is None or known[0] != changed_ns:
@@ -173,7 +179,7 @@ def _importable_names(entry: str) -> frozenset[str]:
 
 
 def _origin(name: str, state: _State) -> str:
-    """Return the file a module comes from in this process, or "" when it is not installed, or in no file."""
+    """Return the file of a module in this process, or "" for a missing module or one without a file."""
     loaded = sys.modules.get(name)
     if loaded is not None:
         return str(getattr(loaded, "__file__", None) or "")
@@ -182,7 +188,7 @@ def _origin(name: str, state: _State) -> str:
         return known[1]
     try:
         spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # a finder of the user's that fails
+    except (ImportError, ValueError):  # A finder that the user installed may fail.
         return ""
     if spec is None or not spec.origin or spec.origin in _NO_FILE:
         return ""
@@ -202,7 +208,7 @@ def variables_elsewhere(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables_here(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for ranks on the caller's own machine: all but the token."""
+    """Return the variables for ranks on the caller's own machine: all except the token."""
     return {name: value for name, value in environ.items() if name != TOKEN}
 
 
@@ -211,7 +217,7 @@ _LOOPS = ("asyncio", "ipykernel", "IPython", "tornado")
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Let Ctrl-C raise `KeyboardInterrupt` in this block also where an event loop has taken it."""
+    """Let Ctrl-C raise `KeyboardInterrupt` in this block even if an event loop handles SIGINT."""
     handler: object = signal.getsignal(signal.SIGINT)
     while isinstance(handler, functools.partial):
         handler = handler.func
@@ -228,7 +234,7 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Let SIGTERM raise `KeyboardInterrupt` in this block, then end the process; user handlers stay."""
+    """Let SIGTERM raise `KeyboardInterrupt` in this block, then end the process. User handlers stay."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -246,6 +252,6 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if received:
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):  # closed, or replaced by the user
+                with contextlib.suppress(Exception):  # The user may have closed or replaced the stream.
                     stream.flush()
             os.kill(os.getpid(), signal.SIGTERM)

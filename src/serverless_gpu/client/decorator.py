@@ -1,14 +1,16 @@
-"""`distributed`: the decorator, and the wrapper it makes.
+"""The `distributed` decorator and the function wrapper that it returns.
 
-@distributed(gpus=8, gpu_type="H100")
-def train(lr): ...
+A decorated function offers these calls:
 
-train(3e-4)                       the plain function, in this process
-train.distributed(lr=3e-4)        on 8 GPUs; blocks; one result per rank
-train.submit(lr=3e-4)             the same as a Run to wait for
-train.map([1e-4, 3e-4])           one Run per item, in a list that has .results()
-train.starmap([(1e-4, 8), …])     the same, with the arguments of each in a tuple
-train.estimate(lr=3e-4)           when it would start; nothing is started
+    @distributed(gpus=8, gpu_type="H100")
+    def train(lr): ...
+
+    train(3e-4)                       the plain function, in this process
+    train.distributed(lr=3e-4)        on 8 GPUs; blocks; one result per rank
+    train.submit(lr=3e-4)             starts the run and returns a Run
+    train.map([1e-4, 3e-4])           one Run per item, in a list that has .results()
+    train.starmap([(1e-4, 8), …])     one Run per tuple of arguments
+    train.estimate(lr=3e-4)           estimates the start time and starts nothing
 """
 
 from __future__ import annotations
@@ -37,14 +39,15 @@ from serverless_gpu.node.base.home import find_home
 if TYPE_CHECKING:
     from serverless_gpu.client.estimating import Estimate
 
-_WHERE_RETURN_EXCEPTIONS = "keywords of .map() go to the function; write .map(…).results(return_exceptions=True)"
-_ESTIMATING = "serverless_gpu.client.estimating"  # loaded when it is asked for: a call has no use for it
+_WHERE_RETURN_EXCEPTIONS = "the function receives the keywords of .map(); write .map(…).results(return_exceptions=True)"
+# Loaded at the first estimate, because a call does not need this module.
+_ESTIMATING = "serverless_gpu.client.estimating"
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class DistributedFunction(Generic[P, R]):
-    """A function that can run on many GPUs; calling it directly calls the plain function in this process."""
+    """A function that can run on many GPUs. A direct call runs the plain function in this process."""
 
     __name__: str
     __qualname__: str
@@ -68,25 +71,25 @@ class DistributedFunction(Generic[P, R]):
     def __get__(self, instance: object, owner: type | None = None) -> DistributedFunction[..., R]: ...
 
     def __get__(self, instance: object | None, owner: type | None = None) -> DistributedFunction[..., R]:
-        """Bind to an instance, so that methods can be decorated, too."""
+        """Bind the function to an instance, so that the decorator also works for methods."""
         if instance is None:
             return self
         return DistributedFunction(cast("Callable[..., R]", types.MethodType(self.__wrapped__, instance)), self.spec)
 
     def distributed(self, *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Run the function on every rank and return what each returned, by global rank.
+        """Run the function on every rank and return the results by global rank.
 
-        Parameters named ``rank`` and ``world_size`` that are not given are filled in for each rank.
+        The rank process fills in the parameters ``rank`` and ``world_size`` if the caller does not pass them.
 
         Returns:
             One entry per rank.
 
         Raises:
-            UsageError: the arguments do not fit, or cannot be pickled; nothing was started.
+            UsageError: the arguments do not fit the function or cannot be pickled. No run was started.
             HardwareError: this machine does not have the GPUs.
             RunError: the run ended without success.
-            Exception: what user code raised in the rank that failed first, as its own type.
-            KeyboardInterrupt: Ctrl-C; the run was cancelled and its GPUs handed back.
+            Exception: the exception that the first failing rank raised, with its own type.
+            KeyboardInterrupt: the user pressed Ctrl-C. The client cancelled the run, and its GPUs are free.
         """
         __tracebackhide__ = True
         with terminable():
@@ -94,24 +97,26 @@ class DistributedFunction(Generic[P, R]):
             try:
                 error = run.follow()
             except KeyboardInterrupt:
-                raise in_notebooks(KeyboardInterrupt()) from None  # one frame of ours, not the twenty that were waiting
+                # A new exception shows one frame of this package instead of twenty.
+                raise in_notebooks(KeyboardInterrupt()) from None
         if error is not None:
             raise in_notebooks(error)
         return run.results()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]:
-        """Start the run and return its handle at once; raises as `distributed` does before a run starts."""
+        """Start the run and return its handle at once. Raise the start errors of `distributed`."""
         __tracebackhide__ = True
         return self._start(args, kwargs)
 
     def estimate(self, *args: P.args, **kwargs: P.kwargs) -> Estimate:
-        """Return when this call would start, and what that rests on; it is checked as the call is, and not made.
+        """Return the estimated start of this call and its basis. The call is checked but not started.
 
         Returns:
-            `start` and `seconds` (None where that is unknown), `is_bound`, `basis`; `print` says it in words.
+            An estimate with `start`, `seconds`, `is_bound` and `basis`. The first two are None for an unknown start.
+            `print` shows the estimate as a sentence.
 
         Raises:
-            UsageError: the arguments do not fit, or cannot be pickled.
+            UsageError: the arguments do not fit the function or cannot be pickled.
             HardwareError: this machine does not have the GPUs.
             ServerlessGpuError: the call would be refused for another reason.
         """
@@ -123,16 +128,17 @@ class DistributedFunction(Generic[P, R]):
         return found
 
     def map(self, *iterables: Iterable[object], **kwargs: object) -> RunList[R]:
-        """Start one run per item and return their handles: `map(xs, ys)` calls f(x, y) for each pair, as `map` does.
+        """Start one run per item and return the handles. `map(xs, ys)` calls f(x, y) for each pair.
 
-        Runs beyond the free GPUs wait their turn. If one cannot be started, those that were are cancelled.
+        Runs beyond the free GPUs wait in the queue. If the start of one run fails, the client cancels the runs that it
+        has started.
 
         Args:
-            iterables: the first arguments, the second ones and so on; the shortest decides how many runs there are.
-            kwargs: keyword arguments for all of them.
+            iterables: one iterable per positional argument. The shortest iterable sets the number of runs.
+            kwargs: keyword arguments for all runs.
 
         Raises:
-            InvalidOption: nothing to map over, or something that cannot be iterated over.
+            InvalidOption: no iterable was passed, or an argument is not iterable.
         """
         __tracebackhide__ = True
         if not iterables:
@@ -142,11 +148,11 @@ class DistributedFunction(Generic[P, R]):
         return self.starmap(zip(*iterables, strict=False), **kwargs)
 
     def starmap(self, items: Iterable[Iterable[object]], **kwargs: object) -> RunList[R]:
-        """Start one run per item, whose elements are the positional arguments, as `itertools.starmap` does.
+        """Start one run per item. The elements of an item are the positional arguments.
 
         Args:
             items: tuples of positional arguments.
-            kwargs: keyword arguments for all of them.
+            kwargs: keyword arguments for all runs.
 
         Raises:
             InvalidOption: an item is not a tuple of arguments.
@@ -155,7 +161,7 @@ class DistributedFunction(Generic[P, R]):
         _refuse_single(items, "starmap", "write .starmap([(x, y), …])")
         runs: RunList[R] = RunList()
         try:
-            with shared_environment():  # one look at the environment is enough for all of them
+            with shared_environment():  # All runs share one scan of the environment.
                 for item in items:
                     _refuse_single(item, "starmap", "write .starmap([(x, y), …]), or .map(items)")
                     runs.append(self._start(tuple(item), kwargs))
@@ -167,8 +173,8 @@ class DistributedFunction(Generic[P, R]):
         return runs
 
     def _start(self, args: Sequence[object], kwargs: Mapping[str, object], *, watch: bool = False) -> Run[R]:
-        """Launch a run; what refuses it is the caller's mistake, and our frames say nothing about that."""
-        __tracebackhide__ = True  # IPython and pytest leave such frames out
+        """Launch a run. Errors are raised without the frames of this package."""
+        __tracebackhide__ = True  # IPython and pytest hide frames with this local variable.
         try:
             run = self._launch(args, kwargs, watch=watch)
         except ServerlessGpuError as error:
@@ -178,7 +184,7 @@ class DistributedFunction(Generic[P, R]):
         return run
 
     def _launch(self, args: Sequence[object], kwargs: Mapping[str, object], *, watch: bool) -> Run[R]:
-        """Launch a run; a session overrides this."""
+        """Launch a run. A session overrides this method."""
         return launch(self.__wrapped__, args, kwargs, self.spec, watch=watch)
 
 
@@ -194,21 +200,22 @@ def distributed(
     timeout: float | str | None = None,
     **options: Unpack[Options],
 ) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]:
-    """Make a function run on GPUs of this machine, or of the team's pool.
+    """Make a function run on GPUs of this machine or of the team's pool.
 
     Args:
-        gpus: number of GPUs, one rank each; None means every GPU of the node.
-        gpu_type: ``"H100"``, ``"A10"`` …, any case; ``"CPU"`` for CPU slots; None for the type that is there.
+        gpus: number of GPUs, with one rank per GPU. None means every GPU of the node.
+        gpu_type: GPU type in any case, such as ``"H100"`` or ``"a10"``, or ``"CPU"`` for CPU slots. None means the only
+            available type.
         remote: run through a server instead of on this machine.
-        timeout: seconds from the first user byte, or text such as ``"5m"``, or None.
-        options: see the reference of options.
+        timeout: limit from the start of user code, in seconds or as text such as ``"5m"``. None means no limit.
+        options: further options, which the reference lists.
 
     Returns:
-        A decorator; what it returns has `.distributed`, `.submit`, `.map`, `.starmap` and `.estimate`.
+        A decorator. The decorated function has `.distributed`, `.submit`, `.map`, `.starmap` and `.estimate`.
 
     Raises:
-        InvalidOption: an option does not exist, or has the wrong type.
-        InvalidValue: a value is not possible.
+        InvalidOption: an option does not exist or has the wrong type.
+        InvalidValue: an option has an impossible value.
     """
     if callable(gpus):
         raise InvalidOption("distributed needs parentheses", hint="write @distributed(), or @distributed(gpus=8)")
@@ -216,7 +223,7 @@ def distributed(
 
 
 def decorator(spec: RunSpec) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]:
-    """Return a decorator whose functions run as a spec says."""
+    """Return a decorator that gives a run spec to its functions."""
 
     def decorate(function: Callable[P, R]) -> DistributedFunction[P, R]:
         if isinstance(function, DistributedFunction):
@@ -233,9 +240,10 @@ def decorator(spec: RunSpec) -> Callable[[Callable[P, R]], DistributedFunction[P
 def parse_options(
     gpus: object, gpu_type: object, remote: object, timeout: object, options: Mapping[str, object]
 ) -> RunSpec:
-    """Return the spec for a user's options; own GPU types are read only if the catalogue lacks one.
+    """Return the run spec for a user's options.
 
-    Raises InvalidOption for an unknown option or a wrong type, and InvalidValue for an impossible value.
+    The configuration file with the user's own GPU types is read only if the catalogue lacks the type. Raises
+    InvalidOption for an unknown option or a wrong type, and InvalidValue for an impossible value.
     """
     try:
         return make_spec(gpus, gpu_type, remote, timeout, options, ())

@@ -1,18 +1,18 @@
-"""Estimates start and cost of a call, `fn.estimate(*args)`, after the same checks and without starting it.
+"""Estimates start and cost of a call with `fn.estimate(*args)`, and starts nothing.
 
     local: devices of this machine (`outlook`)                    ─▶ Estimate, with the price (`model/cost.py`)
     remote: POST /estimates of the server (`remote/estimate.py`)  ─▶
 
-An error that would refuse the call refuses the estimate. An unknown start is an answer with its reason. On this
-machine the start follows from the present holders of the devices:
+The estimate runs the checks of a call. An error that would refuse the call also refuses the estimate. For an unknown
+start the estimate gives the reason. On this machine the start follows from the runs that hold the devices:
 
-    locks: who has which device ─┬─ of this home ─▶ time limit ──────────────────────────▶ until when at the latest
-    tickets: who waits ──────────┤              └─▶ how long earlier runs of its name had ▶ until about when
-    processes, quarantine ───────┘  of other users, sessions ────────────────────────────▶ unknown
+    locks: holder of each device ─┬─ of this home ─▶ time limit ────────────────────────────▶ latest end
+    tickets: waiting runs ────────┤              └─▶ durations of earlier runs of its name ─▶ expected end
+    processes, quarantine ────────┘  of other users, sessions ──────────────────────────────▶ unknown
 
-The queue of a machine is first come, first served; with a waiter in front nothing is known.
+The queue of a machine is first come, first served. While other runs wait, the start of a new run is unknown.
 
-Failure cases: a lock directory that cannot be used (`StorageError`); devices that do not answer count as in use.
+Failure cases: an unusable lock directory raises `StorageError`. Devices that do not answer count as in use.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ _BY_THEMSELVES = (State.SUCCEEDED.value, State.TIMED_OUT.value)
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """Estimated start and cost of a run that is requested now. `print` shows it in words.
+    """Estimated start and cost of a run that the caller would start now. `print` shows a sentence.
 
     Attributes:
-        start: when, with its time zone; None where that is unknown.
-        seconds: from now until then; 0 for at once, None where that is unknown.
-        is_bound: whether that is the latest time: all runs ahead of it have declared a limit.
-        basis: what that rests on, or why it is unknown.
-        node: where, by name, or "".
-        nodes: where, by name, of a gang on several nodes.
-        place: its place in the queue for such devices; 0 when it would start at once.
-        impossible: whether no existing node can ever serve it.
-        cost: what it would cost, at most and about; None where a server does not say.
-        policy: the server's usage policy that it would be under, or "".
-        budgets: in words, what is left of the budgets that it would count for.
+        start: expected start time with its time zone, or None if unknown.
+        seconds: time until the start. 0 means at once, None means unknown.
+        is_bound: True if `start` is the latest possible time, because all runs ahead have a time limit.
+        basis: the facts behind the estimate, or the reason why the start is unknown.
+        node: name of the node, or "".
+        nodes: names of the nodes of a gang that spans several nodes.
+        place: position in the queue for such devices. 0 means that the run would start at once.
+        impossible: True if no existing node can ever serve the run.
+        cost: expected and maximum cost of the run. None if the server gives no cost.
+        policy: the server's usage policy for the run, or "".
+        budgets: sentences about the remaining amount of each budget that the run counts toward.
     """
 
     start: datetime | None
@@ -82,7 +82,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     budgets: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return it in words: when, and in a second line what it costs where there is a price."""
+        """Return the start as a sentence, followed by a line with the cost if a price is known."""
         is_priced = self.cost is not None and self.cost.micros_per_hour is not None
         return f"{self.start_text()}\n{self.cost}" if is_priced else self.start_text()
 
@@ -90,7 +90,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         printer.text(str(self))
 
     def start_text(self) -> str:
-        """Return when in words, for example ``"at 14:20 at the latest on n3: …; 2nd in line"``."""
+        """Return the start as a sentence, for example ``"at 14:20 at the latest on n3: …; 2nd in line"``."""
         estimate = values.StartEstimate(
             at_ns=None if self.start is None else round(self.start.timestamp() * 1e9),
             is_bound=self.is_bound,
@@ -106,27 +106,28 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 def estimate(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], spec: RunSpec
 ) -> Estimate:
-    """Return when a call would start; raise what would refuse it."""
+    """Return the estimated start of a call. Raise the error that would refuse the call."""
     check_call(function, args, kwargs, spec)
     check_travels(function, args, kwargs, refusing_reducer(spec))
     return estimate_run(spec)
 
 
 def estimate_run(spec: RunSpec) -> Estimate:
-    """Return when a run would start, whatever it calls; raise what would refuse it."""
+    """Return the estimated start of a run of any payload. Raise the error that would refuse the run."""
     if isinstance(spec.payload, Command):
         check_command(spec.payload)
     if spec.remote:
-        # By name: HTTP is loaded only for those who use a server.
+        # Loaded by name, because only calls with a server need HTTP.
         return cast("Estimate", importlib.import_module("serverless_gpu.client.remote.estimate").estimate(spec))
     return _local_estimate(spec)
 
 
 def to_estimate(estimate: values.StartEstimate, now_ns: int, cost: CostEstimate | None = None) -> Estimate:
-    """Return an estimate in local time from one in nanoseconds since 1970."""
+    """Convert an estimate in nanoseconds since 1970 to one in local time."""
     at_ns, basis = estimate.at_ns, estimate.basis
     if estimate.wait is not None:
-        wait = msgspec.structs.replace(estimate.wait, place=0, at_ns=None)  # both are said beside it
+        # The estimate shows the queue position and the time separately.
+        wait = msgspec.structs.replace(estimate.wait, place=0, at_ns=None)
         basis += f"; {wait_messages.sentence(wait, format_soon)}"
     left_s = None if at_ns is None else max(0.0, (at_ns - now_ns) / 1e9)
     return Estimate(
@@ -143,12 +144,12 @@ def to_estimate(estimate: values.StartEstimate, now_ns: int, cost: CostEstimate 
 
 
 def unknown_estimate(why: str) -> Estimate:
-    """Return an estimate without a time, and its reason."""
+    """Return an estimate without a time, with the reason."""
     return Estimate(start=None, seconds=None, basis=why)
 
 
 def _local_estimate(spec: RunSpec) -> Estimate:
-    """Return when a run of this machine would start, from its agent's devices and their locks."""
+    """Return the estimated start of a local run, from the agent's devices and their locks."""
     home = home_with_notice()
     channel, greeting = connect(home)
     channel.close()
@@ -178,9 +179,9 @@ def _cost_here(home: Home, spec: RunSpec, chosen: Candidates, tariff: Tariff) ->
         memory_bytes=spec.resources.memory_bytes or 0,
         tariff=tariff,
     )
-    # `retries` and `resume` are a server's.
+    # A local run has neither `retries` nor `resume`.
     lasting = AttemptDuration(limit_s=spec.timeout_s, expected_s=expected_s(home, spec.name))
-    return estimated(devices, lasting, advice="[prices] of config.toml sets one")
+    return estimated(devices, lasting, advice="set a price under [prices] of config.toml")
 
 
 def outlook(
@@ -192,7 +193,10 @@ def outlook(
     now_ns: int,
     ignore_busy: bool = False,
 ) -> StartEstimate:
-    """Return when a run would get its devices if it started now; StorageError: unusable lock directory."""
+    """Return the time when a run would get its devices if it started now.
+
+    Raises StorageError for an unusable lock directory.
+    """
     uuids = [device.uuid for device in wanted.devices]
     kind = wanted.devices[0].type
     waiting = locks.waiting(kind)
@@ -226,12 +230,12 @@ def outlook(
 
 
 def expected_s(home: Home, name: str) -> float | None:
-    """Return how long a run of a name may have its devices; None with too few earlier runs."""
+    """Return the expected device time of runs of this name. None means too few earlier runs."""
     return duration_estimates.expected_s(_past(home, {name})[name]) if name else None
 
 
 def _outside(locks: DeviceLocks, provider: Provider, uuids: Sequence[str], *, ignore_busy: bool) -> int:
-    """Return how many devices that no run has cannot be used all the same."""
+    """Return the number of devices that are unusable although no run holds them."""
     if not uuids:
         return 0
     quarantined = retest_quarantined(locks, provider, uuids)
@@ -245,7 +249,7 @@ def _outside(locks: DeviceLocks, provider: Provider, uuids: Sequence[str], *, ig
 
 
 def device_holders(home: Home, holders: Sequence[LockHolder], now_ns: int) -> list[DeviceHolder]:
-    """Return who has devices, by run, those who leave first first."""
+    """Return the holders of the devices by run, sorted by their expected end."""
     counts: dict[str, list[LockHolder]] = {}
     for holder in holders:
         counts.setdefault(holder.run_id, []).append(holder)
@@ -261,12 +265,12 @@ def _one(run_id: str, held: Sequence[LockHolder], record: RunRecord | None, past
     name = record.spec.name if record is not None and record.spec is not None else ""
     until_ns, is_bound = (None, False) if record is None else _until(record, held[0].since_wall_ns, past, now_ns)
     what = "session " if held[0].session else ""
-    title = f"{held[0].user}/{name or run_id}" if held[0].user else run_id or "somebody"
+    title = f"{held[0].user}/{name or run_id}" if held[0].user else run_id or "unknown user"
     return DeviceHolder(title=what + title, count=len(held), until_ns=until_ns, is_bound=is_bound)
 
 
 def _until(record: RunRecord, since_ns: int, past: _Past, now_ns: int) -> tuple[int | None, bool]:
-    """Return when a run gives its devices back and whether that is the latest time; None if unknown."""
+    """Return the end of a run's device use, or None, and True if that time is the latest possible one."""
     spec = record.spec
     if spec is None or record.kind != FUNCTION:
         return None, False
@@ -283,7 +287,7 @@ def _until(record: RunRecord, since_ns: int, past: _Past, now_ns: int) -> tuple[
 
 
 def _past(home: Home, names: Collection[str]) -> dict[str, list[float]]:
-    """Return device durations of recent runs of some names that ended by themselves, newest first."""
+    """Return device times of recent runs by name, newest first. Only runs that ended by themselves count."""
     past: dict[str, list[float]] = {name: [] for name in names}
     for run_id in run_ids(home.runs)[:_PAST_MAX] if names else ():
         record = read_run(home.runs, run_id)
@@ -295,7 +299,7 @@ def _past(home: Home, names: Collection[str]) -> dict[str, list[float]]:
 
 
 def _when(lacking: int, having: Sequence[DeviceHolder]) -> tuple[int | None, bool]:
-    """Return when so many devices more are free, and whether that is the latest time."""
+    """Return the time when enough devices are free, and True if it is the latest possible time."""
     is_bound = True
     for holder in having:
         if holder.until_ns is None:

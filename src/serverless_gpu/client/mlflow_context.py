@@ -1,13 +1,14 @@
-"""Resolves where a call is tracked: from the caller's MLflow variables and an imported MLflow.
+"""Resolves where MLflow tracks a call, from the caller's MLflow variables and an imported MLflow.
 
     MLFLOW_TRACKING_URI, …_EXPERIMENT_NAME, …_EXPERIMENT_ID, …_RUN_ID ─┐
     an imported mlflow: its URI, set_experiment, the active run ───────┼──▶ resolve ──▶ Tracking, part of the RunSpec
     the program, its user, its commit, the arguments ──────────────────┘
 
-Neither imports MLflow nor uses the network: this stands between a call and its first line. The result holds no
-credentials: it is written to the run's directory, and sent to servers. Without an MLflow in the caller's environment
-the run is tracked only by its server's. A URI that only MLflow itself can use gives a warning; ranks use it as it is.
-The program, its user and its commit are read from files and this process; what is unknown is "".
+`resolve` neither imports MLflow nor uses the network, because each call waits for the result. The result holds no
+credentials, because the client writes it to the run's directory and sends it to servers. Without MLflow in the caller's
+environment, only the server's MLflow tracks the run. A URI that only MLflow's own client can use gives a warning, and
+ranks use that URI unchanged. The client reads the program, its user and its commit from files and from its own process.
+Unknown values are "".
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ EXPERIMENT_NAME = "MLFLOW_EXPERIMENT_NAME"
 EXPERIMENT_ID = "MLFLOW_EXPERIMENT_ID"
 RUN_ID = "MLFLOW_RUN_ID"
 ARGUMENT = "call."
-"""In front of the names of arguments, so that none is in the way of a parameter that user code logs itself."""
+"""Prefix for the names of arguments. It avoids conflicts with parameters that user code logs itself."""
 _IN_A_RANK = "SGPU_RUN_ID"
 _FLUENT = "mlflow.tracking.fluent"
 _SERVICE = "mlflow.tracking._tracking_service.utils"
@@ -44,27 +45,28 @@ _RUN = re.compile(r"[a-zA-Z0-9][\w-]{0,255}")
 _EXPERIMENT = re.compile(r"[a-zA-Z0-9][\w-]{0,63}")
 _EXPERIMENT_CHARACTERS_MAX = 250
 _URI_CHARACTERS_MAX = 2_000
-_MLFLOW_SCHEMES = frozenset({"databricks", "databricks-uc", "uc"})  # also with nothing behind them
+_MLFLOW_SCHEMES = frozenset({"databricks", "databricks-uc", "uc"})  # These schemes are also valid without a path.
 _MEMORY = ("", ":memory:")
 _LOCAL_HOSTS = frozenset({"", "localhost"})
 _NOWHERE = (
-    f"runs of this server are not tracked: {URI} names no MLflow, and the server has none of its own "
-    "(`sgpu up --mlflow`)"
+    f"this server does not track runs: {URI} names no MLflow server, and the server has no MLflow of its own "
+    "(start one: `sgpu up --mlflow`)"
 )
 _shown_notices: set[str] = set()
 INTERACTIVE = "interactive"
-_SESSION = "JPY_SESSION_NAME"  # of Jupyter: the notebook a kernel belongs to
-_EDITOR = "__vsc_ipynb_file__"  # VS Code's variable in the notebook, with its path
+_SESSION = "JPY_SESSION_NAME"  # Jupyter's variable with the path of the kernel's notebook.
+_EDITOR = "__vsc_ipynb_file__"  # VS Code's variable with the path of the notebook.
 _NOTEBOOK = ".ipynb"
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _ABOVE_MAX = 64
 _SMALL_BYTES = 4_096
 _PACKED_BYTES_MAX = 4_000_000
-_packed: dict[Path, tuple[tuple[int, int], str]] = {}  # file of packed references → what it was, and its text
+# File of packed Git references → its modification time, its size and its text.
+_packed: dict[Path, tuple[tuple[int, int], str]] = {}
 
 
 class TrackingStore(NamedTuple):
-    """Where runs are kept: a server's URI, or a store without one; or why neither, as a sentence."""
+    """The MLflow store of a run: the URI of a server or a local store, or the problem as a message."""
 
     uri: str = ""
     store: str = ""
@@ -72,34 +74,34 @@ class TrackingStore(NamedTuple):
 
 
 class RemoteTracking(NamedTuple):
-    """Tracking on the way through a server."""
+    """Tracking facts about a call that goes through a server."""
 
-    is_elsewhere: bool  # ranks may run on another machine, without this one's store
-    is_beside: bool  # the server is on this machine; its nodes need not be
-    mlflow: Callable[[], str]  # returns the URI of the server's MLflow, or ""
+    is_elsewhere: bool  # True if ranks may run on another machine, which cannot reach a local store.
+    is_beside: bool  # True if the server runs on this machine. Its nodes may be other machines.
+    mlflow: Callable[[], str]  # Returns the URI of the server's MLflow, or "".
 
 
 class TrackingResolution(NamedTuple):
-    """Tracking of a call, None without, and a notice for the caller."""
+    """The tracking of a call, or None, and a notice for the caller."""
 
     tracking: Tracking | None
     sentence: str = ""
 
 
 class _Driver(NamedTuple):
-    """The caller's own MLflow."""
+    """State of the MLflow module that the caller has imported."""
 
-    uri: str = ""  # tracking URI
-    is_set: bool = False  # False for MLflow's default
-    experiment_id: str = ""  # from `set_experiment`, or ""
-    run_id: str = ""  # of the active run, or ""
-    run_experiment_id: str = ""  # of the active run
+    uri: str = ""  # MLflow's tracking URI.
+    is_set: bool = False  # False if the URI is MLflow's default.
+    experiment_id: str = ""  # Experiment from `set_experiment`, or "".
+    run_id: str = ""  # ID of the active MLflow run, or "".
+    run_experiment_id: str = ""  # Experiment ID of the active MLflow run.
 
 
 def resolve(
     spec: RunSpec, arguments: Mapping[str, object], environ: Mapping[str, str], far: RemoteTracking | None = None
 ) -> TrackingResolution:
-    """Return where a call is tracked; failures reduce tracking and never refuse the call."""
+    """Return the tracking of a call. A failure reduces the tracking and never refuses the call."""
     if not spec.tracking or environ.get(SWITCH) == "0" or _IN_A_RANK in environ:
         return TrackingResolution(None)
     is_installed = _is_installed()
@@ -111,8 +113,8 @@ def resolve(
     elsewhere = far is not None and far.is_elsewhere
     if place.store and elsewhere:
         sentence = (
-            f"{place.store} is on this machine, so runs elsewhere are not tracked there; {URI} names a server that is "
-            "reached from both"
+            f"the MLflow store {place.store} is on this machine, so it does not track runs on other machines; set "
+            f"{URI} to a server that both machines can reach"
         )
         place, driver = TrackingStore(), _Driver()
         environ = {name: value for name, value in environ.items() if name not in (RUN_ID, EXPERIMENT_ID)}
@@ -125,14 +127,14 @@ def resolve(
         return TrackingResolution(None, sentence or _NOWHERE)
     host = urlsplit(place.uri).hostname or ""
     if elsewhere and (host in ("localhost", "::1") or host.startswith("127.")):
-        sentence = f"{place.uri} is this machine to itself; from a node on another one it is not reached"
+        sentence = f"{place.uri} is a loopback address of this machine; nodes on other machines cannot reach it"
     return TrackingResolution(_tracking(spec, arguments, environ, place, driver), sentence)
 
 
 def with_tracking(
     spec: RunSpec, arguments: Mapping[str, object] | None = None, far: RemoteTracking | None = None
 ) -> RunSpec:
-    """Return a spec with its tracking, and print the caller's notice once."""
+    """Return a spec with its tracking. Print the notice for the caller once."""
     found = resolve(spec, arguments or {}, os.environ, far)
     if found.sentence and found.sentence not in _shown_notices and not spec.quiet:
         _shown_notices.add(found.sentence)
@@ -141,10 +143,10 @@ def with_tracking(
 
 
 def place_of(uri: str, directory: str) -> TrackingStore:
-    """Return the store of a tracking URI; relative paths start at `directory`."""
+    """Return the store of a tracking URI. Relative paths start at `directory`."""
     text = uri.strip()
     if not text or len(text) > _URI_CHARACTERS_MAX or not text.isprintable():
-        return TrackingStore(problem=f"{URI} is no address of an MLflow server; runs are not tracked")
+        return TrackingStore(problem=f"{URI} is not a valid address of an MLflow server; runs are not tracked")
     scheme, colon, rest = text.partition(":")
     scheme = scheme.lower()
     if scheme not in _MLFLOW_SCHEMES and (not colon or "/" in scheme):
@@ -156,8 +158,8 @@ def place_of(uri: str, directory: str) -> TrackingStore:
     if scheme.partition("+")[0] == "sqlite":
         return _database(scheme, rest, directory)
     return TrackingStore(
-        problem=f"MLflow at {scheme}:… is spoken to by MLflow's own client only: ranks use it as they find it, and "
-        "serverless-gpu tracks nothing there"
+        problem=f"only MLflow's own client can use {scheme}:…: ranks use this address unchanged, and "
+        "serverless-gpu does not track runs there"
     )
 
 
@@ -168,8 +170,8 @@ def _server(text: str) -> TrackingStore:
     except ValueError:
         host = None
     if not host or not text.isascii():
-        return TrackingStore(problem=f"{URI} is no address of an MLflow server; runs are not tracked")
-    # Without user and password, and without what might be one in a query.
+        return TrackingStore(problem=f"{URI} is not a valid address of an MLflow server; runs are not tracked")
+    # The result omits the user, the password and the query, because a query may hold a password.
     return TrackingStore(uri=f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}")
 
 
@@ -193,18 +195,18 @@ def _database(scheme: str, rest: str, directory: str) -> TrackingStore:
 
 
 def _path(directory: str, path: str) -> str:
-    """Return the canonical form of a path, which identifies the store's server."""
+    """Return the canonical form of a path, which identifies the server of a store."""
     return os.path.normpath(os.path.join(directory, path))
 
 
 def _is_installed() -> bool:
-    """Return whether ranks could import MLflow; a directory of that name does not count."""
+    """Return True if ranks can import MLflow. A directory named mlflow without a module does not count."""
     loaded = sys.modules.get("mlflow")
     if loaded is not None:
         return True
     try:
         found = importlib.util.find_spec("mlflow")
-    except (ImportError, ValueError, AttributeError):  # a finder of the user's that fails
+    except (ImportError, ValueError, AttributeError):  # A finder that the user installed may fail.
         return False
     return found is not None and found.origin is not None
 
@@ -222,7 +224,10 @@ class _ActiveRun(Protocol):
 
 
 class _Fluent(Protocol):
-    """The used part of MLflow's fluent interface; `_active_experiment_id` is private and may be absent."""
+    """The part of MLflow's fluent interface that this module uses.
+
+    `_active_experiment_id` is a private attribute of MLflow and may be absent.
+    """
 
     def active_run(self) -> _ActiveRun | None: ...
 
@@ -233,7 +238,7 @@ class _Service(Protocol):
 
 
 def _driver() -> _Driver:
-    """Return the state of an imported MLflow, without calls that would look something up."""
+    """Return the state of an imported MLflow, without calls that would use the network."""
     fluent, service = sys.modules.get(_FLUENT), sys.modules.get(_SERVICE)
     if fluent is None or service is None:
         return _Driver()
@@ -246,13 +251,13 @@ def _driver() -> _Driver:
             run_id=_valid(_RUN, run.info.run_id) if run is not None else "",
             run_experiment_id=_valid(_EXPERIMENT, run.info.experiment_id) if run is not None else "",
         )
-    except Exception:  # noqa: BLE001 - another version of it, or another thread is importing it this moment
+    except Exception:  # noqa: BLE001 - MLflow may have another version, or another thread is importing it
         return _Driver()
 
 
 def _place(driver: _Driver, environ: Mapping[str, str]) -> TrackingStore:
     uri = environ.get(URI, "")
-    # The number of a run or an experiment is of the store that the caller's MLflow has, its default among them.
+    # An ID of a run or an experiment belongs to the store of the caller's MLflow. That store may be MLflow's default.
     is_numbered = bool(driver.experiment_id or environ.get(RUN_ID) or environ.get(EXPERIMENT_ID))
     if driver.run_id or (not uri and (driver.is_set or is_numbered)):
         uri = driver.uri
@@ -260,7 +265,7 @@ def _place(driver: _Driver, environ: Mapping[str, str]) -> TrackingStore:
         return TrackingStore()
     try:
         return place_of(uri, os.getcwd())
-    except FileNotFoundError:  # the working directory was removed: the launch reports it
+    except FileNotFoundError:  # If the working directory was removed, the launch reports the error.
         return TrackingStore()
 
 
@@ -275,7 +280,7 @@ def _valid(pattern: re.Pattern[str], value: object) -> str:
 def _tracking(
     spec: RunSpec, arguments: Mapping[str, object], environ: Mapping[str, str], place: TrackingStore, driver: _Driver
 ) -> Tracking:
-    """Return the call's tracking data, with texts that can be sent."""
+    """Return the tracking data of the call. All texts are valid UTF-8."""
     program = submitted_program(spec.payload) if isinstance(spec.payload, Command) else calling_program(environ)
     user = user_name()
     continued = _valid(_RUN, environ.get(RUN_ID))
@@ -309,7 +314,7 @@ def _params(arguments: Mapping[str, object]) -> dict[str, str]:
         return {f"{ARGUMENT}{name}": text for name, text in argument_texts(arguments).items()}
     except KeyboardInterrupt:
         raise
-    except BaseException:  # noqa: BLE001 - classes of the user's may raise anything, and the run does not need this
+    except BaseException:  # noqa: BLE001 - user classes may raise anything, and tracking must not fail the run
         return {}
 
 
@@ -318,7 +323,7 @@ def _path_part(name: str) -> str:
 
 
 def _sendable(value: object) -> object:
-    """Return a value with valid UTF-8; paths and variables may hold other bytes."""
+    """Return a value with valid UTF-8, because paths and variables may hold other bytes."""
     if isinstance(value, dict):
         return {_sendable(key): _sendable(inner) for key, inner in value.items()}
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
@@ -327,24 +332,25 @@ def _sendable(value: object) -> object:
 class Program(NamedTuple):
     """The calling program."""
 
-    name: str  # without directory and ending; `INTERACTIVE` without a file
+    name: str  # File name without directory and suffix, or `INTERACTIVE` without a file.
     path: str = ""  # or ""
-    kind: Literal["LOCAL", "NOTEBOOK"] = "LOCAL"  # MLflow's name for it
+    kind: Literal["LOCAL", "NOTEBOOK"] = "LOCAL"  # MLflow's name for the type of source.
 
 
 class Commit(NamedTuple):
-    """Commit and branch of a repository; "" where unknown."""
+    """Commit and branch of a repository. Unknown values are ""."""
 
     commit: str = ""
     branch: str = ""
 
 
 def calling_program(environ: Mapping[str, str]) -> Program:
-    """Return the script or notebook this process runs."""
+    """Return the script or the notebook that this process runs."""
     main = sys.modules.get("__main__")
     if "ipykernel" in sys.modules:
         path = str(getattr(main, _EDITOR, "") or environ.get(_SESSION, ""))
-        name, ending, _ = os.path.basename(path).partition(_NOTEBOOK)  # VS Code adds something of its own after it
+        # VS Code appends a suffix after the notebook's file extension.
+        name, ending, _ = os.path.basename(path).partition(_NOTEBOOK)
         if name and ending:
             return Program(name, os.path.join(os.path.dirname(path), name + ending), "NOTEBOOK")
         return Program(INTERACTIVE, kind="NOTEBOOK")
@@ -353,13 +359,13 @@ def calling_program(environ: Mapping[str, str]) -> Program:
         return Program(INTERACTIVE)
     path = os.path.abspath(path)
     name = Path(path).stem
-    if name == "__main__":  # python -m package
+    if name == "__main__":  # The caller used `python -m package`.
         name = os.path.basename(os.path.dirname(path))
     return Program(name, path)
 
 
 def submitted_program(command: Command) -> Program:
-    """Return the script or module that a command runs, or the program where it names none."""
+    """Return the script or module that a command runs, or the executable without either."""
     if command.argv[1:2] == ("-m",) and len(command.argv) > 2:
         return Program(command.argv[2])
     script = next((argument for argument in command.argv if argument.endswith(".py")), command.argv[0])
@@ -368,20 +374,20 @@ def submitted_program(command: Command) -> Program:
 
 
 def user_name() -> str:
-    """Return the user's name, or the number without one."""
+    """Return the user's name, or the user ID if the account has no name."""
     try:
         return getpass.getuser()
-    except (ImportError, KeyError, OSError):  # by version of Python
+    except (ImportError, KeyError, OSError):  # The exception type depends on the Python version.
         return f"uid {os.getuid()}"
 
 
 def commit_of(directory: Path) -> Commit:
-    """Return the commit that is checked out where a directory is, as the files of its repository say."""
+    """Return the checked-out commit of the Git repository that contains a directory."""
     try:
         for above in (directory, *directory.parents)[:_ABOVE_MAX]:
             git = above / ".git"
             if os.path.lexists(git):
-                # In a worktree or a submodule `.git` is a file that names the repository's own directory.
+                # In a worktree or a submodule, `.git` is a file that contains the path of the Git directory.
                 return _head(git if git.is_dir() else above / _read(git).removeprefix("gitdir:").strip())
     except (OSError, ValueError):
         pass
@@ -396,7 +402,7 @@ def _head(git: Path) -> Commit:
     if not reference.startswith("refs/") or ".." in reference:
         return Commit()
     common = git
-    with contextlib.suppress(OSError):  # a worktree has branches in common with its repository
+    with contextlib.suppress(OSError):  # A worktree shares the branches of its main repository.
         common = git / _read(git / "commondir").strip()
     branch = reference.removeprefix("refs/heads/")
     with contextlib.suppress(OSError):
@@ -426,7 +432,7 @@ def _in_packed(file: Path, reference: str) -> str:
 
 
 def _read(file: Path, most: int = _SMALL_BYTES) -> str:
-    # Never a pipe or a device, which would be waited for.
+    # Non-blocking mode prevents a hang if the file is a pipe or a device.
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, encoding="utf-8", errors="replace") as opened:
         return opened.read(most)

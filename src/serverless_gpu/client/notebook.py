@@ -1,20 +1,21 @@
-"""`%load_ext serverless_gpu`: the cell magic `%%distributed`.
+"""Implements the `%%distributed` cell magic, which `%load_ext serverless_gpu` registers.
 
     %%distributed --gpus 2 --gpu-type CPU -o results
-    import torch.distributed as dist        every rank runs the cell, with the names of the notebook it uses
+    import torch.distributed as dist        every rank runs the cell with the notebook variables that it uses
     dist.init_process_group("gloo")
-    rank * 10                               the list of these values is the cell's result: [0, 10]
+    rank * 10                               the cell's result is the list of these values: [0, 10]
 
-Names that the cell assigns stay in the ranks. Failure cases: every error is raised, so that the notebook stops here;
-its traceback omits the frames of IPython and ours.
+Variables that the cell assigns stay in the ranks. Failure cases: the magic raises every error, so that the notebook
+stops at the cell. The traceback omits the frames of IPython and of this package.
 
-The cell's code is taken apart so that it can travel:
+The magic splits the cell's code so that it can be pickled:
 
-    text ─▶ statements · last expression · the notebook's names they need ─▶ `distributed_cell(…)` in each rank
+    text ─▶ statements · last expression · required notebook names ─▶ `distributed_cell(…)` in each rank
 
-The names are found statement by statement. A name that the cell surely binds before it reads it (`model = …`, an
-import, a loop variable) does not travel: the notebook's value may be large, or unable to. Undecided names travel. What
-is not Python, and what only a notebook can do (`%magic`, `!command`, top-level `await`), is refused with its line.
+The magic finds the required names statement by statement. A name that the cell always binds before it reads it (`model
+= …`, an import, a loop variable) does not travel. The notebook's value of such a name may be large or impossible to
+pickle. Undecided names travel. The magic refuses invalid Python and notebook syntax (`%magic`, `!command`, top-level
+`await`), and its error gives the line.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.inside.call import distributed_cell
 from serverless_gpu.units import parse_duration_s
 
-# What `distributed_cell` gives each rank.
+# `distributed_cell` passes these names to each rank.
 GIVEN = frozenset({"rank", "world_size"})
-# The notebook's own machinery: it cannot travel, and ranks have an `exit` and a `quit` of their own.
+# IPython defines these names. They cannot be pickled, and ranks have their own `exit` and `quit`.
 _SHELL = frozenset({"get_ipython", "exit", "quit"})
-# Python itself reads these where a class or an annotation stands, and each rank has its own.
+# Python reads these names for a class or an annotation. Each rank has its own values.
 _OF_ANY_MODULE = {"__name__", "__annotations__"}
 _SHELL_LINE = re.compile(r"\s*(?:[%!]|[\w, ]+=\s*[%!]|[\w.]*\?{1,2}\s*$)")
 _NOW = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME"}
@@ -54,13 +55,13 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class Compiler(Protocol):
-    """The used part of IPython's compiler."""
+    """The part of IPython's compiler that this module uses."""
 
     flags: int
 
 
 class Shell(Protocol):
-    """The used part of IPython's shell."""
+    """The part of IPython's shell that this module uses."""
 
     user_ns: dict[str, object]
     execution_count: int
@@ -68,11 +69,11 @@ class Shell(Protocol):
     compile: Compiler
 
     def register_magic_function(self, func: Callable[..., object], magic_kind: str, magic_name: str) -> None:
-        """Make a function a magic."""
+        """Register a function as a magic."""
 
 
 def load_ipython_extension(ipython: Shell) -> None:
-    """Register `%%distributed`; called by `%load_ext serverless_gpu`."""
+    """Register `%%distributed`. IPython calls this function for `%load_ext serverless_gpu`."""
 
     def magic(line: str, cell: str) -> object:
         return run_magic(ipython, line, cell)
@@ -84,17 +85,17 @@ def load_ipython_extension(ipython: Shell) -> None:
 
 
 def run_magic(shell: Shell, line: str, cell: str) -> list[object] | None:
-    """Run a cell on every rank and return its values, or None when there is nothing to show."""
+    """Run a cell on every rank and return its values, or None without a value to show."""
     with _shown_briefly():
         options, output = parse_line(line)
-        # A newer IPython counts a cell before it runs it, an older one after.
+        # Newer IPython versions count a cell before they run it, older versions afterwards.
         history = getattr(shell.history_manager, "input_hist_raw", [])
         stored = len(history) > 1 and history[-1].rstrip().endswith(cell.rstrip())
         name = f"<%%distributed In[{len(history) - 1 if stored else shell.execution_count}]>"
         code = compile_cell(f"%%distributed {line}", cell, shell.user_ns, name=name, flags=shell.compile.flags)
-        decorate = distributed(**options)  # type: ignore[arg-type]  # checked there, as from anybody
+        decorate = distributed(**options)  # type: ignore[arg-type]  # distributed() checks the options
         try:
-            results = decorate(distributed_cell).distributed(*code)  # type: ignore[call-arg]  # rank and world_size are filled in
+            results = decorate(distributed_cell).distributed(*code)  # type: ignore[call-arg]  # the rank fills in rank and world_size
         except NotPicklable as error:
             raise NotPicklable(_cell_frames(error.message), hint=error.hint) from None
         except NoSuitableNode as error:
@@ -110,7 +111,7 @@ def run_magic(shell: Shell, line: str, cell: str) -> list[object] | None:
 
 
 def _seconds(text: str) -> object:
-    """Return a number of seconds; text with a unit is read where all options are."""
+    """Return a number of seconds. Text with a unit stays text, because the options parser converts it."""
     try:
         return float(text)
     except ValueError:
@@ -118,7 +119,7 @@ def _seconds(text: str) -> object:
         return text
 
 
-# Options of `distributed` by how their value is written; None: a switch.
+# Options of `distributed` with the parser of their value. None marks a switch.
 VALUES: dict[str, tuple[Callable[[str], object], str] | None] = {
     "gpus": (int, "a whole number"),
     "gpu_type": (str, "a name"),
@@ -156,11 +157,11 @@ VALUES: dict[str, tuple[Callable[[str], object], str] | None] = {
 
 
 def parse_line(line: str) -> tuple[dict[str, object], str]:
-    """Return the options on a magic's line, and the name after ``-o`` or ""."""
+    """Return the options on the line of a magic, and the name after ``-o`` or ""."""
     try:
         words = shlex.split(line)
     except ValueError as error:
-        raise InvalidOption(f"the line of %%distributed cannot be read: {error}") from None
+        raise InvalidOption(f"the line of %%distributed is invalid: {error}") from None
     options: dict[str, object] = {}
     output = ""
     while words:
@@ -205,11 +206,12 @@ def _value(word: str, rest: str | list[str]) -> str:
     return rest.pop(0)
 
 
-_HELP = f"""Run the cell on every rank; the values of its last expression are the result, one for each rank.
+_HELP = f"""Run the cell on every rank. The result is a list of the value of the last expression in each rank.
 
     %%distributed --gpus 8 --gpu-type H100 --ranks-log all -o results
 
-The cell uses the notebook's variables and functions, and `rank` and `world_size`. What it assigns stays in the ranks.
+The cell can use the notebook's variables and functions, and `rank` and `world_size`.
+Variables that the cell assigns stay in the ranks.
 
     -o NAME              also put the list of results into a variable
     {
@@ -218,7 +220,7 @@ The cell uses the notebook's variables and functions, and `rank` and `world_size
     .strip()
 }
 
-They mean what they mean for `distributed`.
+Each option has the same meaning as for `distributed`.
 """
 
 
@@ -227,18 +229,18 @@ They mean what they mean for `distributed`.
 
 @contextlib.contextmanager
 def _shown_briefly() -> Iterator[None]:
-    """Let IPython show an error's own text, without its frames and ours."""
+    """Let IPython show an error's own text, without frames of IPython and of this package."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
         text = _error_text(error)
-        with contextlib.suppress(Exception):  # an exception class of the user's may refuse attributes
+        with contextlib.suppress(Exception):  # An exception class of the user may refuse new attributes.
             object.__setattr__(error, "_render_traceback_", lambda: text.splitlines())
         raise
 
 
 def _cell_frames(message: str) -> str:
-    """Return a sentence about our function as one about the cell, which its reader knows."""
+    """Rewrite a message about `distributed_cell` as a message about the cell."""
     for ours, theirs in (
         ("the call to distributed_cell", "the cell"),
         ("argument `notebook` -> ", ""),
@@ -266,10 +268,10 @@ class Cell(NamedTuple):
 
 
 def compile_cell(first_line: str, text: str, namespace: dict[str, object], *, name: str, flags: int = 0) -> Cell:
-    """Return a cell's code and names.
+    """Return the code and the required names of a cell.
 
-    `first_line` has the magic and counts as the notebook's line 1; `name` names the cell in tracebacks; `flags` are the
-    notebook's compiler flags. A UsageError says why ranks cannot run it.
+    `first_line` has the magic and counts as line 1 of the cell. `name` names the cell in tracebacks. `flags` are the
+    notebook's compiler flags. Raises a UsageError with the reason if ranks cannot run the cell.
     """
     lines = [first_line, *text.splitlines()]
     linecache.cache[name] = (len(text), None, [f"{line}\n" for line in lines], name)
@@ -285,13 +287,13 @@ def compile_cell(first_line: str, text: str, namespace: dict[str, object], *, na
 
 
 def ends_silently(text: str) -> bool:
-    """Return whether a cell ends with a semicolon, which suppresses its value."""
+    """Return True if a cell ends with a semicolon, which suppresses its value."""
     code = [line.partition("#")[0].rstrip() for line in text.splitlines()]
     return next((line for line in reversed(code) if line), "").endswith(";")
 
 
 def names_needed(statements: Iterable[ast.stmt]) -> set[str]:
-    """Return the names that code needs from outside, some more where that cannot be decided."""
+    """Return the names that code reads from outside, including names that may be local."""
     needed: set[str] = set()
     _walk(statements, set(), needed)
     return needed
@@ -303,11 +305,12 @@ def names_needed(statements: Iterable[ast.stmt]) -> set[str]:
 def _parse(text: str, flags: int) -> ast.Module:
     try:
         tree = compile(text, "<cell>", "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
-        compile(text, "<cell>", "exec", flags, dont_inherit=True)  # `return` outside a function is found only here
+        # Only full compilation finds `return` outside a function.
+        compile(text, "<cell>", "exec", flags, dont_inherit=True)
     except SyntaxError as error:
         raise _refusal(text, error) from None
-    except ValueError as error:  # a null byte
-        raise UsageError(f"the cell is not Python: {error}") from None
+    except ValueError as error:  # The text contains a null byte.
+        raise UsageError(f"the cell is not valid Python: {error}") from None
     assert isinstance(tree, ast.Module)
     return tree
 
@@ -318,22 +321,22 @@ def _refusal(text: str, error: SyntaxError) -> UsageError:
     line = lines[number - 1] if lines else ""
     where = f"line {number + 1} of the cell"
     if _SHELL_LINE.match(line):
-        hint = "put %magics, !commands and ? into a cell of their own, without %%distributed"
-        return UsageError(f"{where} is for the notebook, not for ranks: {line.strip()}", hint=hint)
+        hint = "move %magics, !commands and ? to a cell without %%distributed"
+        return UsageError(f"{where} is notebook syntax, which ranks cannot run: {line.strip()}", hint=hint)
     if "await" in str(error.msg) or "asynchronous" in str(error.msg) or "'async " in str(error.msg):
         hint = "write an async function in the cell and run it with asyncio.run(...)"
-        return UsageError(f"{where}: ranks do not await at the top level: {line.strip()}", hint=hint)
+        return UsageError(f"{where}: ranks cannot await at the top level: {line.strip()}", hint=hint)
     if "'return' outside function" in str(error.msg) or "'yield" in str(error.msg):
-        hint = "end the cell with an expression: its value is each rank's result"
+        hint = "end the cell with an expression; its value becomes each rank's result"
         return UsageError(f"{where}: a cell cannot return or yield: {line.strip()}", hint=hint)
-    return UsageError(f"{where} is not Python: {error.msg}: {line.strip()}")
+    return UsageError(f"{where} is not valid Python: {error.msg}: {line.strip()}")
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
 def _walk(statements: Iterable[ast.stmt], bound: set[str], needed: set[str]) -> None:
-    """Add names that statements read to `needed` unless `bound`, and surely bound names to `bound`."""
+    """Add unbound names that statements read to `needed`, and names that they always bind to `bound`."""
     for statement in statements:
         match statement:
             case ast.For():
@@ -357,7 +360,8 @@ def _walk(statements: Iterable[ast.stmt], bound: set[str], needed: set[str]) -> 
                 code = _code(statement)
                 reads = _reads(code)
                 if isinstance(statement, _DEFINITIONS):
-                    # Its body may use its name once that is bound; a base or a decorator reads it before.
+                    # The body of a definition may use the defined name. A base class or a decorator reads that name
+                    # before the binding.
                     reads = reads - ({statement.name} - {name for how, name in _operations(code) if how in _NOW})
                 needed |= reads - bound
                 if isinstance(statement, (*_SIMPLE, *_DEFINITIONS)):
@@ -365,7 +369,7 @@ def _walk(statements: Iterable[ast.stmt], bound: set[str], needed: set[str]) -> 
 
 
 def _branches(branches: list[list[ast.stmt]], bound: set[str], needed: set[str]) -> set[str]:
-    """Walk alternative branches; return the names that all of them bind."""
+    """Walk alternative branches. Return the names that all branches bind."""
     after = []
     for branch in branches:
         own = set(bound)
@@ -375,7 +379,7 @@ def _branches(branches: list[list[ast.stmt]], bound: set[str], needed: set[str])
 
 
 def _bound_names(target: ast.expr, needed: set[str], bound: set[str]) -> set[str]:
-    """Return the names that a target binds; names it reads (`for rows[i] in …`) are needed."""
+    """Return the names that a target binds. Names that the target reads (`for rows[i] in …`) are needed."""
     code = _code(ast.Assign([target], ast.Constant(0)))
     needed |= _reads(code) - bound
     return _stores(code)
@@ -400,7 +404,7 @@ def _stores(code: CodeType) -> set[str]:
 
 
 def _operations(code: CodeType) -> Iterator[tuple[str, str]]:
-    """Yield names and their operations, in this code and in nested definitions."""
+    """Yield names and their bytecode operations, in this code and in nested definitions."""
     for step in dis.get_instructions(code):
         if step.opname.endswith(("_NAME", "_GLOBAL", "_GLOBALS")):
             yield step.opname, str(step.argval)
@@ -420,7 +424,7 @@ def _compile(tree: ast.Module | ast.Expression, name: str, flags: int) -> CodeTy
 
 
 def _reference_function(names: Iterable[str], namespace: Mapping[str, object]) -> FunctionType:
-    """Return a function that refers to these globals and is never called, so that pickling takes them."""
+    """Return a function that refers to these globals, so that pickle includes them. It is never called."""
     code = compile(f"lambda: [{', '.join(names)}]", "<names>", "eval", dont_inherit=True)
     inner = next(constant for constant in code.co_consts if isinstance(constant, CodeType))
     assert isinstance(namespace, dict)

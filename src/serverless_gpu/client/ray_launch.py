@@ -1,12 +1,12 @@
-"""`ray_launch`: `distributed` for a function that is a Ray driver, on a Ray cluster of its run's own.
+"""Implements `ray_launch`, which runs a function as the Ray driver of the run's own Ray cluster.
 
-@ray_launch(gpus=8, gpu_type="H100")
-def sweep(): ...
+    @ray_launch(gpus=8, gpu_type="H100")
+    def sweep(): ...
 
-sweep.distributed()      a cluster of 8 GPUs, `sweep` its driver; [what it returned], one entry per node
+    sweep.distributed()      a cluster of 8 GPUs with `sweep` as its driver; returns one result per node
 
-Options of Ray and of other launchers say how many workers of which size there shall be. Here the cluster is made of
-what the run gets: such an option is refused with the one to write instead.
+Options of Ray and of other launchers set the number and the size of workers. Here the cluster consists of the devices
+that the run gets. `ray_launch` therefore refuses such options, and its error names the option to use instead.
 """
 
 from __future__ import annotations
@@ -33,22 +33,24 @@ R = TypeVar("R")
 OWN = ("dashboard", "object_store_memory")
 """Options that only `ray_launch` has."""
 NOT_TAKEN = frozenset({"hang_timeout", "init"})
-"""Options of `distributed` that say nothing about a Ray driver."""
+"""Options of `distributed` that do not apply to a Ray driver."""
 VALID = tuple(sorted({"gpus", "gpu_type", "remote", "timeout", *OWN, *Options.__annotations__} - NOT_TAKEN))
-_WORKER_GPUS = "write gpus=, the GPUs of the whole cluster; a task or an actor takes its own: @ray.remote(num_gpus=1)"
-_WORKER_CPUS = "write cpus=, the cores of the whole run; a task or an actor takes its own: @ray.remote(num_cpus=2)"
-_SIZE = "write gpus=: the cluster is made of the nodes that have them, and does not grow or shrink"
-_TYPE = "write gpu_type="
-_STORE = "write object_store_memory=, of each node"
-_MEMORY = "write memory=, the host memory of the whole run"
-_DASHBOARD = "write dashboard=True; its port is chosen, and the link is printed"
-_DIRECTORY = "leave it out: Ray's files lie in a directory of the run's own, and its logs are kept with the run"
-_DRIVER = "give it to ray.init(...) inside the function"
-_FIXED = (
-    "leave it out: how Ray is started is the run's; what is for the driver goes to ray.init(...) inside the function"
+_WORKER_GPUS = (
+    "write gpus= for the GPUs of the whole cluster; set those of a task or an actor with @ray.remote(num_gpus=1)"
 )
-_WAITS = "a Ray driver waits for its tasks for hours; timeout= and idle_timeout= end a run that takes too long"
-_GROUP = "leave it out: a driver is alone; Ray Train makes the process group of its workers"
+_WORKER_CPUS = (
+    "write cpus= for the cores of the whole run; set those of a task or an actor with @ray.remote(num_cpus=2)"
+)
+_SIZE = "write gpus=: the cluster uses the nodes that have these GPUs, and its size is fixed"
+_TYPE = "write gpu_type="
+_STORE = "write object_store_memory= for the object store of each node"
+_MEMORY = "write memory= for the host memory of the whole run"
+_DASHBOARD = "write dashboard=True; the run chooses the port and prints the link"
+_DIRECTORY = "leave it out: Ray's files go to a directory of the run, and the run keeps Ray's logs"
+_DRIVER = "pass it to ray.init(...) inside the function"
+_FIXED = "leave it out: the run starts Ray itself; pass options of the driver to ray.init(...) inside the function"
+_WAITS = "leave it out: a Ray driver may wait for its tasks for hours; limit the run with timeout= or idle_timeout="
+_GROUP = "leave it out: a driver is a single process; Ray Train creates the process group of its workers"
 _MEANT = {
     _WORKER_GPUS: "num_gpus_per_worker gpus_per_worker gpus_per_node num_gpus_per_node num_gpus_worker_node "
     "num_gpus_head_node num_accelerators",
@@ -81,23 +83,25 @@ def ray_launch(
     object_store_memory: int | str | None = None,
     **options: Unpack[Options],
 ) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]:
-    """Make a function the driver of a Ray cluster that exists for its run only.
+    """Make a function the driver of a Ray cluster that exists only for its run.
 
     Args:
-        gpus: number of GPUs of the cluster; None means every GPU of the node.
-        gpu_type: ``"H100"``, ``"A10"`` …, any case; ``"CPU"`` for CPU slots; None for the type that is there.
+        gpus: number of GPUs of the cluster. None means every GPU of the node.
+        gpu_type: GPU type in any case, such as ``"H100"`` or ``"a10"``, or ``"CPU"`` for CPU slots. None means the only
+            available type.
         remote: run through a server instead of on this machine.
-        timeout: seconds from the first user byte, or None.
-        dashboard: whether Ray's dashboard is started, on the loopback interface; its link is printed.
-        object_store_memory: size of each node's object store, bytes or ``"20GB"``; None for a share of the memory.
-        options: those of `distributed`, except `hang_timeout`.
+        timeout: limit from the start of user code, in seconds. None means no limit.
+        dashboard: start Ray's dashboard on the loopback interface and print its link.
+        object_store_memory: size of each node's object store, in bytes or as text such as ``"20GB"``. None means a
+            share of the run's memory.
+        options: the options of `distributed`, except `hang_timeout` and `init`.
 
     Returns:
-        A decorator; what it returns has `.distributed`, `.submit`, `.map` and `.estimate`.
+        A decorator. The decorated function has `.distributed`, `.submit`, `.map` and `.estimate`.
 
     Raises:
-        InvalidOption: an option does not exist, or has the wrong type.
-        InvalidValue: a value is not possible.
+        InvalidOption: an option does not exist or has the wrong type.
+        InvalidValue: an option has an impossible value.
     """
     if callable(gpus):
         raise InvalidOption("ray_launch needs parentheses", hint="write @ray_launch(), or @ray_launch(gpus=8)")
@@ -114,7 +118,7 @@ class RayRequest(NamedTuple):
 
 
 def read_options(dashboard: object, object_store_memory: object, options: Mapping[str, object]) -> RayRequest:
-    """Return the cluster that is asked for, and the options that any run may have."""
+    """Return the requested cluster and the options for the run itself."""
     for name in options:
         if name not in VALID:
             raise _unknown(name)
@@ -131,13 +135,13 @@ def _store_bytes(value: object) -> int:
         raise InvalidValue(
             f"object_store_memory must be between {OBJECT_STORE_BYTES_MIN // 10**6} MB and "
             f"{OBJECT_STORE_BYTES_MAX // 10**9} GB, not {asked} bytes",
-            hint="left out, it is a share of the memory that goes with the run's devices",
+            hint="leave it out to use a share of the memory that belongs to the run's devices",
         )
     return asked
 
 
 def _unknown(name: str) -> InvalidOption:
-    """Return the refusal of an option: what to write instead where that is known, and all there are."""
+    """Return the error for an unknown option, with a replacement if known and all valid options."""
     valid = "valid options: " + ", ".join(VALID)
     if name in _INSTEAD:
         return InvalidOption(f"ray_launch has no option {name!r}", hint=f"{_INSTEAD[name]}; {valid}")

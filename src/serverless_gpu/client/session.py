@@ -1,12 +1,12 @@
-"""A held session: devices, locks and a warm interpreter kept between calls.
+"""Holds devices, their locks and a warm interpreter between calls.
 
     with serverless_gpu.session(gpus=8, gpu_type="H100") as s:
-        s.distributed(train, lr=3e-4)      no waiting for GPUs, no cold start
+        s.distributed(train, lr=3e-4)      no wait for GPUs, no cold start
         s.distributed(evaluate)
 
-The devices are held by a process of the node (`node/supervisor/session.py`) that lives as long as this one is connected
-to it. Between calls, a daemon thread listens to that process: the session has been idle for long, or it ended. The next
-call raises the reason. The death of this process ends the session, but not its runs.
+A process on the node (`node/supervisor/session.py`) holds the devices while the client process is connected to it.
+Between calls, a daemon thread reads messages of that process: a warning that the session is idle, or the end of the
+session. The next call raises the reason of the end. The death of the client process ends the session, but not its runs.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ _HAND_BACK_S = 30.0
 
 
 class _Hold(Run[None]):
-    """The handle of a session's process, spoken to like a run without ranks."""
+    """The handle of a session's process, which uses the messages of a run without ranks."""
 
     devices: tuple[Device, ...] = ()
 
     def wait_held(self, display: Display) -> None:
-        """Wait for the devices, and show the reason of the wait."""
+        """Wait for the devices, and show the reason for the wait."""
         self._display = display
         self._hear_until(lambda: bool(self.devices) or self.over, None)
         if not self.devices:
-            raise self._error(None) or SessionEnded(f"session {self.id} was ended before it had its devices")
+            raise self._error(None) or SessionEnded(f"session {self.id} ended before it had its devices")
 
     def listen(self) -> None:
-        """Print the session's messages until it has ended."""
+        """Print the session's messages until the session ends."""
         with contextlib.suppress(OSError):
             self._hear_until(lambda: self.over and not self._source.is_open, None)
 
     @property
     def over(self) -> bool:
-        """Return whether the session has ended."""
+        """True after the end of the session."""
         return self._stopped is not None or self._refused is not None or not self._source.is_open
 
     def _take(self, message: protocol.AnyMessage | ConnectionNote) -> None:
@@ -73,14 +73,14 @@ class _Hold(Run[None]):
 
 
 class Session:
-    """GPUs, their locks and a warm interpreter, kept from one call to the next.
+    """GPUs, their locks and a warm interpreter that stay reserved from one call to the next.
 
-    Made by `serverless_gpu.session(...)`. As a context manager it waits for its runs at the end of the block (an
-    exception cancels them) and hands the devices back; `close()` does the same.
+    `serverless_gpu.session(...)` creates a session. At the end of a `with` block, the session waits for its runs and
+    hands the devices back. An exception in the block cancels the runs. `close()` does the same as the end of the block.
 
     Attributes:
         id: the session's identifier.
-        devices: identifiers of the devices it holds.
+        devices: identifiers of the devices that the session holds.
     """
 
     def __init__(self, held: _Hold, spec: RunSpec, display: Display, idle_timeout_s: float = IDLE_TIMEOUT_S) -> None:
@@ -96,7 +96,8 @@ class Session:
         self._closed = False
         self._owner = os.getpid()
         own_sessions.add(self.id)
-        # Neither the thread nor the finalizer refers to this object: forgetting it ends the session.
+        # Neither the thread nor the finalizer refers to the Session object, so that its garbage collection ends the
+        # session.
         weakref.finalize(self, _end_in, self._owner, held)
         start_thread(held.listen, f"serverless-gpu-session-{held.id}")
 
@@ -117,32 +118,37 @@ class Session:
     def distributed(
         self, function: Callable[P, R] | DistributedFunction[P, R], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        """Run a function on the session's devices and return what each rank returned, by global rank.
+        """Run a function on the session's devices and return the results by global rank.
 
         Args:
-            function: a plain function, which gets every device of the session; or a decorated one, which gets as many
-                as its decorator says.
-            args: its arguments; `rank` and `world_size` are filled in where they are parameters.
-            kwargs: its named arguments.
+            function: a plain function, which gets every device of the session, or a decorated function, which gets the
+                number in its decorator.
+            args: positional arguments of the function. The rank process fills in the parameters `rank` and
+                `world_size`.
+            kwargs: keyword arguments of the function.
 
         Raises:
             SessionEnded: the session has ended.
-            ServerlessGpuError: nothing was started; the message says why.
+            ServerlessGpuError: no run was started. The message gives the reason.
             RunError: the run ended without success.
-            Exception: what user code raised in the rank that failed first, as its own type.
+            Exception: the exception that the first failing rank raised, with its own type.
         """
         return self._bind(function).distributed(*args, **kwargs)
 
     def submit(self, function: Callable[P, R] | DistributedFunction[P, R], *args: P.args, **kwargs: P.kwargs) -> Run[R]:
-        """Start a run on the session's devices and return its handle at once; raises as `distributed` before that."""
+        """Start a run on the session's devices and return its handle at once.
+
+        Raises the same errors as `distributed` before the run starts.
+        """
         return self._bind(function).submit(*args, **kwargs)
 
     def map(
         self, function: Callable[..., R] | DistributedFunction[..., R], *iterables: Iterable[object], **kwargs: object
     ) -> RunList[R]:
-        """Start one run per item and return their handles, as `map` of a decorated function does.
+        """Start one run per item and return their handles, like `map` of a decorated function.
 
-        As many run at once as the session's devices allow: decorate the function with `gpus=1` to have one each.
+        The session's devices limit the number of parallel runs. Decorate the function with `gpus=1` to run one per
+        device.
         """
         return self._bind(function).map(*iterables, **kwargs)
 
@@ -152,29 +158,29 @@ class Session:
         items: Iterable[Iterable[object]],
         **kwargs: object,
     ) -> RunList[R]:
-        """Start one run per item, whose elements are the positional arguments, and return their handles."""
+        """Start one run per item and return the handles. The elements of an item are the positional arguments."""
         return self._bind(function).starmap(items, **kwargs)
 
     def actors(self, cls: Callable[..., object], *args: object, **kwargs: object) -> Actors:
-        """Make one object of a class in each rank and keep it, and its process, from call to call.
+        """Create one object of a class in each rank. The object and its process stay from call to call.
 
-        Each rank calls ``cls(*args, **kwargs)``, then the object's ``setup()`` if it has one. Where they are
-        parameters, `rank` and `world_size` are filled in. The session's idle limit holds for the actors, too.
+        Each rank calls ``cls(*args, **kwargs)``, then the object's ``setup()`` if it exists. The rank process fills in
+        the parameters `rank` and `world_size`. The session's idle limit also applies to the actors.
 
         Args:
-            cls: a plain class, which gets every device of the session; or a decorated one, which gets as many as its
-                decorator says.
-            args: of the class.
-            kwargs: of the class.
+            cls: a plain class, which gets every device of the session, or a decorated class, which gets the number in
+                its decorator.
+            args: positional arguments of the class.
+            kwargs: keyword arguments of the class.
 
         Returns:
-            The actors, whose methods are called as ``actors.method.distributed(...)``.
+            The actors. Call their methods with ``actors.method.distributed(...)``.
 
         Raises:
             SessionEnded: the session has ended.
             NotDistributable: `cls` is not a class.
-            ServerlessGpuError: nothing was started; the message says why.
-            Exception: what the class raised in the rank that failed first, as its own type.
+            ServerlessGpuError: no run was started. The message gives the reason.
+            Exception: the exception that the first failing rank raised, with its own type.
         """
         bound = self._bind(cls)
         plain = bound.__wrapped__
@@ -194,13 +200,16 @@ class Session:
         return made
 
     def close(self) -> None:
-        """Wait for the session's runs, hand its devices back and print its receipt; a second call does nothing.
+        """Wait for the session's runs, hand its devices back and print its receipt.
+
+        A second call does nothing.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C while runs were waited for; they were cancelled (unless they are to be detached)
-                and the devices handed back.
+            KeyboardInterrupt: the user pressed Ctrl-C during the wait. The devices are free, and the runs were
+                cancelled unless `on_interrupt` detaches them.
         """
-        if self._closed or os.getpid() != self._owner:  # a forked child has a copy of this object, and no session
+        # A forked child has a copy of this object but does not own the session.
+        if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
         try:
@@ -218,7 +227,7 @@ class Session:
     def _say_end(self) -> None:
         try:
             receipt = self._hold.receipt(_HAND_BACK_S)
-            # Made now: in a notebook the cell that closes a session is not the one that opened it.
+            # The display is created here, because in a notebook another cell may have opened the session.
             make_display(quiet=self._spec.quiet, logs=self._hold.directory / "logs").receipt(receipt)
         except (TimeoutError, ServerlessGpuError) as error:
             self._display.say(f"session {self.id}: {error}")
@@ -247,12 +256,12 @@ class Session:
 
     def _refuse_if_over(self) -> None:
         if self._closed or self._hold.over:
-            why = "it was closed" if self._closed else self._hold.last_sentence() or "its process is gone"
-            hint = "open another with serverless_gpu.session(...)"
+            why = "the caller closed it" if self._closed else self._hold.last_sentence() or "its process has ended"
+            hint = "open a new session with serverless_gpu.session(...)"
             raise SessionEnded(f"session {self.id} cannot be used any more: {why}", hint=hint)
 
     def _stop_runs(self, *, interrupted: bool) -> None:
-        """Cancel and await running runs, except those that Ctrl-C leaves; then forget all."""
+        """Cancel running runs and wait for them, except runs that Ctrl-C detaches. Then drop all handles."""
         runs, self._runs = self._runs, []
         going = [run for run in runs if not run._abandoned(interrupted=interrupted) and not run.wait(timeout=0)]
         if not going:
@@ -263,18 +272,20 @@ class Session:
         try:
             _wait_for(going)
         except KeyboardInterrupt:
-            self._display.say(f"left; {_runs_text(len(going))} of session {self.id} are still being cancelled")
+            self._display.say(
+                f"the client stopped waiting; {_runs_text(len(going))} of session {self.id} are still being cancelled"
+            )
 
 
 def _end_in(owner: int, held: _Hold) -> None:
-    """End the session of the process that opened it; a forked child of that one ends, too, and must not."""
+    """End the session if this process opened it. The exit of a forked child must not end the session."""
     if os.getpid() == owner:
         held.cancel()
 
 
 def _wait_for(runs: Sequence[Run[object]]) -> None:
     for run in runs:
-        with contextlib.suppress(ServerlessGpuError):  # it has no receipt, because its supervisor was killed
+        with contextlib.suppress(ServerlessGpuError):  # A run whose supervisor was killed has no receipt.
             run.receipt()
 
 
@@ -298,30 +309,31 @@ def session(
     idle_timeout: float = IDLE_TIMEOUT_S,
     **options: Unpack[SessionOptions],
 ) -> Session:
-    """Hold GPUs of this machine for several calls, and wait until they are there.
+    """Hold GPUs of this machine for several calls, and wait until they are free.
 
     Args:
-        gpus: number of GPUs; None means every GPU of the node.
-        gpu_type: ``"H100"``, ``"A10"`` …, any case; ``"CPU"`` for CPU slots; None for the type that is there.
-        timeout: limit of each run of a plain function, in seconds from its first user byte, or None.
-        idle_timeout: seconds without a run after which the devices are given back; said when four fifths are over.
-        options: of the session's plain functions, as `distributed` takes them.
+        gpus: number of GPUs. None means every GPU of the node.
+        gpu_type: GPU type in any case, such as ``"H100"`` or ``"a10"``, or ``"CPU"`` for CPU slots. None means the only
+            available type.
+        timeout: limit of each run of a plain function, in seconds from the start of user code. None means no limit.
+        idle_timeout: seconds without a run until the session ends. A warning appears after four fifths of this time.
+        options: options of the session's plain functions, as for `distributed`.
 
     Returns:
         The session, which holds its devices.
 
     Raises:
-        InvalidOption: an option does not exist, or has the wrong type.
-        InvalidValue: a value is not possible.
+        InvalidOption: an option does not exist or has the wrong type.
+        InvalidValue: an option has an impossible value.
         HardwareError: this machine does not have the GPUs.
-        KeyboardInterrupt: Ctrl-C while they were waited for; nothing is held.
+        KeyboardInterrupt: the user pressed Ctrl-C during the wait. The session holds no devices.
     """
     others = dict(cast("Mapping[str, object]", options))
     spec = parse_options(gpus, gpu_type, others.pop("remote", False), timeout, others)
     if spec.remote:
         raise UsageError(
-            "a session holds devices of this machine; there are none through a server yet",
-            hint="leave remote out, or call functions with remote=True one by one",
+            "a session holds devices of this machine; sessions through a server are not supported",
+            hint="leave remote out, or call each function with remote=True",
         )
     idle_timeout_s = seconds("idle_timeout", idle_timeout)
     held = launch_session(_Hold, msgspec.structs.replace(spec, name="session"), idle_timeout_s)
@@ -330,7 +342,7 @@ def session(
         held.wait_held(display)
     except KeyboardInterrupt:
         held.cancel()
-        display.say("not waiting any more; nothing is held")
+        display.say("stopped waiting; the session holds no devices")
         raise KeyboardInterrupt from None
     except BaseException:
         held.cancel()

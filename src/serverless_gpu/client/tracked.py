@@ -1,8 +1,9 @@
-"""The MLflow run of a run: from its messages while it runs, from its files later.
+"""Finds the MLflow run that tracks a run, from live messages or from files.
 
     protocol.Tracked, tracking.json, receipt ──▶ link ──▶ TrackedRun
 
-The link has the server, the experiment and the run; of a link of another shape the first two are "".
+The link contains the server, the experiment and the run. For a link of another form, the server and the experiment are
+"".
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ _LINK = re.compile(r"(?P<uri>https?://[^#]*?)/?#.*/experiments/(?P<experiment>[\
 
 
 class TrackedRun(NamedTuple):
-    """A run of MLflow's.
+    """A run in MLflow.
 
     Attributes:
-        run_id: MLflow's identifier, which `mlflow.get_run` and `MlflowClient` take.
-        url: what a person opens.
-        uri: of the tracking server, for `mlflow.set_tracking_uri`; without user and password.
-        experiment_id: what it belongs to.
+        run_id: MLflow's identifier, which `mlflow.get_run` and `MlflowClient` accept.
+        url: address of the run's page for a browser.
+        uri: address of the tracking server for `mlflow.set_tracking_uri`, without user and password.
+        experiment_id: identifier of the run's experiment.
     """
 
     run_id: str
@@ -47,7 +48,7 @@ class _TrackingFile(msgspec.Struct, frozen=True):
 
 
 def from_link(url: str, run_id: str = "") -> TrackedRun | None:
-    """Return the MLflow run of a link, or None for ""; `run_id` if it is known otherwise."""
+    """Return the MLflow run of a link, or None for "". A known `run_id` takes precedence."""
     found = _LINK.fullmatch(url)
     if found is None:
         return TrackedRun(run_id, url) if run_id else None

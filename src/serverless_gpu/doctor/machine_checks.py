@@ -286,7 +286,7 @@ CHECKS = (
         title="Free space",
         symptoms=(
             "StorageError: no space left for …",
-            "StorageError: no inodes left for …: its disk has room, and cannot hold one more file",
+            "StorageError: no inodes left for …: its disk has space, but cannot store one more file",
             "RunError: rank 0 finished, but its result could not be written",
         ),
         cause="Arguments, results and logs of runs are files in the home directory. A disk holds a number of files, "
@@ -322,7 +322,7 @@ CHECKS = (
         code="sockets",
         group=CheckGroup.MACHINE,
         title="The sockets' directory",
-        symptoms=("StorageError: … belongs to somebody else or is a link",),
+        symptoms=("StorageError: … belongs to another user or is a link",),
         cause="Client, agent and supervisors meet on Unix sockets in a private directory with a short path.",
         mend="set SERVERLESS_GPU_SOCKETS to a short directory of your own, the same for all processes",
         probe=_sockets,

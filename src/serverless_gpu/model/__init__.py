@@ -1,5 +1,5 @@
-"""Pure values and decisions: what a GPU, a run, a placement and a charge are, and what follows from them.
+"""Pure values and decisions about GPUs, runs, placements and charges.
 
-Values are frozen, keyword-only msgspec Structs, checked when they are made. Nothing in this package reads a clock, the
-environment, a file, the network or a database; callers pass those in as values.
+Values are frozen, keyword-only msgspec Structs that validate themselves on creation. Nothing in this package reads a
+clock, the environment, a file, the network or a database. Callers pass such data in as values.
 """

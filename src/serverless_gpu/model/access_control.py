@@ -1,24 +1,25 @@
-"""Access control: how far each role may reach which resource, and which process may speak as a node.
+"""Access control: the reach of each role on each resource, and the node that a token identifies.
 
-    none    nothing: for that role the resource is not there
-    own     what the principal made, or what was made for it
-    team    that, and what belongs to a team it is in
-    all     everything
+    none    nothing: the resource does not exist for that role
+    own     objects that the principal made, or that the server made for the principal
+    team    own objects, and objects of the principal's teams
+    all     every object
 
-The auth middleware asks with `reach` whether a principal may use a route at all; the route then asks with `covers`
-about the one thing it is for. What a principal may not see is `NotFound`, never `NotAllowed`: a refusal would say that
-it exists. A token may be good for less than its owner, never for more: its scopes, when it has any, are a second table
-(`SCOPES`).
+The auth middleware calls `reach` to decide whether a principal may use a route at all. The route then calls `covers`
+for the object that the request names. For an object out of reach the principal gets `NotFound`, never `NotAllowed`,
+because a refusal would reveal that the object exists. A token may have fewer rights than its owner, never more. The
+scopes of a token are a second table (`SCOPES`) that restricts its role.
 
-A node's token is one node's, which has one name and one home:
+The token of a node belongs to one node, with one name and one home:
 
-    token of the server's own file, of a join          ─▶ bound to a node before its first hello, or at it
-    any other token that says hello for the first time ─▶ pending until an administrator approves its name
-    a second name or home with a token                 ─▶ refused, whatever else is true
-    a second process of a home                         ─▶ refused while the first is connected
+    a token of the server's own file, or of a join     ─▶ bound to a node before or at the node's first hello
+    any other token at its first hello                 ─▶ pending until an administrator approves the node's name
+    a second name or home with the same token          ─▶ refused in every case
+    a second process of a home                         ─▶ refused while the first process is connected
 
-A home is recognised by its instance, which is random and kept in the home; a container that is started again is another
-machine and still the same home. Two processes of one home are told apart by a number that each makes at its start.
+The server recognises a home by its instance, a random value that is stored in the home. A restarted container is
+another machine with the same home. Each process makes a number at its start, by which the server tells two processes of
+one home apart.
 """
 
 from __future__ import annotations
@@ -45,36 +46,36 @@ class AccessReach(StrEnum):
 class Resource(StrEnum):
     """Resources that principals read and change."""
 
-    RUNS = "runs"  # runs, their attempts, logs, files and receipts; write: ask for one, stop it
-    NODES = "nodes"  # nodes as people see them; write: forget one
-    # What people decide about a node: drained, its calendar, GPUs left out; own: they are its owner.
+    RUNS = "runs"  # Runs with their attempts, logs, files and receipts; write: submit or stop a run.
+    NODES = "nodes"  # Nodes as users see them; write: delete a node.
+    # Settings of a node: drain, calendar and excluded GPUs. The reach "own" covers nodes that the caller owns.
     RULES = "node-rules"
     POOLS = "pools"
-    SHARES = "shares"  # of the queue, and use of devices; team: those of one's teams, and one's own
-    POLICIES = "policies"  # usage policies, and whom they are attached to
+    SHARES = "shares"  # Fair shares of the queue and device use; "team" covers the caller and the caller's teams.
+    POLICIES = "policies"  # Usage policies, and the principals that they are attached to.
     PRICES = "prices"
-    BUDGETS = "budgets"  # team: those of one's teams, and one's own
-    USAGE = "usage"  # what was used and what it cost; team: by one's teams, and by oneself
-    ENVIRONMENTS = "environments"  # objects of captured environments; own: by their address; all: list and delete
-    BLOBS = "blobs"  # parts of payloads and outputs, by their digest
-    AGENTS = "agents"  # a node's own side: join, heartbeat
-    # Becoming a node with the token of the join file, which is good for nothing else; what a machine gets for it has
-    # the scope "agent", and cannot let in another one.
+    BUDGETS = "budgets"  # Budgets; "team" covers the caller and the caller's teams.
+    USAGE = "usage"  # Use and its cost; "team" covers the caller and the caller's teams.
+    ENVIRONMENTS = "environments"  # Objects of captured environments; own: by their address; all: list and delete.
+    BLOBS = "blobs"  # Parts of payloads and outputs, by their digest.
+    AGENTS = "agents"  # A node's own requests: join, heartbeat.
+    # The token of the join file only lets a machine become a node. The token that the machine then gets has the scope
+    # "agent" and cannot admit another machine.
     JOINING = "joining"
-    # What a node is told to do; with it go the callers' variables and the tokens of attempts, so a node's own token is
-    # all that reaches them, and asking for them is a write: they count as sent.
+    # Orders to a node. They carry the callers' variables and the tokens of attempts, so only the node's own token can
+    # read them. Reading orders is a write, because the server then marks them as sent.
     ORDERS = "orders"
     USERS = "users"
-    TEAMS = "teams"  # teams and who is in them
-    TOKENS = "tokens"  # tokens, without their secrets
+    TEAMS = "teams"  # Teams and their members.
+    TOKENS = "tokens"  # Tokens, without their secrets.
     AUDIT = "audit"
-    METRICS = "metrics"  # figures of the whole server, without names
-    SECRETS = "secrets"  # names and versions of secrets; write: set, delete. No route returns a value
+    METRICS = "metrics"  # Metrics of the whole server, without names.
+    SECRETS = "secrets"  # Names and versions of secrets; write: set, delete. No route returns a value.
 
 
 _NONE, _OWN, _TEAM, _ALL = AccessReach.NONE, AccessReach.OWN, AccessReach.TEAM, AccessReach.ALL
 
-# Role → resource → how far it may read, and write. A resource that is missing is out of reach.
+# Role → resource → reach for reading and for writing. A missing resource is out of reach.
 POLICY: Mapping[Role, Mapping[Resource, tuple[AccessReach, AccessReach]]] = {
     "admin": dict.fromkeys(Resource, (_ALL, _ALL))
     | {Resource.AUDIT: (_ALL, _NONE), Resource.ORDERS: (_NONE, _NONE), Resource.JOINING: (_NONE, _NONE)}
@@ -138,13 +139,13 @@ POLICY: Mapping[Role, Mapping[Resource, tuple[AccessReach, AccessReach]]] = {
     },
 }
 
-# By what comes from outside, which may be anything.
+# Keyed by plain strings, because the role and the resource of a request may be arbitrary text.
 _ROWS: Mapping[str, Mapping[Resource, tuple[AccessReach, AccessReach]]] = {
     str(role): row for role, row in POLICY.items()
 }
 _RESOURCES: Mapping[str, Resource] = {resource.value: resource for resource in Resource}
 
-# Scope of a token → what it lets through: resources, and whether to change them, too.
+# Scope of a token → the resources it covers; True where the scope also permits changes.
 SCOPES: Mapping[str, Mapping[Resource, bool]] = {
     "read": {resource: False for resource in Resource if resource is not Resource.ORDERS},
     "agent": {
@@ -169,7 +170,7 @@ SCOPES: Mapping[str, Mapping[Resource, bool]] = {
 def reach(role: str, resource: str, *, write: bool, scopes: Collection[str] = ()) -> AccessReach:
     """Return the reach of a role on a resource.
 
-    An unknown role or resource reaches nothing. Without scopes the token may do all that its principal may.
+    An unknown role or resource has no reach. A token without scopes has all rights of its principal.
     """
     row = _ROWS.get(role)
     wanted = _RESOURCES.get(resource)
@@ -182,7 +183,7 @@ def reach(role: str, resource: str, *, write: bool, scopes: Collection[str] = ()
 
 
 def covers(reached: str, *, name: str, teams: Iterable[str], owner: str, team: str = "") -> bool:
-    """Return whether one thing is in reach."""
+    """Return whether one object is in reach."""
     if reached == AccessReach.ALL:
         return True
     if reached == AccessReach.NONE or not name:
@@ -191,7 +192,7 @@ def covers(reached: str, *, name: str, teams: Iterable[str], owner: str, team: s
 
 
 def table() -> str:
-    """Return the policy as people read it: a Markdown table, "read / write" in each cell."""
+    """Return the policy as a Markdown table with "read / write" in each cell."""
     rows = [["", *ROLES], ["---"] * (len(ROLES) + 1)]
     for resource in Resource:
         cells = [POLICY[role].get(resource, (_NONE, _NONE)) for role in ROLES]
@@ -201,31 +202,31 @@ def table() -> str:
 
 
 class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """The identity that a node claims."""
+    """The identity that a node claims in its hello."""
 
     name: str
-    machine: str  # where its home is now
-    instance: str = ""  # of its home; "" from a version that does not report it
+    machine: str  # The machine that holds the node's home now.
+    instance: str = ""  # Instance of the node's home; "" from a version that does not report it.
 
 
 class TokenBinding(msgspec.Struct, frozen=True, kw_only=True):
     """The node that a token belongs to."""
 
-    node: NodeIdentity  # its node; a name of "" stands for the first that says hello
-    approved: bool  # whether an administrator, or a join token, has let it in
+    node: NodeIdentity  # The bound node; a name of "" stands for the first node that sends a hello.
+    approved: bool  # True after an administrator approved the node, or a join token admitted it.
 
 
 class HelloDecision(StrEnum):
     """The answer to a hello with a valid token."""
 
     ADMITTED = "admitted"
-    BOUND = "bound"  # the token is this node's from now on
-    MOVED = "moved"  # the same home on another machine
-    PENDING = "pending"  # an administrator has to approve the name
+    BOUND = "bound"  # The token belongs to this node from this hello on.
+    MOVED = "moved"  # The same home is now on another machine.
+    PENDING = "pending"  # An administrator has to approve the node's name.
 
 
 class HelloRefused(msgspec.Struct, frozen=True):
-    """The reason for which a hello is refused, and the remedy."""
+    """The reason why the server refuses a hello, and the remedy."""
 
     why: str
     hint: str
@@ -235,29 +236,29 @@ _OWN_TOKEN = "give each node a token of its own: `sgpu node invite`"
 
 
 def judge_hello(binding: TokenBinding | None, said: NodeIdentity) -> HelloDecision | HelloRefused:
-    """Decide on a hello. `binding` is None where nothing was decided about the token."""
+    """Decide on a hello. `binding` is None while the server has no binding for the token."""
     if binding is None:
         return HelloDecision.PENDING
     bound = binding.node
     if not bound.name:
         return HelloDecision.BOUND
     if bound.name != said.name:
-        return HelloRefused(f"the token of {said.name!r} is that of the node {bound.name!r}", _OWN_TOKEN)
+        return HelloRefused(f"the token of {said.name!r} belongs to the node {bound.name!r}", _OWN_TOKEN)
     if bound.instance != said.instance and (bound.instance or bound.machine != said.machine):
         what = "home of this machine" if bound.machine == said.machine else "machine"
-        return HelloRefused(f"the token of {said.name!r} is that of a node of this name in another {what}", _OWN_TOKEN)
+        return HelloRefused(f"the token of {said.name!r} belongs to a node of this name in another {what}", _OWN_TOKEN)
     if bound.machine != said.machine and not said.instance:
-        return HelloRefused(f"the token of {said.name!r} is that of a node of this name on another machine", _OWN_TOKEN)
+        return HelloRefused(f"the token of {said.name!r} belongs to a node of this name on another machine", _OWN_TOKEN)
     if not binding.approved:
         return HelloDecision.PENDING
     if bound.instance != said.instance:
-        return HelloDecision.BOUND  # it did not say its instance before
+        return HelloDecision.BOUND  # The node did not report its instance before.
     return HelloDecision.ADMITTED if bound.machine == said.machine else HelloDecision.MOVED
 
 
 def second_process(before: str, said: str, *, connected: bool) -> bool:
     """Return whether a hello comes from a second process while the first is connected.
 
-    The kernel closes the connections of a killed process, so its successor is admitted at once.
+    The kernel closes the connections of a killed process, so the server admits the successor at once.
     """
     return bool(before) and before != said and connected

@@ -1,7 +1,8 @@
 """Arguments of a call as short texts, for readers of the run.
 
-Only values whose text is cheap, short and harmless: what a class of the user's says of itself may take seconds, or
-raise. Whatever looks like a secret, by its name or its value, is left out: these texts are kept, and shown to others.
+Only values with a cheap, short and harmless text are included. The `repr` of a user's class may take seconds or raise,
+so this module never calls it. Names and values that look like secrets are left out, because the server stores the texts
+and shows them to other users.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _LEFT_OUT = frozenset({"rank", "world_size"})
 
 
 def argument_texts(arguments: Mapping[str, object]) -> dict[str, str]:
-    """Return the arguments of a call that can be told, dictionaries and dataclasses as one text for each entry.
+    """Return the arguments of a call as texts; a dictionary or dataclass gives one text for each entry.
 
     Leaves out `rank` and `world_size`. Returns at most `ARGUMENTS_MAX` texts of `CHARACTERS_MAX` characters, in UTF-8.
     """
@@ -64,7 +65,7 @@ def argument_texts(arguments: Mapping[str, object]) -> dict[str, str]:
 
 
 def command_text(argv: Sequence[str]) -> str:
-    """Return a program and its arguments as a shell would take them, with ``…`` for whatever looks like a secret."""
+    """Return a program and its arguments as a shell command line, with ``…`` in place of likely secrets."""
     words: list[str] = []
     hides_next = False
     for word in argv[:_ENTRIES_MAX]:
@@ -81,7 +82,7 @@ def command_text(argv: Sequence[str]) -> str:
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether what is called so is likely to be a secret: ``api_key``, ``hfToken``, not ``max_tokens``."""
+    """Return whether a name suggests a secret: ``api_key`` and ``hfToken`` do, ``max_tokens`` does not."""
     words = [word.lower() for word in _WORDS.findall(name)]
     counted = not _COUNTED.isdisjoint(words)
     return any(
@@ -91,7 +92,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_secret_value(text: str) -> bool:
-    """Return whether a text holds something that is likely to be a secret: a known kind of token, a URL with one."""
+    """Return whether a text looks like a secret: a known kind of token, or a URL with credentials."""
     return _SECRET_VALUE.search(text) is not None
 
 
@@ -110,12 +111,12 @@ def _entry_texts(values: Mapping[object, object], above: str, depth: int) -> Ite
 
 
 def _entries(value: object) -> Mapping[object, object] | None:
-    """Return what is in something that has names for its parts, or None where it is nothing such."""
+    """Return the named parts of a value, or None for a value without named parts."""
     kind = type(value)
     if isinstance(value, dict):
         return value if kind is dict else dict(dict.items(value))
     if dataclasses.is_dataclass(kind):
-        # Not its attributes: a field may be a property.
+        # Reads `__dict__` and not attributes, because a field may be a property that runs user code.
         held: Mapping[str, object] = getattr(value, "__dict__", {})
         return {field.name: held[field.name] for field in dataclasses.fields(kind) if field.name in held}
     return (
@@ -124,7 +125,7 @@ def _entries(value: object) -> Mapping[object, object] | None:
 
 
 def _text(value: object) -> str | None:
-    """Return one value as text, or None where there is nothing to say about it."""
+    """Return one value as text, or None if the value contains a likely secret."""
     plain = _plain(value)
     if plain is not None:
         return plain
@@ -145,7 +146,7 @@ def _text(value: object) -> str | None:
 
 
 def _plain(value: object) -> str | None:
-    """Return a single value as text, by Python's own methods and never by those of a subclass; None for all others."""
+    """Return a scalar as text with Python's own methods, never those of a subclass; None for other values."""
     text: str | None = None
     if value is None or isinstance(value, bool):
         text = str(value)
@@ -180,7 +181,7 @@ def _items(values: Sequence[object] | set[object] | frozenset[object]) -> str | 
 
 
 def _clean(text: str, characters_max: int = CHARACTERS_MAX) -> str:
-    """Return a text that can be sent: short, and without the lone surrogates that stand for bytes."""
+    """Return a text that UTF-8 can encode: cut at the limit, and without lone surrogates."""
     if len(text) > characters_max:
         text = f"{text[: characters_max - 1]}…"
     return text.encode("utf-8", "replace").decode()

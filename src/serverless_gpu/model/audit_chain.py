@@ -1,10 +1,10 @@
-"""The audit as a chain: each entry has a number without gaps and a digest of itself and of the one before.
+"""Audit log as a hash chain: the digest of each entry covers the entry and the digest before it.
 
     sha256(entry n) = SHA-256( sha256(entry n-1) ␤ canonical JSON of entry n ),   sha256(entry 0) = 64 zeros
 
-To change, remove or insert an entry is to change the digest of every later one, and a reader who has kept a copy of
-any later digest (`sgpu audit export`) sees it. The chain alone proves nothing about its end: entries that were cut off
-there are missed only by those who have a copy of them.
+Entries have numbers without gaps. Changing, removing or inserting an entry changes the digest of every later entry. A
+reader who kept a copy of a later digest (`sgpu audit export`) detects the change. The chain alone does not protect its
+end: only a reader with a copy notices that the last entries were removed.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 import msgspec
 
 GENESIS = "0" * 64
-"""What the first entry follows."""
+"""The digest before the first entry."""
 
 
 class ChainedEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of the audit, in its place.
+    """One entry of the audit log, with its position in the chain.
 
     Attributes:
         number: 1, 2, 3 … without gaps.
-        seq: its number in the database, which may have gaps.
+        seq: row number in the database, which may have gaps.
         at_ns: nanoseconds since 1970.
-        principal: who did it; "server" for the server itself.
-        action: what, for example ``"run.create"``.
-        subject: to what: an identifier or a name.
-        detail: never a secret, never the value of a variable.
-        token: identifier of the token that was used, or "".
-        sha256: digest of all of this and of the entry before.
+        principal: the principal that acted; "server" for the server itself.
+        action: the kind of action, for example ``"run.create"``.
+        subject: identifier or name of the object of the action.
+        detail: further data, never a secret or the value of a variable.
+        token: identifier of the token that the principal used, or "".
+        sha256: digest of all other fields and of the entry before.
     """
 
     number: int
@@ -53,21 +53,21 @@ class ChainHead(msgspec.Struct, frozen=True):
 
 
 def digest(previous: str, link: ChainedEntry) -> str:
-    """Return the digest that an entry has to have."""
+    """Return the digest that an entry must have."""
     said = (link.number, link.seq, link.at_ns, link.principal, link.action, link.subject, link.detail, link.token)
     return hashlib.sha256(previous.encode() + b"\n" + msgspec.json.encode(said, order="sorted")).hexdigest()
 
 
 def follow(links: Iterable[ChainedEntry], *, after: ChainHead) -> tuple[ChainHead, str]:
-    """Follow a chain from a known head on, as far as it is whole.
+    """Verify a chain from a known head up to its first defect.
 
-    Returns the last intact entry, and the defect of the next one or "".
+    Returns the last intact entry, and the defect of the next entry or "".
     """
     head = after
     for link in links:
         if link.number != head.number + 1:
             return head, f"entry {head.number + 1} is missing: entry {link.number} follows entry {head.number}"
         if link.sha256 != digest(head.sha256, link):
-            return head, f"entry {link.number} is not what was written down, or the one before it is not"
+            return head, f"entry {link.number} or the entry before it was changed after it was written"
         head = ChainHead(link.number, link.sha256)
     return head, ""

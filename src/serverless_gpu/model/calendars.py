@@ -1,18 +1,18 @@
-"""Calendars: days, weeks and months of UTC and of time zones, and the weekly hours in which a node is shared.
+"""Days, weeks and months in UTC and in time zones, and the weekly hours in which a node is shared.
 
-    nanoseconds since 1970 ── ÷ DAY_NS ─▶ day, counted from 1970-01-01 ─▶ week, from Monday on; month; date
+    nanoseconds since 1970 ── ÷ DAY_NS ─▶ day, counted from 1970-01-01 ─▶ week (from Monday), month, date
     2026-03-29 in Europe/Berlin           23 hours: from 2026-03-28 23:00 UTC until 2026-03-29 22:00 UTC
-    "mon-fri 19:00-07:00", "sat-sun"      ─▶ `Calendar`: is a node shared now, and when does that change next
+    "mon-fri 19:00-07:00", "sat-sun"      ─▶ `Calendar`: whether a node is shared now, and the time of the next change
 
-The ledger has its rows by day, and reports and budgets add them up by week and month: here, so that both mean the same.
-Time zones come from the caller, as `zoneinfo` gives them.
+The ledger has one row for each day. Reports and budgets both add up days with these functions, so that their weeks and
+months agree. The caller passes time zones as `zoneinfo` objects.
 
-A node is shared by what a clock on the wall there shows. The two days of a year on which it is moved need no rule of
-their own: a window from 02:00 to 03:00 does not exist when the clock goes from 02:00 to 03:00 at once, and exists
-twice when the hour does. A window that ends before it begins ends on the next day.
+The local time of the calendar's zone decides when a node is shared. Clock changes need no special rule. A window from
+02:00 to 03:00 does not occur on a day that skips this hour. The window occurs twice on a day that repeats the hour. A
+window whose end is before its begin ends on the next day.
 
-Failure cases: a day beyond the calendar of Python (the year 9999) raises `OverflowError`; a text that is no window
-raises `InvalidValue` with the forms there are.
+Failure cases: a day after the year 9999 raises `OverflowError`. An invalid window raises `InvalidValue` with the valid
+forms.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from serverless_gpu.errors import InvalidValue
 HOUR_NS = 3_600_000_000_000
 DAY_NS = 24 * HOUR_NS
 SINCE_MONDAY = 3
-"""1970-01-01 was a Thursday: day 0 is so many days after the Monday with which week 0 begins."""
+"""1970-01-01 was a Thursday: day 0 is this many days after the Monday that begins week 0."""
 _SECOND_NS = 1_000_000_000
 _EPOCH = datetime.date(1970, 1, 1)
 _EPOCH_UTC = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
 def date_of(day: int) -> datetime.date:
-    """Return the date of a day."""
+    """Return the date of a day number."""
     return _EPOCH + datetime.timedelta(days=day)
 
 
 def number_of(date: datetime.date) -> int:
-    """Return the day of a date."""
+    """Return the day number of a date."""
     return (date - _EPOCH).days
 
 
 def format_day(day: int) -> str:
-    """Return a day for people: ``2026-11-30``."""
+    """Return a day as text: ``2026-11-30``."""
     return date_of(day).isoformat()
 
 
 def week_of(day: int) -> int:
-    """Return the week of a day: how many weeks, each from Monday on, it is after that of 1970-01-01."""
+    """Return the week number of a day: weeks begin on Monday, and 1970-01-01 is in week 0."""
     return (day + SINCE_MONDAY) // 7
 
 
@@ -62,36 +62,36 @@ def days_of_week(week: int) -> range:
 
 
 def format_week(week: int) -> str:
-    """Return a week for people: ``2026-W48``; that of 1970-01-01 as the first of its year."""
+    """Return a week as text: ``2026-W48``. Week 0 is the first week of 1970."""
     year, number, _ = date_of(max(0, days_of_week(week)[0])).isocalendar()
     return f"{year}-W{number:02d}"
 
 
 def days_of_month(day: int) -> range:
-    """Return the days of the month that a day is in."""
+    """Return the days of the month that contains a day."""
     first = date_of(day).replace(day=1)
     following = (first + datetime.timedelta(days=31)).replace(day=1)
     return range(number_of(first), number_of(following))
 
 
 def format_month(day: int) -> str:
-    """Return the month of a day for people: ``2026-11``."""
+    """Return the month of a day as text: ``2026-11``."""
     return format_day(day)[:7]
 
 
 def local_day(at_ns: int, zone: datetime.tzinfo) -> int:
-    """Return the day since 1970-01-01 that a clock in a zone shows at a moment."""
+    """Return the number of the local day in a zone at a moment."""
     return number_of((_EPOCH_UTC + datetime.timedelta(seconds=at_ns // _SECOND_NS)).astimezone(zone).date())
 
 
 def midnight_ns(day: int, zone: datetime.tzinfo) -> int:
-    """Return when a day begins in a zone, in nanoseconds since 1970, even where clocks skip midnight."""
+    """Return the start of a day in a zone in nanoseconds since 1970, even where clocks skip midnight."""
     local = datetime.datetime.combine(date_of(day), datetime.time(), zone)
     found_ns = (local - _EPOCH_UTC) // datetime.timedelta(seconds=1) * _SECOND_NS
     if local_day(found_ns, zone) == day:
         return found_ns
     before_ns = found_ns - 86_400 * _SECOND_NS
-    while found_ns - before_ns > _SECOND_NS:  # the first second of the day
+    while found_ns - before_ns > _SECOND_NS:  # Binary search for the first second of the day.
         middle_ns = (before_ns + found_ns) // 2 // _SECOND_NS * _SECOND_NS
         before_ns, found_ns = (middle_ns, found_ns) if local_day(middle_ns, zone) < day else (before_ns, middle_ns)
     return found_ns
@@ -99,7 +99,7 @@ def midnight_ns(day: int, zone: datetime.tzinfo) -> int:
 
 @functools.lru_cache(maxsize=64)
 def bounds_ns(period: str, at_ns: int, zone: datetime.tzinfo) -> tuple[int, int]:
-    """Return when the day, week or month of a moment begins in a zone, and when the next one does."""
+    """Return the start of the day, week or month that contains a moment, and the start of the next one."""
     day = at_ns // DAY_NS if zone is datetime.UTC else local_day(at_ns, zone)
     days = range(day, day + 1)
     if period == "week":
@@ -117,21 +117,23 @@ def bounds_ns(period: str, at_ns: int, zone: datetime.tzinfo) -> tuple[int, int]
 WINDOWS_MAX = 32
 _WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _DAY_MINUTES = 24 * 60
-_AHEAD_DAYS = (4, 17)  # looked at: mostly it is soon; a window comes every week, or two when a moved clock swallows one
+# Days to search. The next change is usually within 4 days. Windows recur weekly, or after two weeks when a clock change
+# swallows one.
+_AHEAD_DAYS = (4, 17)
 _TIMES = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})", re.ASCII)
 _FORMS = 'write days, times or both: "mon-fri 19:00-07:00", "sat-sun", "sat,sun 08:00-24:00", "22:00-06:00"'
 
 
 class WeeklyWindow(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of a week."""
+    """A weekly window: days of the week and times of day."""
 
-    days: tuple[int, ...]  # on which it begins, 0 for Monday
-    begins: int = 0  # minutes since midnight
-    ends: int = _DAY_MINUTES  # the same, more than `begins`; beyond 1440 on the next day
+    days: tuple[int, ...]  # Weekdays on which the window begins, 0 for Monday.
+    begins: int = 0  # Minutes since midnight.
+    ends: int = _DAY_MINUTES  # Minutes since midnight, more than `begins`; over 1440 means the next day.
 
     @property
     def text(self) -> str:
-        """Return it as it is written: `parse_window` reads that."""
+        """Return the window in the form that `parse_window` reads."""
         days = "" if len(self.days) == len(_WEEKDAYS) else ",".join(_ranges(self.days))
         ends = self.ends - _DAY_MINUTES if self.ends > _DAY_MINUTES else self.ends
         times = "" if (self.begins, self.ends) == (0, _DAY_MINUTES) else f"{_clock(self.begins)}-{_clock(ends)}"
@@ -139,24 +141,24 @@ class WeeklyWindow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Calendar(msgspec.Struct, frozen=True, kw_only=True):
-    """The times at which a node is shared."""
+    """The weekly times at which a node is shared."""
 
-    windows: tuple[WeeklyWindow, ...]  # the times; without any it always is
-    zone: datetime.tzinfo  # whose time that is
+    windows: tuple[WeeklyWindow, ...]  # Without windows the node is always shared.
+    zone: datetime.tzinfo  # Time zone of the windows.
 
 
 def parse_calendar(texts: Sequence[str], zone: datetime.tzinfo) -> Calendar:
-    """Return a calendar. Raises InvalidValue when a text is no window, or there are too many."""
+    """Return a calendar. Raises InvalidValue for an invalid window, or for too many windows."""
     if len(texts) > WINDOWS_MAX:
-        raise InvalidValue(f"a calendar has {len(texts)} windows", hint=f"{WINDOWS_MAX} at most")
+        raise InvalidValue(f"a calendar cannot have {len(texts)} windows", hint=f"{WINDOWS_MAX} at most")
     return Calendar(windows=tuple(parse_window(text) for text in texts), zone=zone)
 
 
 def parse_window(text: str) -> WeeklyWindow:
-    """Return what people write as ``"mon-fri 19:00-07:00"``."""
+    """Return the window that a text such as ``"mon-fri 19:00-07:00"`` describes."""
     words = text.lower().replace("–", "-").split()
     if not words or len(words) > 2:
-        raise _bad(text, "it is neither days nor times")
+        raise _bad(text, "expected days, times or both")
     if len(words) == 2 or not _is_times(words[0]):
         days = _parse_days(words[0], text)
     else:
@@ -168,7 +170,7 @@ def parse_window(text: str) -> WeeklyWindow:
 
 
 def is_shared(calendar: Calendar, at_ns: int) -> bool:
-    """Return whether others than its owner may use a node."""
+    """Return whether principals other than the owner may use a node at a moment."""
     local = datetime.datetime.fromtimestamp(at_ns // _SECOND_NS, calendar.zone)
     minute = local.hour * 60 + local.minute
     today, yesterday = local.weekday(), (local.weekday() - 1) % len(_WEEKDAYS)
@@ -180,7 +182,7 @@ def is_shared(calendar: Calendar, at_ns: int) -> bool:
 
 
 def turns_at(calendar: Calendar, at_ns: int) -> int | None:
-    """Return when a node changes hands next, nanoseconds since 1970; None when it does not."""
+    """Return when sharing next starts or stops, in nanoseconds since 1970; None for never."""
     if not calendar.windows:
         return None
     now = is_shared(calendar, at_ns)
@@ -195,7 +197,10 @@ def turns_at(calendar: Calendar, at_ns: int) -> int | None:
 
 
 def _seconds(calendar: Calendar, now: int, days: int) -> tuple[list[int], int]:
-    """Return when that may be: every end of a window, and when the clock is moved; and until when that is all."""
+    """Return the seconds of possible changes, and the second up to which they are complete.
+
+    Possible changes are the ends of windows and clock changes.
+    """
     yesterday = datetime.datetime.fromtimestamp(now, calendar.zone).date() - datetime.timedelta(days=1)
     minutes = {minute % _DAY_MINUTES for window in calendar.windows for minute in (window.begins, window.ends)}
     found = {
@@ -214,7 +219,10 @@ def _second(day: datetime.date, minute: int, fold: int, zone: datetime.tzinfo) -
 
 
 def _moved(zone: datetime.tzinfo, now: int, days: int) -> Iterator[int]:
-    """Yield the seconds in which the zone's clock is moved; two that make up for each other in a day are not seen."""
+    """Yield the seconds at which a zone's clock changes.
+
+    Two changes that cancel each other out within a day are not found.
+    """
     for number in range(days):
         low, high = (now + (number + step) * _DAY_MINUTES * 60 for step in (0, 1))
         before = _offset(zone, low)
@@ -246,20 +254,20 @@ def _parse_days(word: str, text: str) -> tuple[int, ...]:
 
 def _parse_day(word: str, text: str) -> int:
     if word not in _WEEKDAYS:
-        raise _bad(text, f"{word!r} is none of {', '.join(_WEEKDAYS)}")
+        raise _bad(text, f"{word!r} is not one of {', '.join(_WEEKDAYS)}")
     return _WEEKDAYS.index(word)
 
 
 def _parse_times(word: str, text: str) -> tuple[int, int]:
     match = _TIMES.fullmatch(word)
     if match is None:
-        raise _bad(text, f"{word!r} is not from when to when")
+        raise _bad(text, f"{word!r} is not a range of times")
     hour, minute, last_hour, last_minute = (int(digits) for digits in match.groups())
     begins, ends = hour * 60 + minute, last_hour * 60 + last_minute
     if minute > 59 or last_minute > 59 or begins >= _DAY_MINUTES or ends > _DAY_MINUTES:
-        raise _bad(text, f"{word!r} is not on a clock from 00:00 to 24:00")
+        raise _bad(text, f"{word!r} is not within 00:00 to 24:00")
     if begins == ends:
-        raise _bad(text, f"{word!r} is no time at all; days alone stand for all day")
+        raise _bad(text, f"{word!r} is an empty range; write the days alone for whole days")
     return begins, ends if ends > begins else ends + _DAY_MINUTES
 
 
@@ -276,4 +284,4 @@ def _clock(minute: int) -> str:
 
 
 def _bad(text: str, what: str) -> InvalidValue:
-    return InvalidValue(f"{text!r} is no window of a calendar: {what}", hint=_FORMS)
+    return InvalidValue(f"{text!r} is not a valid window of a calendar: {what}", hint=_FORMS)

@@ -1,10 +1,10 @@
-"""Costs of runs, past and estimated: values that clients show, made of ledger lines and a tariff.
+"""Past and estimated costs of runs, computed from ledger lines and a tariff.
 
-    lines of each attempt ─▶ added up ─────────────────────────────▶ `Cost`            what it used, and what that costs
-    devices, tariff ─┬─ × its time limit ──────────────────────────┐
-                     └─ × how long earlier runs of its name took ──┴▶ `CostEstimate`   at most, and about
+    lines of each attempt ─▶ added up ─────────────────────────────▶ `Cost`            use so far, and its cost
+    devices, tariff ─┬─ × the time limit ──────────────────────────┐
+                     └─ × duration of earlier runs of its name ────┴▶ `CostEstimate`   maximum and expected cost
 
-Each cost is rounded up to a whole micro once, as a charge is. Without a price there is no cost, and the time is shown.
+Each cost is rounded up to a whole micro once, like a charge. Without a price, clients show only the time.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from serverless_gpu.model.billing.pricing import UNPRICED, Tariff
 from serverless_gpu.model.hardware import CPU, time_unit
 from serverless_gpu.model.receipt import TextPrinter
 
-_MICROS_MAX = 10**18  # a million million units of money: it has to travel in 64 bits
-_NOT_BILLED = "what the platform lost, or what came after the grace of a stop"
+_MICROS_MAX = 10**18  # One million million currency units; the amount must fit in 64 bits.
+_NOT_BILLED = "lost by the platform, or used after the grace period of a stop"
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run used so far, over all of its attempts, and what that costs.
+    """The use of a run over all of its attempts so far, and its cost.
 
     Attributes:
-        micros: millionths of the currency unit; None where nothing that was used has a price.
-        currency: its name.
-        gpu_ms: device-milliseconds that were used; `billed_ms` those that count: not where the platform failed.
-        unpriced_ms: device-milliseconds among them that have no price.
+        micros: cost in millionths of the currency unit; None if no used device has a price.
+        currency: name of the currency.
+        gpu_ms: used device-milliseconds; `billed_ms` excludes those that the platform lost.
+        unpriced_ms: billed device-milliseconds that have no price.
         dbu_micros: millionths of a DBU.
-        queued_ms: milliseconds for which the run waited; the segments after it are device-milliseconds.
-        attempts: how many there were.
-        is_final: whether nothing more will come.
-        gpu_type: of the devices of the last attempt, or "".
+        queued_ms: milliseconds that the run waited; the segments after it are in device-milliseconds.
+        attempts: number of attempts.
+        is_final: True if no further use can follow.
+        gpu_type: device type of the last attempt, or "".
     """
 
     micros: int | None
@@ -59,25 +59,25 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     gpu_type: str = ""
 
     def text(self) -> str:
-        """Return it in one line, for example ``"23.92 USD · 8.0 GPU-hours · 2 attempts · so far"``."""
+        """Return the cost in one line, for example ``"23.92 USD · 8.0 GPU-hours · 2 attempts · so far"``."""
         parts = [self.amount(), self._used(self.gpu_ms) if self.gpu_ms else "", *self._remarks()]
         return " · ".join(part for part in parts if part)
 
     __str__ = text
 
     def amount(self) -> str:
-        """Return the money, or that there is none to say: ``"23.92 USD"``, ``"unpriced"``, ``"nothing used"``."""
+        """Return the amount as text: ``"23.92 USD"``, ``"unpriced"`` or ``"nothing used"``."""
         if self.micros is not None:
             return units.format_micros(self.micros, self.currency)
         return "unpriced" if self.billed_ms else "nothing to pay" if self.gpu_ms else "nothing used"
 
     def used_text(self) -> str:
-        """Return the time and the money as a receipt does, and whether more may come: for a column of a table."""
+        """Return time and money for a table column, with ``so far`` while more use can follow."""
         money = "" if self.micros is None else f", {self.amount()}"
         return f"{self._used(self.gpu_ms)}{money}{'' if self.is_final else ' so far'}"
 
     def rows(self) -> dict[str, str]:
-        """Return the rows by label, without empty ones."""
+        """Return the non-empty rows by label."""
         not_billed_ms = self.gpu_ms - self.billed_ms
         spent = [(name.removesuffix("_ms"), getattr(self, name)) for name in SEGMENTS]
         rows = {
@@ -93,12 +93,14 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         return {label: value for label, value in rows.items() if value}
 
     def html(self) -> str:
-        """Return it for a notebook: the same as a table."""
-        said = "the run has ended" if self.is_final else "so far: the run goes on, or its last word has not come"
+        """Return the cost as an HTML table for a notebook."""
+        said = (
+            "the run has ended" if self.is_final else ("so far: the run is active, or its last report has not arrived")
+        )
         rows = {label: value for label, value in self.rows().items() if label != "cost"}
         return markup.table(self.amount(), said, list(rows.items()))
 
-    # What IPython shows for a cost that a cell ends with.
+    # IPython displays a cost with this method.
     _repr_html_ = html
 
     def _repr_pretty_(self, printer: TextPrinter, cycle: bool) -> None:
@@ -108,8 +110,8 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         partly = self.unpriced_ms if self.micros is not None else 0
         not_billed_ms = self.gpu_ms - self.billed_ms
         return [
-            f"{self._used(partly)} of it unpriced" if partly else "",
-            f"{self._used(not_billed_ms)} of it not billed" if not_billed_ms else "",
+            f"{self._used(partly)} unpriced" if partly else "",
+            f"{self._used(not_billed_ms)} not billed" if not_billed_ms else "",
             f"{self.attempts} attempts" if self.attempts > 1 else "",
             "" if self.is_final else "so far",
         ]
@@ -119,24 +121,24 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What one attempt used."""
+    """The use of one attempt."""
 
-    lines: tuple[LedgerLine, ...]  # of its days
-    currency: str = "USD"  # of their costs
-    gpu_type: str = ""  # of its devices
-    queued_ms: int = 0  # for how long the run waited for it
-    is_final: bool = True  # whether nothing more of it will come
+    lines: tuple[LedgerLine, ...]  # One line for each day of the attempt.
+    currency: str = "USD"  # Currency of the costs in `lines`.
+    gpu_type: str = ""  # Type of the attempt's devices.
+    queued_ms: int = 0  # Time that the run waited for this attempt.
+    is_final: bool = True  # True if no further use of the attempt can follow.
 
 
 def together(attempts: Iterable[AttemptUse], *, waits_ms: int = 0, is_final: bool = True) -> Cost:
-    """Return what a run used over all of its attempts, which are in order.
+    """Return the use of a run over all of its attempts, which the caller passes in order.
 
-    `waits_ms` is for how long it has waited by now for the next one; `is_final` when there will be no other attempt.
+    `waits_ms` is the time that the run has waited for its next attempt. `is_final` is True if no other attempt follows.
     """
     found = list(attempts)
     lines = [line for each in found for line in each.lines]
     last = found[-1] if found else AttemptUse(lines=())
-    # What was paid in another currency, before the server's was changed, is no money here.
+    # Costs in the server's earlier currency are left out of the sum.
     ours = [line for each in found if each.currency == last.currency for line in each.lines]
     priced = [line.micros for line in ours if line.micros is not None]
     priced_ms = sum(line.billed_ms for line in ours if line.micros is not None)
@@ -159,46 +161,46 @@ def together(attempts: Iterable[AttemptUse], *, waits_ms: int = 0, is_final: boo
 
 
 class Devices(msgspec.Struct, frozen=True, kw_only=True):
-    """What an attempt would have, and what that costs."""
+    """The devices of a planned attempt, and their tariff."""
 
-    gpu_type: str  # of all its devices
-    count: int  # how many
-    cpus: int = 0  # cores that it asks for, 0 where it asks for no number of them
-    memory_bytes: int = 0  # host memory that it asks for, 0 where it asks for no amount
-    tariff: Tariff = UNPRICED  # as it is in force now
+    gpu_type: str  # Type of all devices.
+    count: int  # Number of devices.
+    cpus: int = 0  # Requested cores; 0 without a requested number.
+    memory_bytes: int = 0  # Requested host memory; 0 without a requested amount.
+    tariff: Tariff = UNPRICED  # Tariff in force now.
 
     def text(self) -> str:
-        """Return how many of what: ``"8 H100"``, ``"1 CPU slot"``."""
+        """Return count and type of the devices: ``"8 H100"``, ``"1 CPU slot"``."""
         if self.gpu_type == CPU:
             return f"{self.count} CPU slot{'' if self.count == 1 else 's'}"
         return f"{self.count} {self.gpu_type or 'GPUs'}"
 
 
 class AttemptDuration(msgspec.Struct, frozen=True, kw_only=True):
-    """How long an attempt would take, in seconds; None where that is not known."""
+    """Time limit and expected duration of an attempt, in seconds; None if unknown."""
 
-    # At most, from its first line on: it is stopped before, so that its grace is over by then.
+    # Maximum from the first line of user code, including the grace period of the stop.
     limit_s: float | None = None
-    limit: str = "timeout"  # what limits it: ``"timeout"``, ``"the policy's longest time"``
-    expected_s: float | None = None  # how long 4 of 5 earlier runs of its name had their devices, or less
-    tries: int = 1  # how many attempts it asks for at most, where something of its own fails
-    resumes: bool = False  # whether it goes on as another attempt, as often as it has to make room
+    limit: str = "timeout"  # Name of the limit: ``"timeout"`` or ``"the policy's longest time"``.
+    expected_s: float | None = None  # 4 of 5 earlier runs of the same name held their devices for at most this time.
+    tries: int = 1  # Maximum number of attempts after failures of the run's own code.
+    resumes: bool = False  # True if the run continues as another attempt after each preemption.
 
 
 class CostEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run would cost if it were asked for now.
+    """The estimated cost of a run, if a client submitted it now.
 
     Attributes:
-        currency: of the money.
-        micros_per_hour: of all its devices together; None where there is no price.
-        at_timeout_micros: what it costs at most, at its time limit; None where it has none, or no price.
-        resumes: whether that is of one go: it goes on as another attempt, which has as long again.
-        expected_micros: at the duration that earlier runs of its name had; None where there were none, or no price.
-        expected_s: that duration, in seconds.
-        basis: what that rests on, or why it is unknown, in words.
-        at_timeout_gpu_ms: device-milliseconds at its time limit; None where it has none.
-        expected_gpu_ms: those at the expected duration; None where that is not known.
-        gpu_type: of the devices, or "".
+        currency: currency of all amounts.
+        micros_per_hour: price of all devices together for one hour; None without a price.
+        at_timeout_micros: maximum cost, at the time limit; None without a time limit or a price.
+        resumes: True if the maximum covers one attempt only; each further attempt has the same limit again.
+        expected_micros: cost at the expected duration; None without earlier runs of its name, or without a price.
+        expected_s: expected duration, in seconds.
+        basis: text that explains the amounts, or why they are unknown.
+        at_timeout_gpu_ms: device-milliseconds at the time limit; None without a time limit.
+        expected_gpu_ms: device-milliseconds at the expected duration; None if the duration is unknown.
+        gpu_type: type of the devices, or "".
     """
 
     currency: str
@@ -213,7 +215,7 @@ class CostEstimate(msgspec.Struct, frozen=True, kw_only=True):
     gpu_type: str = ""
 
     def text(self) -> str:
-        """Return it in words, for example ``"about 7.97 USD, at most 23.92 USD: 8 H100 × 2.99 USD = …"``."""
+        """Return a text such as ``"about 7.97 USD, at most 23.92 USD: 8 H100 × 2.99 USD = …"``."""
         about = self._amount(self.expected_micros, self.expected_gpu_ms)
         most = self._amount(self.at_timeout_micros, self.at_timeout_gpu_ms)
         rate = (
@@ -240,17 +242,17 @@ class CostEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def estimated(devices: Devices, lasting: AttemptDuration, *, advice: str = "") -> CostEstimate:
-    """Return what a run would cost.
+    """Return the estimated cost of a run.
 
-        rate     = devices × price of one + cores × price of one + GiB × price of one      an hour, each if it is priced
+        rate     = devices × price of one + cores × price of one + GiB × price of one      per hour; priced parts only
         at most  = rate × time limit × attempts                                            about = rate × expected time
 
-    `advice` names what sets a price, for those who find none.
+    `advice` names the command that sets a price, for devices without one.
     """
     tariff = devices.tariff
     most_ms = None if lasting.limit_s is None else round(lasting.limit_s * 1000) * lasting.tries
     about_ms = None if lasting.expected_s is None else round(lasting.expected_s * 1000)
-    past = "of its name too few runs have ended well to say how long it takes"
+    past = "too few runs of its name have succeeded to estimate the duration"
     if lasting.expected_s is not None:
         past = f"4 of 5 earlier runs of its name took {_duration(lasting.expected_s)} or less"
     return CostEstimate(
@@ -268,7 +270,10 @@ def estimated(devices: Devices, lasting: AttemptDuration, *, advice: str = "") -
 
 
 def _micros(devices: Devices, ms: int) -> int | None:
-    """Return what the devices cost for a while, rounded up once; None without a price, or beyond what can be paid."""
+    """Return the cost of the devices for a time, rounded up once.
+
+    Returns None without a price, or above `_MICROS_MAX`.
+    """
     found = pricing.cost_of(
         devices.tariff,
         ms,
@@ -281,7 +286,7 @@ def _micros(devices: Devices, ms: int) -> int | None:
 
 
 def _rate_text(devices: Devices, advice: str) -> str:
-    """Return what an hour costs, as the sum that it is."""
+    """Return the price of one hour as a sum of its parts."""
     tariff = devices.tariff
     rate = _micros(devices, units.MS_PER_HOUR)
     if tariff.gpu_micros_per_hour is None:
@@ -302,9 +307,9 @@ def _rate_text(devices: Devices, advice: str) -> str:
 
 def _length_text(lasting: AttemptDuration) -> str:
     if lasting.limit_s is None:
-        return "it has no time limit"
+        return "the run has no time limit"
     times = "" if lasting.tries == 1 else f" in each of up to {lasting.tries} attempts"
-    more = ", and as long again each time it goes on (resume)" if lasting.resumes else ""
+    more = ", and the same again each time the run resumes" if lasting.resumes else ""
     return f"{lasting.limit} {_duration(lasting.limit_s)}{times}{more}"
 
 

@@ -1,12 +1,12 @@
-"""One receipt for a run that was on several nodes, made of what each of its crews was accounted.
+"""Receipt of a run on several nodes, combined from the accounts of its crews.
 
     crew 0 ─ receipt, charge ─┐
-    crew 1 ─ receipt, charge ─┼─▶ `together`   amounts are sums of charges, each rounded once; times those of the
-    crew 2 ─ no receipt, charge ┘              slowest; notes of one node have its name
+    crew 1 ─ receipt, charge ─┼─▶ `together`   amounts: sums of the charges, each rounded once
+    crew 2 ─ no receipt, charge ┘              times: those of the slowest node; notes: prefixed with the node's name
 
-What was used and costs is the ledger's to say, for each crew by the reason of the whole: a node that was told to end
-does not know whether that is billed. A device is free when the node that has it says so, and of one that says nothing
-any more nothing is known.
+The ledger decides the use and cost of each crew by the reason of the whole attempt. A node that stops at the server's
+request does not know whether its time is billed. A device counts as free only if its own node reports it free. The
+state of devices on a silent node is unknown.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from serverless_gpu.model.receipt import Receipt, Segments
 
 
 class CrewAccount(msgspec.Struct, frozen=True, kw_only=True):
-    """The known use of one crew."""
+    """The recorded use of one crew."""
 
     node: str
-    receipt: Receipt | None  # as the node wrote it; None where none came
-    used: Charge  # what its facts add up to, at the attempt's tariff and for its reason
-    gpus: int = 0  # how many devices it was to have
+    receipt: Receipt | None  # The receipt from the node; None if it did not arrive.
+    used: Charge  # Sum of the crew's facts, at the attempt's tariff and for the attempt's reason.
+    gpus: int = 0  # Number of devices assigned to the crew.
 
 
 class GangOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Values that all crews share."""
+    """Values that all crews of an attempt share."""
 
     state: str
-    reason: Reason | None  # why it ended, or None where that needs no word
+    reason: Reason | None  # Reason of the attempt's end, or None if the state needs no explanation.
 
 
 def restated(account: CrewAccount, whole: GangOutcome) -> Receipt | None:
-    """Return the receipt of one crew with what it used and costs as the ledger has it; None where none came."""
+    """Return one crew's receipt with use and cost from the ledger; None without a receipt."""
     receipt = account.receipt
     if receipt is None:
         return None
@@ -50,13 +50,13 @@ def restated(account: CrewAccount, whole: GangOutcome) -> Receipt | None:
 
 
 def together(accounts: Sequence[CrewAccount], whole: GangOutcome) -> Receipt | None:
-    """Return the receipt of an attempt on several nodes; None where no node has sent one."""
+    """Return the combined receipt of an attempt on several nodes; None if no node has sent one."""
     found = [(each.node, each.receipt) for each in accounts if each.receipt is not None]
     if not found:
         return None
     receipts = [receipt for _, receipt in found]
     used = _sum(each.used for each in accounts)
-    # Each part took as long as on the slowest node; the first line came on the first.
+    # Each segment takes the time of the slowest node; `first_line_ms` takes the earliest time.
     parts = [receipt.segments for receipt in receipts]
     slowest = {name: _most(getattr(part, name) for part in parts) for name in Segments.__struct_fields__}
     lines = [part.first_line_ms for part in parts if part.first_line_ms is not None]
@@ -85,7 +85,7 @@ def together(accounts: Sequence[CrewAccount], whole: GangOutcome) -> Receipt | N
 
 
 def _sum(charges: Iterable[Charge]) -> Charge:
-    """Return charges added up: each is rounded for itself, as the ledger has them."""
+    """Return the sum of charges; each charge is already rounded, as in the ledger."""
     found = list(charges)
     priced = [charge.micros for charge in found if charge.micros is not None]
     names = ("gpus", "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "core_micros", "memory_micros", "dbu_micros")
@@ -98,7 +98,7 @@ def _most(values: Iterable[int | None]) -> int | None:
 
 
 def _joined_text(found: Sequence[tuple[str, Receipt]], word: Callable[[Receipt], str]) -> str:
-    """Return what all nodes say, once; where they differ, what each says."""
+    """Return the common text of all nodes once; where nodes differ, the text of each node."""
     texts = [(node, word(receipt)) for node, receipt in found]
     if len({text for _, text in texts}) == 1:
         return texts[0][1]
@@ -106,7 +106,7 @@ def _joined_text(found: Sequence[tuple[str, Receipt]], word: Callable[[Receipt],
 
 
 def _gate(accounts: Sequence[CrewAccount]) -> str:
-    """Return the evidence of the hand-back, what is not free first: a reader may see the beginning only."""
+    """Return the evidence of the hand-back, devices that are not free first, because clients may cut the text."""
     texts = {each.receipt.gate for each in accounts if each.receipt is not None}
     is_free = all(each.receipt is not None and not each.receipt.quarantined for each in accounts)
     if is_free and len(texts) == 1:
@@ -123,13 +123,13 @@ def _gate(accounts: Sequence[CrewAccount]) -> str:
 
 
 def _notes(accounts: Sequence[CrewAccount]) -> tuple[str, ...]:
-    """Return what else is to be known: what all nodes say once, the rest with the name of the node."""
+    """Return the notes for the user: notes of all nodes once, other notes with the node's name."""
     every = [each.receipt.notes for each in accounts if each.receipt is not None]
     common = [note for note in every[0] if all(note in notes for notes in every)] if len(every) == len(accounts) else []
     found = list(common)
     for each in accounts:
         if each.receipt is None:
-            found.append(f"{each.node} has sent no receipt: what it is charged ends with its last word")
+            found.append(f"{each.node} has sent no receipt: its charge ends with its last report")
         else:
             own = [note for note in each.receipt.notes if note not in common]
             found += [f"{each.node}: {note}" for note in own]

@@ -1,10 +1,10 @@
-"""GPU types and devices: the catalogue, and how names, product strings and fakes are read.
+"""GPU types and devices: the catalogue, and how names, product strings and fakes are parsed.
 
-A *type* is a name users write (``H100``); a *device* is one card, fake or CPU slot of a machine. Finding devices
-(NVML) and locking them is the node's work and must not be here.
+A *type* is a name that users write (``H100``). A *device* is one card, fake or CPU slot of a machine. The code of the
+node detects devices (NVML) and locks them; this module does neither.
 
-Failure cases: a name that is in no catalogue raises `UnknownGpuType` with the known names; a product string nobody
-knows is not an error, it becomes a type of its own, so a machine with a rare card still works.
+Failure cases: an unknown name raises `UnknownGpuType` with the known names. An unknown product string becomes a type of
+its own, so that a machine with a rare card still works.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ from serverless_gpu.errors import InvalidValue, UnknownGpuType
 GIB = 2**30
 CPU = "CPU"
 
-# One machine; a bound, so that a slip of the finger does not make a million locks.
+# Limit for one machine, so that a typing error does not create a million locks.
 FAKE_DEVICES_MAX = 1024
 
-# The driver keeps some memory and error correction takes more: real cards report 92 to 100 % of the figure on the
-# box. Less than this share is a slice of a card (virtual GPU) or a smaller card of the same name (laptops), not the
-# card itself.
+# The driver and error correction reserve some memory: real cards report 92 to 100 % of their nominal size. A card below
+# this share is a slice (virtual GPU) or a smaller card of the same name (laptop).
 _MEMORY_SHARE_PERCENT = 85
 
-# Words that, after a name, make it another card: "RTX 3090 Ti" is no RTX 3090.
+# Words that change the meaning of a name before them: an "RTX 3090 Ti" is not an RTX 3090.
 _VARIANT_WORDS = frozenset({"TI", "SUPER", "D", "LAPTOP"})
 
 _SHAPE = re.compile(r"GPU\d+X(.+)")
 
 
 class DeviceKind(StrEnum):
-    """The kind of thing behind a device."""
+    """The kind of a device: real GPU, fake or CPU slot."""
 
     GPU = "gpu"
     FAKE = "fake"
@@ -45,13 +44,13 @@ class DeviceKind(StrEnum):
 
 
 class GpuType(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of card under the name users write.
+    """A kind of card, under the name that users write.
 
     Attributes:
-        name: the name in requests, receipts and prices.
-        memory_bytes: memory of the card as sold; where one name covers several sizes, the smallest.
-        aliases: other names accepted in requests.
-        products: fragments of the product string the driver reports, in whole words.
+        name: name in requests, receipts and prices.
+        memory_bytes: nominal memory of the card; the smallest size if one name covers several sizes.
+        aliases: other names that requests may use.
+        products: fragments of the driver's product string, in whole words.
     """
 
     name: str
@@ -70,13 +69,13 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """One card, fake or CPU slot of a machine.
 
     Attributes:
-        uuid: the identifier locks and receipts use.
-        index: position in PCI bus order; CPU slots count from 0 on their own.
+        uuid: identifier in locks and receipts.
+        index: position in PCI bus order; CPU slots count separately from 0.
         type: a catalogue name, or the product string of an unlisted card.
-        memory_bytes: memory the driver reports; 0 when there is none or it is unknown.
-        kind: what stands behind it.
-        product: the product string the driver reports.
-        pci: address by which the kernel's log names it, as ``"0000:17:00"``; "" where it has none.
+        memory_bytes: memory that the driver reports; 0 if the device has none or it is unknown.
+        kind: real GPU, fake or CPU slot.
+        product: product string that the driver reports.
+        pci: address of the device in the kernel's log, such as ``"0000:17:00"``; "" for a device without one.
     """
 
     uuid: str
@@ -89,11 +88,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_type(name: str, own: Sequence[GpuType] = ()) -> GpuType:
-    """Return the type a user means.
+    """Return the type that a user's name means.
 
-    Case, spaces, ``-`` and ``_`` do not matter, and shapes such as ``GPU_8xH100`` are read as their type.
+    The lookup ignores case, spaces, ``-`` and ``_``. It reads shapes such as ``GPU_8xH100`` as their type.
 
-    Own types win over the catalogue. Raises UnknownGpuType when no type has this name.
+    Types in `own` take precedence over the catalogue. Raises UnknownGpuType when no type has this name.
     """
     found = _lookup(name, own)
     if found is None:
@@ -102,31 +101,31 @@ def find_type(name: str, own: Sequence[GpuType] = ()) -> GpuType:
 
 
 def canonical(name: str, own: Sequence[GpuType] = ()) -> str:
-    """Return the catalogue's spelling of a type name, or the name itself where the catalogue has none."""
+    """Return the catalogue's spelling of a type name, or the name itself for an unlisted type."""
     found = _lookup(name, own)
     return name if found is None else found.name
 
 
 def is_listed(name: str, own: Sequence[GpuType] = ()) -> bool:
-    """Return whether this name, in any spelling, stands for a type of the catalogue or an own one."""
+    """Return whether a name, in any spelling, is a type of the catalogue or of `own`."""
     return _lookup(name, own) is not None
 
 
 def matches(wanted: str, device_type: str, own: Sequence[GpuType] = ()) -> bool:
-    """Return whether a device of one type serves a request for another: the same type, or a member of the family."""
+    """Return whether a device's type satisfies a request: the same type, or a member of the family."""
     asked, present = canonical(wanted, own), canonical(device_type, own)
     return _key(asked) == _key(present) or present in FAMILIES.get(asked, ())
 
 
 def families_of(gpu_type: str) -> tuple[str, ...]:
-    """Return the families that a type is a member of, as the catalogue spells them."""
+    """Return the families that a type belongs to, as the catalogue spells them."""
     return tuple(family for family, members in FAMILIES.items() if gpu_type in members)
 
 
 def time_unit(gpu_types: Iterable[str] = ()) -> str:
-    """Return the word for the time of devices, to which a reader adds ``-seconds`` or ``-hours``.
+    """Return the unit of device time; callers append ``-seconds`` or ``-hours``.
 
-    ``"GPU"``, ``"CPU slot"``, or ``"device"`` where both may add up; unknown types count as both.
+    The unit is ``"GPU"``, ``"CPU slot"``, or ``"device"`` for a mix of both. Unknown types count as both.
     """
     types = set(gpu_types)
     if types == {CPU}:
@@ -135,9 +134,9 @@ def time_unit(gpu_types: Iterable[str] = ()) -> str:
 
 
 def census(devices: Sequence[Device], unavailable: Sequence[str] = ()) -> tuple[dict[str, int], dict[str, int]]:
-    """Return how many devices a node has by type, and how many of them cannot be used.
+    """Return the number of devices of a node by type, and the number of unavailable ones by type.
 
-    Fakes of a type replace the real ones.
+    Fakes of a type replace the real devices.
     """
     faked = {device.type for device in devices if device.kind is DeviceKind.FAKE}
     counted = [device for device in devices if device.kind is DeviceKind.FAKE or device.type not in faked]
@@ -149,8 +148,8 @@ def census(devices: Sequence[Device], unavailable: Sequence[str] = ()) -> tuple[
 def recognise(product: str, memory_bytes: int, own: Sequence[GpuType] = ()) -> str:
     """Return the type name of a card.
 
-    The most specific product fragment wins, then the nearest memory size. A MIG slice or virtual GPU is not the card it
-    was cut from, so it keeps its product string unless an own type names it.
+    The most specific product fragment wins, then the nearest memory size. A MIG slice or virtual GPU is not a whole
+    card. It keeps its product string unless a type in `own` names it.
 
     Returns the product string where no type fits. `memory_bytes` is 0 when unknown.
     """
@@ -171,7 +170,7 @@ def recognise(product: str, memory_bytes: int, own: Sequence[GpuType] = ()) -> s
 def parse_fake(text: str, own: Sequence[GpuType] = ()) -> tuple[Device, ...]:
     """Return the devices that ``SERVERLESS_GPU_FAKE`` describes.
 
-    The text is like ``"H100:4,A10:2"``. Raises InvalidValue when it cannot be read, and UnknownGpuType.
+    The text has the form ``"H100:4,A10:2"``. Raises InvalidValue for an invalid text, and UnknownGpuType.
     """
     counts: dict[str, tuple[GpuType, int]] = {}
     for entry in text.split(","):
@@ -181,7 +180,7 @@ def parse_fake(text: str, own: Sequence[GpuType] = ()) -> tuple[Device, ...]:
         gpu_type = find_type(name, own)
         if gpu_type.name in counts:
             raise _bad_fake(text, f"{gpu_type.name} is named twice")
-        # isascii: int() also reads other scripts' digits. The length keeps a huge number from being built at all.
+        # isascii: int() also accepts digits of other scripts. The length check prevents huge numbers.
         if not (digits.isascii() and digits.isdigit() and len(digits) <= 9 and int(digits) >= 1):
             raise _bad_fake(text, f"{digits!r} is not a count of 1 or more")
         counts[gpu_type.name] = (gpu_type, int(digits))
@@ -203,7 +202,7 @@ def parse_fake(text: str, own: Sequence[GpuType] = ()) -> tuple[Device, ...]:
 
 
 def cpu_slots(count: int) -> tuple[Device, ...]:
-    """Return the CPU slots of a machine: devices that behave like GPUs and need none."""
+    """Return the CPU slots of a machine: devices that behave like GPUs and need no GPU."""
     return tuple(
         Device(uuid=f"CPU-{index}", index=index, type=CPU, memory_bytes=0, kind=DeviceKind.CPU)
         for index in range(count)
@@ -240,7 +239,7 @@ def _unknown(name: str, own: Sequence[GpuType]) -> UnknownGpuType:
 
 
 def _key(name: str) -> str:
-    """Return what two spellings of one name have in common."""
+    """Return a key that is the same for all spellings of a name."""
     return name.upper().translate(_IGNORED)
 
 
@@ -253,7 +252,7 @@ def _words(product: str) -> tuple[str, ...]:
 
 
 def _contains(words: tuple[str, ...], fragment: tuple[str, ...]) -> bool:
-    """Return whether the words hold the fragment and mean that very card: A10 is not in A100 or A10G."""
+    """Return whether a product string names exactly this card: A10 does not match A100 or A10G."""
     if not fragment or ("MIG" in words) != ("MIG" in fragment):
         return False
     size = len(fragment)
@@ -270,7 +269,8 @@ def _type(name: str, gib: int, products: tuple[str, ...], aliases: tuple[str, ..
     return GpuType(name=name, memory_bytes=gib * GIB, aliases=aliases, products=products)
 
 
-# The product strings are those of `nvidia-smi -L`. A100 is a family: it is asked for, never recognised, hence no
+# Product strings are those of `nvidia-smi -L`. A100 is a family: users request it, but no card has it as its type. It
+# therefore has no products.
 # products.
 CATALOGUE: tuple[GpuType, ...] = (
     _type("A10", 24, ("A10",), ("A10-24GB",)),
@@ -314,8 +314,8 @@ CATALOGUE: tuple[GpuType, ...] = (
     _type(CPU, 0, ()),
 )
 
-# Asking for the family takes any member.
+# A request for a family accepts any member.
 FAMILIES: dict[str, tuple[str, ...]] = {"A100": ("A100-40", "A100-80")}
 
-# Looked up for every device of every call, so by key and not by scanning.
+# An index by key, because every call looks up every device.
 _INDEX: dict[str, GpuType] = {key: gpu_type for gpu_type in CATALOGUE for key in _keys(gpu_type)}

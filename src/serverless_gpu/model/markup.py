@@ -1,7 +1,7 @@
-"""HTML that a notebook shows of a run: its state while it goes on, and its receipt.
+"""HTML for notebooks: the state of an active run, and its receipt.
 
-Everything that comes from outside is escaped here. No scripts, no external resources, and colours that can be read on a
-light and on a dark page: text takes the page's own colour. A reader that shows no HTML gets the text beside it.
+This module escapes all text from outside. The HTML has no scripts and no external resources. Its colours are readable
+on light and dark pages, and text takes the page's own colour. A front end without HTML shows the plain text instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _URL = re.compile(r"https?://[^\s<>\"'`\\]{1,2000}")
 _BOX = "font-size:13px;line-height:1.45;margin:2px 0 4px 0;"
 _FAINT = "opacity:0.7;"
 _MONO = "font-family:monospace;white-space:pre;overflow-x:auto;"
-# Colour and size are named because tables do not take the page's own in every front end.
+# Some front ends do not pass the page's colour and size on to tables, so both are set here.
 _TABLE = "border-collapse:collapse;border:none;margin:4px 0 0 0;color:inherit;font-size:inherit;"
 _EDGE = "border:none;border-top:1px solid rgba(128,128,128,0.3);background:transparent;vertical-align:top;"
 _LABEL = f"{_EDGE}{_FAINT}text-align:left;padding:2px 16px 2px 0;white-space:nowrap;"
@@ -32,14 +32,14 @@ _VALUE = f"{_EDGE}text-align:left;padding:2px 0;white-space:normal;"
 
 
 def status(state: str, sentence: str, lines: Sequence[str], tracked: str = "") -> str:
-    """Return the state of a run that goes on."""
+    """Return the state of an active run as HTML."""
     page = f'<div><span style="{_FAINT}">MLflow:</span> {link(tracked)}</div>' if tracked else ""
     progress = f'<div style="{_MONO}">{escape(chr(10).join(lines))}</div>' if lines else ""
     return f'<div style="{_BOX}">{_heading(state, sentence)}{page}{progress}</div>'
 
 
 def table(state: str, sentence: str, rows: Sequence[tuple[str, str]]) -> str:
-    """Return an account: a heading, and one row for each label and value; one that is a web address can be followed."""
+    """Return a heading and a table with one row for each label and value; web addresses become links."""
     cells = "".join(
         f'<tr style="background:transparent"><td style="{_LABEL}">{escape(label)}</td>'
         f'<td style="{_VALUE}">{link(value) if _URL.fullmatch(value) else escape(value)}</td></tr>'
@@ -50,7 +50,7 @@ def table(state: str, sentence: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def unfolding(state: str, lines: Sequence[str], whole: str) -> str:
-    """Return lines below each other, with the state's colour, and something larger that a reader can unfold."""
+    """Return lines in the state's colour, with a larger part that the reader can unfold."""
     first, *others = (escape(line) for line in lines)
     more = "".join(f"<div>{line}</div>" for line in others)
     summary = f'<summary style="cursor:pointer">{_dot(state)} {first}</summary>'
@@ -58,7 +58,7 @@ def unfolding(state: str, lines: Sequence[str], whole: str) -> str:
 
 
 def link(url: str) -> str:
-    """Return a link that opens beside the page; what is no web address is only text."""
+    """Return a link that opens in a new tab; text that is not a web address stays plain text."""
     shown = escape(url)
     if not _URL.fullmatch(url):
         return shown

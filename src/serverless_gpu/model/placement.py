@@ -1,17 +1,17 @@
-"""Placement on one machine, and the layout of a gang on several: devices, ranks, and the variables of each rank.
+"""Placement on one machine, and the layout of a gang on several nodes.
 
-The devices that a run may take are decided from a list; the locks answer which of them are free.
+This module selects the devices that a run may take. Device locks decide which of them are free.
 
     gang   run:fence, all ranks        ┌ crew 0   n2   ranks 0 … 7     rank 0's node: MASTER_ADDR, MASTER_PORT
                                        ├ crew 1   n3   ranks 8 … 15
-                                       └ crew 2   n1   ranks 16 … 19   a part of a node comes last
+                                       └ crew 2   n1   ranks 16 … 19   partly used nodes come last
 
-A crew is what one attempt has on one node: its supervisor, its devices and their ranks. Its number is its NODE_RANK;
-each has a lease, a token, facts, a receipt and an end of its own, the attempt has what is the same for all of them. An
-attempt on one node is a gang of one crew.
+A crew is the part of one attempt on one node: its supervisor, its devices and their ranks. The number of a crew is its
+NODE_RANK. Each crew has its own lease, token, facts, receipt and end. Values that are the same for all crews belong to
+the attempt. An attempt on one node is a gang of one crew.
 
-Failure cases: a request this machine can never serve raises at once (`NoGpu`, `GpuTypeMismatch`, `NotEnoughGpus`),
-with what the machine has; devices that are merely busy are no failure here.
+Failure cases: a request that this machine can never serve raises at once (`NoGpu`, `GpuTypeMismatch`, `NotEnoughGpus`).
+The error lists the machine's devices. Busy devices do not raise an error here.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from serverless_gpu.model.hardware import CPU, Device, DeviceKind, GpuType, find
 _UUID_PREFIXES = ("GPU-", "MIG-", "FAKE-")
 
 _NO_GPU_HINT = (
-    'gpu_type="CPU" runs on CPU slots, SERVERLESS_GPU_FAKE="H100:8" makes slots that pass for GPUs; '
+    'gpu_type="CPU" runs on CPU slots, SERVERLESS_GPU_FAKE="H100:8" creates fake GPUs; '
     "a GPU that CUDA_VISIBLE_DEVICES hides does not count"
 )
 
 
 class Candidates(msgspec.Struct, frozen=True, kw_only=True):
-    """The devices a run may take."""
+    """The devices that a run may take."""
 
-    count: int  # how many of them it takes
-    devices: tuple[Device, ...]  # those that fit, in order of preference
+    count: int  # Number of devices that the run takes.
+    devices: tuple[Device, ...]  # Suitable devices, in order of preference.
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,14 +55,14 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
             and 0 <= self.node_rank < self.num_nodes
         )
         if not fits:
-            raise InvalidValue(f"no rank can stand here: {self!r}")
+            raise InvalidValue(f"not a valid place of a rank: {self!r}")
 
 
 def restrict(devices: Sequence[Device], cuda_visible_devices: str | None) -> tuple[Device, ...]:
-    """Return the devices a caller may use, as CUDA reads the caller's own ``CUDA_VISIBLE_DEVICES``.
+    """Return the devices that a caller may use, as CUDA reads the caller's ``CUDA_VISIBLE_DEVICES``.
 
-    The order of the variable is kept. Like CUDA, reading stops at the first entry that names no device, and a device
-    named twice leaves none. CPU slots are not CUDA's to hide; they come last.
+    The result keeps the order of the variable. Like CUDA, the function stops at the first entry that names no device. A
+    device that is named twice hides all CUDA devices. CUDA cannot hide CPU slots; they come last.
 
     `cuda_visible_devices` is None when the variable is not set.
     """
@@ -71,12 +71,12 @@ def restrict(devices: Sequence[Device], cuda_visible_devices: str | None) -> tup
     cuda = [device for device in devices if device.type != CPU]
     visible: list[Device] = []
     entries = [entry.strip() for entry in cuda_visible_devices.split(",")]
-    # The first entry decides how all are read; CUDA does not mix the two forms.
+    # The first entry decides how all are read, because CUDA does not mix indices and identifiers.
     by_index = _is_number(entries[0])
     for entry in entries:
         if by_index:
             device = _by_index(cuda, entry)
-        else:  # the device whose identifier starts like this, if exactly one does
+        else:  # The device whose identifier starts with the entry, if exactly one does.
             found = [one for one in cuda if entry.startswith(_UUID_PREFIXES) and one.uuid.startswith(entry)]
             device = found[0] if len(found) == 1 else None
         if device is None:
@@ -93,8 +93,8 @@ def candidates(
 ) -> Candidates:
     """Return the devices that fit a request.
 
-    `gpus` None takes every device of the type, `gpu_type` None the only GPU type. Raises InvalidValue, UnknownGpuType,
-    NoGpu, GpuTypeMismatch or NotEnoughGpus.
+    `gpus` None takes every device of the type. `gpu_type` None takes the machine's only GPU type. Raises InvalidValue,
+    UnknownGpuType, NoGpu, GpuTypeMismatch or NotEnoughGpus.
     """
     if gpus is not None and gpus < 1:
         raise InvalidValue(
@@ -104,12 +104,12 @@ def candidates(
     if gpu_type is None:
         wanted = _only_type(present)
     else:
-        # A card no catalogue knows has its product string for a type, and can be asked for by it.
+        # The type of a card outside the catalogue is its product string. Users can request the card by that string.
         unlisted = [GpuType(name=name, memory_bytes=0) for name in _types(present) if not is_listed(name, own)]
         wanted = find_type(gpu_type, (*own, *unlisted)).name
     types = {name for name in {device.type for device in devices} if matches(wanted, name, own)}
     fitting = tuple(device for device in devices if device.type in types)
-    # Fake CPU slots are there instead of the machine's own, not in addition.
+    # Fake CPU slots replace the machine's own CPU slots instead of adding to them.
     fitting = tuple(device for device in fitting if device.kind is DeviceKind.FAKE) or fitting
     if not fitting and wanted != CPU:
         raise _none_of(wanted, present)
@@ -122,9 +122,9 @@ def candidates(
 def rank_variables(
     place: RankPlace, *, devices: Sequence[Device], run_id: str, fence: int, master: tuple[str, int]
 ) -> dict[str, str]:
-    """Return the environment variables that tell a rank who it is.
+    """Return the environment variables that give a rank its place in the gang.
 
-    `devices` are all of the attempt on this node, in LOCAL_RANK order.
+    `devices` are all devices of the attempt on this node, in LOCAL_RANK order.
     """
     variables = {
         "RANK": str(place.rank),
@@ -143,10 +143,10 @@ def rank_variables(
         "PYTHONUNBUFFERED": "1",
     }
     indices = [str(device.index) for device in devices if device.type != CPU]
-    # Empty, not absent, for CPU slots: they must not touch a GPU that happens to be there.
+    # Empty and not absent for CPU slots, because their ranks must not touch a GPU of the machine.
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(indices)
     if indices:
-        # CUDA's own default orders by speed; our indices are NVML's, which are in bus order.
+        # By default CUDA orders devices by speed. Our indices come from NVML, which uses PCI bus order.
         variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     return variables
 
@@ -154,11 +154,12 @@ def rank_variables(
 def node_variables(
     place: RankPlace, *, devices: Sequence[Device], run_id: str, fence: int, master: tuple[str, int], address: str
 ) -> dict[str, str]:
-    """Return the environment variables of a command that runs once per node and starts its processes itself.
+    """Return the variables of a command that runs once per node and starts its own processes.
 
-    Without RANK and LOCAL_RANK, which are not the command's to have; programs that read LOCAL_ADDR bind there.
+    RANK and LOCAL_RANK are missing, because the command sets them for its processes. Programs that read LOCAL_ADDR bind
+    to that address.
 
-    `place` is that of the node's first rank; `address` is where the other nodes reach this one.
+    `place` is that of the node's first rank; `address` is the address at which other nodes reach this node.
     """
     variables = rank_variables(place, devices=devices, run_id=run_id, fence=fence, master=master)
     of_ranks = {"RANK", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID"}
@@ -170,14 +171,14 @@ def node_variables(
     }
 
 
-# What the command line of the system that is re-created presets, as far as it does not name its own places.
+# Presets of the command line that this package re-creates, except variables that name its own paths.
 NODE_COMMAND_PRESETS: Mapping[str, str] = {
     "NCCL_DEBUG": "INFO",
     "NCCL_IB_TIMEOUT": "22",
     "NCCL_CUMEM_ENABLE": "0",
 }
 
-# For what ranks say to MLflow themselves: left alone, it waits for a server that hangs for over 100 s, at every call.
+# For MLflow calls of the ranks themselves. With MLflow's defaults, every call to a server that hangs waits over 100 s.
 TRACKED_PRESETS: Mapping[str, str] = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -186,21 +187,21 @@ TRACKED_PRESETS: Mapping[str, str] = {
 
 
 def default_variables(devices: Sequence[Device]) -> dict[str, str]:
-    """Return what a rank finds in its environment unless its caller decided otherwise.
+    """Return environment variables that a rank gets unless its caller sets them.
 
-    Without a GPU, Accelerate and the Hugging Face Trainer look for one, find none, and run as so many single processes;
-    told to use the CPU they make one gang of them.
+    Without a GPU, Accelerate and the Hugging Face Trainer find no device and run as separate single processes. With
+    this setting they use the CPU and form one gang.
     """
     return {} if any(device.kind is DeviceKind.GPU for device in devices) else {"ACCELERATE_USE_CPU": "true"}
 
 
 def threads_per_rank(cores: int, local_world_size: int) -> int:
-    """Return how many threads each rank of a node may run: its share of the cores, at least one."""
+    """Return the number of threads of each rank of a node: its share of the cores, at least one."""
     return max(1, cores // local_world_size)
 
 
 def share_of_cores(cores: int, devices: int, of_type: int) -> int:
-    """Return the cores that go with some of a node's devices: as many of the cores as of the devices, at least one."""
+    """Return the share of a node's cores that belongs to some of its devices, at least one."""
     return max(1, cores * devices // max(devices, of_type))
 
 
@@ -211,7 +212,7 @@ def _is_number(entry: str) -> bool:
 def _by_index(devices: Sequence[Device], entry: str) -> Device | None:
     if not _is_number(entry):
         return None
-    # Compared as text, so that a thousand digits are never made into a number.
+    # Compares text, so that an entry with a thousand digits is never converted to a number.
     wanted = entry.lstrip("0") or "0"
     return next((device for device in devices if str(device.index) == wanted), None)
 
@@ -242,7 +243,7 @@ def _too_many(wanted: str, asked: int, there: int) -> NotEnoughGpus:
     if wanted == CPU:
         return NotEnoughGpus(
             f"asked for {asked} CPU {'slot' if asked == 1 else 'slots'}, this machine has {there}",
-            hint=f'SERVERLESS_GPU_FAKE="CPU:{asked}" makes as many slots, whatever the number of cores',
+            hint=f'SERVERLESS_GPU_FAKE="CPU:{asked}" creates as many slots, whatever the number of cores',
         )
     return NotEnoughGpus(
         f"asked for {asked} {wanted}, this machine has {there}",
@@ -264,17 +265,17 @@ def _choices(types: Sequence[str]) -> str:
 
 
 NODES_MAX = 256
-"""A gang is not spread over more: every crew meets every other one before user code begins."""
+"""Maximum number of nodes in a gang, because every crew connects to every other one before user code begins."""
 
 
 class CrewPlace(msgspec.Struct, frozen=True, kw_only=True):
     """The place of one crew within its gang.
 
     Attributes:
-        number: from 0 on; NODE_RANK.
-        node: the node's name.
-        first_rank: its lowest global rank, where each device has a rank.
-        gpus: how many devices it has, CPU slots among them.
+        number: NODE_RANK, from 0.
+        node: name of the node.
+        first_rank: lowest global rank of the crew, if each device has a rank.
+        gpus: number of devices, including CPU slots.
     """
 
     number: int
@@ -284,10 +285,10 @@ class CrewPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def laid_out(shares: Sequence[tuple[str, int]]) -> tuple[CrewPlace, ...]:
-    """Return the crews of a gang: those with the most devices first, of those alike by the names of their nodes.
+    """Return the crews of a gang: most devices first, then by node name.
 
-    The same gang has the same ranks on the same nodes whatever order the nodes were found in, and rank 0 is where most
-    of its peers need no network.
+    The layout does not depend on the order of the nodes in `shares`. Rank 0 is on the node with the most ranks, where
+    most of its peers need no network.
     """
     names = [name for name, _ in shares]
     if not 0 < len(names) <= NODES_MAX or len(set(names)) != len(names) or any(gpus < 1 for _, gpus in shares):
@@ -301,12 +302,12 @@ def laid_out(shares: Sequence[tuple[str, int]]) -> tuple[CrewPlace, ...]:
 
 
 def world_size(crews: Sequence[CrewPlace]) -> int:
-    """Return how many devices a gang has."""
+    """Return the number of devices of a gang."""
     return sum(crew.gpus for crew in crews)
 
 
 def rank_places(crews: Sequence[CrewPlace], number: int) -> tuple[RankPlace, ...]:
-    """Return where the ranks of one crew stand, in the order of LOCAL_RANK."""
+    """Return the places of the ranks of one crew, in the order of LOCAL_RANK."""
     crew = crews[number]
     return tuple(
         RankPlace(
@@ -322,10 +323,10 @@ def rank_places(crews: Sequence[CrewPlace], number: int) -> tuple[RankPlace, ...
 
 
 def numbered(crew: CrewPlace, *, per_node: bool) -> range:
-    """Return the numbers of a crew's processes, by which logs, results and failures are named.
+    """Return the numbers of a crew's processes, which identify logs, results and failures.
 
-    Global ranks; where a node has one process for all of its devices (a command that runs once per node, a driver of
-    Ray), the node's number.
+    The numbers are global ranks. A crew with one process for all devices has its node number instead: a command that
+    runs once per node, or a Ray driver.
     """
     first, count = (crew.number, 1) if per_node else (crew.first_rank, crew.gpus)
     return range(first, first + count)

@@ -1,6 +1,7 @@
-"""The account of one run, as its owner reads it: where the time went, what it cost, what its devices did.
+"""The receipt of one run: where its time went, its cost, and the work of its devices.
 
-Made by the node that ran it (`node/attempt/usage_account.py`); `ledger.py` and `pricing.py` say what it costs.
+The node that ran the attempt makes the receipt (`node/attempt/usage_account.py`). `ledger.py` and `pricing.py` compute
+the cost.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from serverless_gpu import units
 from serverless_gpu.model import markup
 from serverless_gpu.model.hardware import CPU, DeviceKind, time_unit
 
-# A terminal's two lines: a receipt is read, not scrolled.
+# Characters of about two terminal lines, so that a user reads a receipt without scrolling.
 _TEXT_LINE_MAX = 200
 
-# A device below this, over so long, was asked for and not used.
+# A device below this share of busy time, over this many samples, counts as unused.
 _IDLE_PERCENT = 0.5
 _IDLE_SAMPLES_MIN = 30
 
 _NODES_NAMED = 3
 
-# Of all processes of the run together. What a GPU holds is "GPU memory".
+# Host memory of all processes of the run together. Memory of a GPU is "GPU memory".
 _PEAK = "host memory peak"
 
-# Words of the sentences about the hand-back: `node/attempt/usage_account.py` of one node, `gang_receipt.py` of several.
+# Words in the hand-back texts of `node/attempt/usage_account.py` (one node) and `gang_receipt.py` (several nodes).
 _FREE = re.compile(r"\bfree\b")
 _NOT_FREE = re.compile(r"\bnot free\b|\bnot known\b|\bnothing is known\b")
 
@@ -36,16 +37,16 @@ _WARNING_MAX = 400
 
 
 class Segments(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of a run went, in milliseconds; None is "not known", which is not 0.
+    """Time of a run by segment, in milliseconds; None means "not known", which is not 0.
 
     Attributes:
-        queued_ms: waiting for devices.
-        environment_ms: making the environment ready.
-        start_ms: starting the ranks.
-        first_line_ms: from the call to the first line of user code; of a later attempt, since it came to its node.
+        queued_ms: wait for devices.
+        environment_ms: preparation of the environment.
+        start_ms: start of the ranks.
+        first_line_ms: from the call to the first line of user code; for a later attempt, from its arrival at its node.
         run_ms: user code.
-        stop_ms: ending the ranks.
-        gate_ms: proving the devices free.
+        stop_ms: stop of the ranks.
+        gate_ms: proof that the devices are free.
     """
 
     environment_ms: int | None = None
@@ -58,15 +59,15 @@ class Segments(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What telemetry saw of one device of an attempt; None is "not known".
+    """Telemetry of one device of an attempt; None means "not known".
 
     Attributes:
-        uuid: of the device.
-        samples: how many there were, about one a second.
-        busy_percent: mean share of time in which it worked.
-        peak_memory_bytes: most device memory used.
-        energy_joules: drawn between the first and the last sample.
-        throttled_s: seconds in which it ran slower than asked for, because of heat or power.
+        uuid: identifier of the device.
+        samples: number of samples, about one a second.
+        busy_percent: mean share of time in which the device worked.
+        peak_memory_bytes: peak device memory.
+        energy_joules: energy between the first and the last sample.
+        throttled_s: seconds in which heat or a power limit slowed the device down.
     """
 
     uuid: str
@@ -78,7 +79,7 @@ class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampledDevice(Protocol):
-    """What is looked at of a `DeviceUse`."""
+    """The fields of a `DeviceUse` that `observed` reads."""
 
     @property
     def samples(self) -> int: ...
@@ -89,15 +90,15 @@ class SampledDevice(Protocol):
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """What telemetry saw of all devices of an attempt."""
+    """Telemetry of all devices of an attempt."""
 
-    observed_ms: int = 0  # device-milliseconds that were looked at; `busy_ms` those in which a device worked
+    observed_ms: int = 0  # Observed device-milliseconds; `busy_ms` are those in which a device worked.
     busy_ms: int = 0
-    peak_memory_bytes: int | None = None  # the most of one device; None where that is not known
+    peak_memory_bytes: int | None = None  # The highest peak of one device; None if unknown.
 
 
 def observed(uses: Iterable[SampledDevice]) -> Observed:
-    """Return what telemetry saw; a sample is about one second of one device."""
+    """Return the telemetry of all devices; a sample stands for about one second of one device."""
     seen = list(uses)
     busy = [(use.samples, use.busy_percent) for use in seen if use.busy_percent is not None]
     peaks = [use.peak_memory_bytes for use in seen if use.peak_memory_bytes is not None]
@@ -109,14 +110,14 @@ def observed(uses: Iterable[SampledDevice]) -> Observed:
 
 
 class Bill(msgspec.Struct, frozen=True, kw_only=True):
-    """How the cost of a run's attempt comes about.
+    """The parts of an attempt's cost.
 
     Attributes:
-        billed_ms: device-milliseconds that are billed.
-        unbilled: why not all of those that were used are, in words; "" where they are.
-        core_ms: core-milliseconds that are billed, where cores were limited; beyond those that are CPU slots.
-        memory_mib_ms: MiB-milliseconds that are billed, where memory was limited.
-        core_micros: what of the cost is for cores; `memory_micros` for memory.
+        billed_ms: billed device-milliseconds.
+        unbilled: reason why a part of the use is not billed; "" if all of it is billed.
+        core_ms: billed core-milliseconds if cores were limited, without the cores of CPU slots.
+        memory_mib_ms: billed MiB-milliseconds if memory was limited.
+        core_micros: part of the cost for cores; `memory_micros` is the part for memory.
         dbu_micros: millionths of a DBU.
     """
 
@@ -130,12 +131,12 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def nodes_text(nodes: Sequence[str]) -> str:
-    """Return the names of a run's nodes; of many how many there are: ``"n1, n2"``, ``"8 nodes"``."""
+    """Return the names of a run's nodes, or only their number: ``"n1, n2"``, ``"8 nodes"``."""
     return ", ".join(nodes) if len(nodes) <= _NODES_NAMED else f"{len(nodes)} nodes"
 
 
 class TextPrinter(Protocol):
-    """What IPython gives `_repr_pretty_` to write to."""
+    """The printer that IPython passes to `_repr_pretty_`."""
 
     def text(self, text: str) -> None: ...
 
@@ -144,35 +145,35 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """The account of one run.
 
     Attributes:
-        run_id: the run.
-        fence: the number of its last attempt.
-        state: the final state.
-        reason: why it ended so; None when nothing needs saying.
+        run_id: identifier of the run.
+        fence: number of its last attempt.
+        state: final state.
+        reason: reason of the final state; None if the state needs no explanation.
         gpu_type: type of the devices.
         gpus: identifiers of the devices.
-        kind: what the devices were.
-        segments: where the time went.
-        gpu_ms: device-milliseconds that were used, from the start of user code until the devices were free.
-        micros: cost in millionths of the currency unit; None when there is no price.
-        currency: the currency's name.
-        peak_memory_bytes: most host memory used, of several nodes on one of them; None when not known.
-        warm: whether the ranks came from a warm interpreter.
-        warm_reason: why not, or which one.
-        gate: the evidence that the devices were handed back.
-        quarantined: identifiers of devices that could not be proven free.
-        tags: the run's tags.
-        facts: how many facts stand behind this.
-        world_size: ranks of the run.
-        notes: anything else the user should know.
-        runs: for a session, how many runs used it; its time is what no run used.
-        environment: what the ranks imported: ``"live"``, or which snapshot and how it was restored.
-        uses: what its devices did, as far as telemetry saw it.
-        tracked: link to its run in MLflow, or "".
-        secrets: names and versions of the secrets it had.
-        policy: the usage policy that it was under, or "".
-        bill: how its cost comes about; None where its node did not say.
-        nodes: names of its nodes, by NODE_RANK, where it was on several: times are those of the slowest then, amounts
-            those of all; `Run.receipts` has one for each.
+        kind: kind of the devices.
+        segments: time of the run by segment.
+        gpu_ms: used device-milliseconds, from the start of user code until the devices were free.
+        micros: cost in millionths of the currency unit; None without a price.
+        currency: name of the currency.
+        peak_memory_bytes: peak host memory, on several nodes the highest of one node; None if not known.
+        warm: True if the ranks came from a warm interpreter.
+        warm_reason: reason for a cold start, or the warm interpreter that was used.
+        gate: evidence that the run handed its devices back.
+        quarantined: identifiers of devices that the node could not prove free.
+        tags: tags of the run.
+        facts: number of facts behind this receipt.
+        world_size: number of ranks.
+        notes: further notes for the user.
+        runs: for a session, the number of its runs; the receipt's time is then the session's idle time.
+        environment: source of the ranks' imports: ``"live"``, or the snapshot and how it was restored.
+        uses: telemetry of the devices.
+        tracked: link to the run in MLflow, or "".
+        secrets: names and versions of the run's secrets.
+        policy: usage policy of the run, or "".
+        bill: parts of the cost; None if the node did not report them.
+        nodes: names of the nodes by NODE_RANK, for a run on several nodes. Times are then those of the slowest node,
+            and amounts are sums. `Run.receipts` has one receipt for each node.
     """
 
     run_id: str
@@ -205,7 +206,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...] = ()
 
     def rows(self) -> dict[str, str]:
-        """Return the rows by label, without those that are unknown or say nothing."""
+        """Return the rows by label, without unknown or empty ones."""
         is_run = self.runs is None
         start = "warm start" if self.warm else "cold start"
         if self.warm_reason:
@@ -231,20 +232,20 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         return {label: value for label, value in rows.items() if value}
 
     def devices_text(self) -> str:
-        """Return how many devices of what kind: ``8 H100``, ``1 CPU slot``."""
+        """Return count and type of the devices: ``8 H100``, ``1 CPU slot``."""
         count = len(self.gpus)
         if self.kind is DeviceKind.CPU:
             return f"{count} CPU slot{'' if count == 1 else 's'}"
         return f"{count} {self.gpu_type}" + (" (fake)" if self.kind is DeviceKind.FAKE else "")
 
     def used_text(self) -> str:
-        """Return the time the devices were held, and what it costs where there is a price."""
+        """Return the used device time, and the cost if the device has a price."""
         idle = "" if self.runs is None else " idle"
         cost = "" if self.micros is None else f", {units.format_micros(self.micros, self.currency)}"
         return f"{self._used(self.gpu_ms)}{idle}{cost}"
 
     def unbilled_text(self) -> str:
-        """Return how much of the time is not billed, and why; "" where all of it is."""
+        """Return how much of the time is not billed, and why; "" if all of it is billed."""
         if self.bill is None or not self.bill.unbilled:
             return ""
         return f"{self._used(self.gpu_ms - self.bill.billed_ms)}: {self.bill.unbilled}"
@@ -254,7 +255,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         return units.format_gpu_ms(gpu_ms, unit=time_unit([gpu_type]))
 
     def brief(self) -> tuple[str, ...]:
-        """Return what a call prints: one line, and one more for each thing that its user must see."""
+        """Return the lines that a call prints: a summary, and one line for each warning."""
         return tuple(_printable(line, _WARNING_MAX) for line in (_summary(self), *_warnings(self)))
 
     def text(self) -> str:
@@ -273,7 +274,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             ),
             _joined(*(f"{label}: {rows[label]}" for label in ("not billed", "gate") if label in rows)),
             f"quarantined: {rows['quarantined']}" if "quarantined" in rows else "",
-            # The link first: it must stay whole, and 8 lines have room for one of the two.
+            # The link comes first, because only the end of a long line is cut.
             _joined(
                 *(f"{label}: {rows[label]}" for label in ("tracked", "secrets", "policy", "tags") if label in rows)
             ),
@@ -284,15 +285,15 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     __str__ = text
 
     def brief_html(self) -> str:
-        """Return what a call shows in a notebook: the lines of `brief`, and the whole receipt to unfold below them."""
+        """Return the lines of `brief` for a notebook, with the whole receipt to unfold below them."""
         return markup.unfolding(self.state, self.brief(), self.html())
 
     def html(self) -> str:
-        """Return the whole receipt for a notebook: the same as a table, everything in it escaped."""
+        """Return the whole receipt as an HTML table for a notebook, with all text escaped."""
         shown = [(label, _printable(value)) for label, value in self.rows().items()]
         return markup.table(self.state, _printable(_joined(self.reason or "", *_names(self))), shown)
 
-    # What IPython shows for a receipt that a cell ends with.
+    # IPython displays a receipt with this method.
     _repr_html_ = html
 
     def _repr_pretty_(self, printer: TextPrinter, cycle: bool) -> None:
@@ -300,7 +301,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _parts_text(receipt: Receipt) -> str:
-    """Return what of the cost is for cores and memory, and what it is in DBUs; "" where there is no such thing."""
+    """Return the parts of the cost for cores and memory, and the DBUs; "" without such parts."""
     parts = []
     bill = receipt.bill or Bill(billed_ms=receipt.gpu_ms)
     for name, micros in (("cores", bill.core_micros), ("memory", bill.memory_micros)):
@@ -325,7 +326,7 @@ def _size_text(receipt: Receipt) -> str:
 
 
 def _segments_text(segments: Segments) -> str:
-    # In the order a run goes through them; what is not known is left out.
+    # In the order in which a run passes through them; unknown segments are left out.
     named = (
         ("queued", segments.queued_ms),
         ("environment", segments.environment_ms),
@@ -339,7 +340,7 @@ def _segments_text(segments: Segments) -> str:
 
 
 def _use_text(uses: Sequence[DeviceUse], kind: DeviceKind) -> str:
-    """Return what devices did: how busy, how full, how much it drew; and what a person should wonder about."""
+    """Return the work of the devices: busy time, memory and energy, and signs of problems."""
     busy = [(use.busy_percent, max(1, use.samples)) for use in uses if use.busy_percent is not None]
     idle = _idle_count(uses)
     peaks = [use.peak_memory_bytes for use in uses if use.peak_memory_bytes is not None]
@@ -347,10 +348,10 @@ def _use_text(uses: Sequence[DeviceUse], kind: DeviceKind) -> str:
     throttled_s = max((use.throttled_s or 0 for use in uses), default=0)
     mean = sum(percent * count for percent, count in busy) / max(1, sum(count for _, count in busy))
     is_cpu = kind is DeviceKind.CPU
-    peak = 0 if is_cpu else max(peaks, default=0)  # a slot's memory is the host's, which has a row of its own
+    peak = 0 if is_cpu else max(peaks, default=0)  # A CPU slot uses host memory, which has a row of its own.
     return _joined(
         f"{'CPU' if is_cpu else 'GPU'} {mean:.0f} % busy" if busy else "",
-        f"{idle} of {len(uses)} did nothing" if 0 < idle < len(uses) else "",
+        f"{idle} of {len(uses)} devices did nothing" if 0 < idle < len(uses) else "",
         f"GPU memory peak {units.format_gpu_memory(peak)}" if peak else "",
         units.format_joules(joules) if joules else "",
         f"throttled for {units.format_duration_ms(round(throttled_s * 1000))}" if throttled_s >= 1 else "",
@@ -358,15 +359,15 @@ def _use_text(uses: Sequence[DeviceUse], kind: DeviceKind) -> str:
 
 
 def _idle_count(uses: Sequence[DeviceUse]) -> int:
-    """Return how many devices did nothing, of those that were seen for long enough."""
+    """Return the number of idle devices, among those with enough samples."""
     seen = [use.busy_percent for use in uses if use.busy_percent is not None and use.samples >= _IDLE_SAMPLES_MIN]
     return sum(percent < _IDLE_PERCENT for percent in seen)
 
 
 def _summary(receipt: Receipt) -> str:
-    """Return the one line of a call: ``2 × H100 · 41 s · 0.02 USD · verified free in 21 ms``.
+    """Return the summary of a call: ``2 × H100 · 41 s · 0.02 USD · verified free in 21 ms``.
 
-    One that did not succeed begins with how it ended, and a session with its name.
+    The summary of a run that did not succeed begins with its state. The summary of a session begins with its name.
     """
     session = f"session {receipt.run_id}" if receipt.runs is not None else ""
     state = "" if receipt.state == "SUCCEEDED" else _joined(receipt.state, receipt.reason or "")
@@ -394,9 +395,9 @@ def _count_text(receipt: Receipt) -> str:
 
 
 def _freed_text(receipt: Receipt) -> str:
-    """Return that the devices were handed back, and how long the proof took; "" where that is not so."""
+    """Return a note that the devices are free, and the time of the proof; "" without a proof."""
     if not receipt.gpus:
-        return receipt.gate  # why there is nothing to hand back
+        return receipt.gate  # The reason why the run had no devices to hand back.
     if not _is_freed(receipt):
         return ""
     verified = "free" if receipt.kind is DeviceKind.CPU else "verified free"
@@ -409,7 +410,7 @@ def _is_freed(receipt: Receipt) -> bool:
 
 
 def _warnings(receipt: Receipt) -> list[str]:
-    """Return what the user of a run must see, one line each; what does not apply is left out."""
+    """Return the warnings that a user must see, one line each."""
     idle, reason = _idle_count(receipt.uses), receipt.warm_reason
     throttled_s = max((use.throttled_s or 0 for use in receipt.uses), default=0)
     first_ms = receipt.segments.first_line_ms
@@ -437,6 +438,6 @@ def _joined(*parts: str) -> str:
 
 
 def _printable(line: str, limit: int = _TEXT_LINE_MAX) -> str:
-    """Return the line without control characters (tags and notes may hold any) and not over the limit."""
+    """Return the line cut at the limit and without control characters, which tags and notes may contain."""
     clean = "".join(char if char.isprintable() else " " for char in line)
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"

@@ -1,7 +1,7 @@
-"""Run specifications: options as users type them, and the RunSpec they become, with its tracking destination.
+"""Run specifications: the options that users write, and the RunSpec that they become.
 
-Validated here and nowhere else, before anything starts. What only a server can enforce is recorded in the spec, so that
-the same code means the same with `remote=True`.
+This module alone validates options, before anything starts. The spec also records options that only a server can
+enforce, so that the same code means the same with `remote=True`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from serverless_gpu.units import format_bytes, parse_duration_s
 
 
 class Tracking(msgspec.Struct, frozen=True, kw_only=True):
-    """The MLflow destination of a run, as its client resolved it at the call.
+    """The MLflow destination of a run, as the client resolved it at the call.
 
-    One of `uri` and `store` says where; with neither it is the home's own MLflow server.
+    Either `uri` or `store` names the destination. Without both, the destination is the MLflow server of the home.
 
     Attributes:
-        uri: of an MLflow server, http or https, without credentials: those stay in the caller's variables.
-        store: of the caller's, with no server in front of it (``sqlite:////…``, a directory): the node's home puts one
-            there.
-        experiment: name; made if it is not there. "" where `experiment_id` says which.
-        experiment_id: of one that is there.
-        run_id: an MLflow run that is continued and stays its maker's to end; "" makes one.
-        parent_id: the MLflow run below which it is nested, or "".
-        run_name: of a run that is made.
-        tags: of the source: user, program, commit.
-        params: of the call, as text.
+        uri: address of an MLflow server, http or https, without credentials. Credentials stay in the caller's
+            variables.
+        store: the caller's MLflow store without a server (``sqlite:////…``, a directory). The node's home starts a
+            server for it.
+        experiment: name of the experiment, which is created if it does not exist; "" if `experiment_id` is set.
+        experiment_id: identifier of an existing experiment.
+        run_id: an existing MLflow run to continue, which its creator ends; "" creates a new one.
+        parent_id: identifier of the parent MLflow run, or "".
+        run_name: name of a new MLflow run.
+        tags: tags about the source: user, program, commit.
+        params: parameters of the call, as text.
     """
 
     uri: str = ""
@@ -62,7 +63,7 @@ DEFAULT_GRACE_S = 30.0
 DEFAULT_HANG_WARNING_S = 600.0
 HANG_WARNING = "SERVERLESS_GPU_HANG_WARNING"
 SECONDS_MAX = 10 * 366 * 86_400
-MEMORY_BYTES_MIN = 64 << 20  # an interpreter with NumPy takes 40 MiB
+MEMORY_BYTES_MIN = 64 << 20  # An interpreter with NumPy takes 40 MiB.
 
 OnInterrupt = Literal["cancel", "detach"]
 ProcessGroup = Literal["nccl", "gloo"]
@@ -79,7 +80,7 @@ class Priority(StrEnum):
 
 
 class SessionOptions(TypedDict, total=False):
-    """What a session accepts for its plain functions, beside what it has parameters for."""
+    """Options that a session accepts for its plain functions, beside its own parameters."""
 
     num_gpus: int
     tags: Mapping[str, str]
@@ -106,18 +107,18 @@ class SessionOptions(TypedDict, total=False):
 
 
 class Options(SessionOptions, total=False):
-    """Everything `distributed` accepts beside `gpus`, `gpu_type`, `remote` and `timeout`."""
+    """Options that `distributed` accepts beside `gpus`, `gpu_type`, `remote` and `timeout`."""
 
     idle_timeout: float | str
     wait: bool
 
 
 class BlobReference(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes that lie in the server's store.
+    """A reference to bytes in the server's store.
 
     Attributes:
-        size: how many bytes.
-        parts: BLAKE3 digest (64 hexadecimal digits) of each `BLOB_PART_BYTES`, the last one may be shorter.
+        size: number of bytes.
+        parts: BLAKE3 digest (64 hexadecimal digits) of each `BLOB_PART_BYTES`; the last part may be shorter.
     """
 
     size: int
@@ -125,21 +126,21 @@ class BlobReference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True, tag="function"):
-    """Call a function in every rank.
+    """A payload that calls a function in every rank.
 
     Attributes:
-        call: the pickled call; None when it travels with the request, or lies in the run directory.
+        call: the pickled call; None if the request carries it, or if it is in the run directory.
     """
 
     call: BlobReference | None = None
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, tag="command"):
-    """Run a program.
+    """A payload that runs a program.
 
     Attributes:
-        argv: the program and its arguments; a program without a slash is looked for on the PATH of the rank.
-        per: whether one process is started for every rank, or one for every node with all of its devices.
+        argv: the program and its arguments. The rank looks up a program without a slash on its PATH.
+        per: "rank" starts one process for every rank, "node" starts one for every node with all of its devices.
     """
 
     argv: tuple[str, ...]
@@ -147,22 +148,22 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, tag="command"):
 
 
 class Kernel(msgspec.Struct, frozen=True, kw_only=True, tag="kernel"):
-    """Be a notebook's kernel; no version can do that yet."""
+    """A payload for a notebook kernel, which no version implements yet."""
 
 
 Payload = Function | Command | Kernel
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True):
-    """What the gang needs.
+    """The resources that a gang needs.
 
     Attributes:
         gpus: number of GPUs, one rank each; None means every GPU of the node.
-        gpu_type: canonical type name, or None for the type that is there.
+        gpu_type: canonical type name, or None for the type of the machine.
         cpus: cores per gang, or None for an even share.
         memory_bytes: host memory limit of the gang, or None.
-        same_node: whether the gang must fit on one node.
-        ignore_busy: take GPUs that other programs are using, too.
+        same_node: True if the gang must fit on one node.
+        ignore_busy: True to also take GPUs that other programs use.
     """
 
     gpus: int | None = None
@@ -173,15 +174,15 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     ignore_busy: bool = False
 
 
-OBJECT_STORE_BYTES_MIN = 80_000_000  # Ray refuses less than 75 MiB
+OBJECT_STORE_BYTES_MIN = 80_000_000  # Ray refuses less than 75 MiB.
 OBJECT_STORE_BYTES_MAX = 200_000_000_000
 
 
 class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
-    """The private Ray cluster a run asks for.
+    """The private Ray cluster that a run requests.
 
     Attributes:
-        dashboard: whether Ray's web page is started, on the loopback interface of the head's node.
+        dashboard: True to start Ray's web page, on the loopback interface of the head's node.
         object_store_bytes: size of each node's object store, or None for a share of the memory.
     """
 
@@ -189,36 +190,37 @@ class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
     object_store_bytes: int | None = None
 
     def text(self) -> str:
-        """Return what was asked for, in words: ``Ray cluster with dashboard, object store 20.0 GB``."""
+        """Return the request as text: ``Ray cluster with dashboard, object store 20.0 GB``."""
         store = "" if self.object_store_bytes is None else f"object store {format_bytes(self.object_store_bytes)}"
         extras = ", ".join(filter(None, ("dashboard" if self.dashboard else "", store)))
         return f"Ray cluster with {extras}" if extras else "Ray cluster"
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One run as it is asked for, without its payload.
+    """The specification of one run, without the bytes of its payload.
 
     Attributes:
-        timeout_s: limit from the first user byte, in seconds, or None.
-        grace_s: seconds between SIGTERM and SIGKILL when the run is stopped.
-        ranks_log: global ranks whose output is shown live; None means all.
-        hang_timeout_s: without a sign of progress until the run is ended, in seconds, or None.
-        hang_warning_s: without a sign of progress until that is said, in seconds; 0 means never.
-        environment: what ranks import: the caller's files as they lie there, or a restored copy of them; "auto" until
-            the client of a server knows whether it is on its own machine.
-        payload: what the run does.
-        secrets: names of those it gets as files; `secret_variables`: secret → variable, of those it gets as that, too.
-        idle_timeout_s: seconds of devices that do nothing until the run is stopped, or None for never.
-        tracker: where the run is tracked, as its client resolved `tracking` at the call; None for nowhere.
-        ray: the Ray cluster that the run makes of its nodes, with the function as its driver; None for none.
-        retry_on_infra: whether user code runs again when a GPU or a node failed, a few times, without `retries`.
-        max_run_s: the longest an attempt runs, as its usage policy or its server has it; None on a machine's own.
-        total_run_s: for how long user code runs in all attempts together, as its usage policy has it, or None.
-        attempts_max: how many attempts whose user code begins the run gets, as its usage policy has it, or None.
-        init: the backend of the process group that each rank joins before the function begins, or None.
-        policies: mandatory usage policies that apply beside `policy`, as the server has it.
-        wait: whether a server queues the run although no node it knows could ever serve it.
-        unsaved_max: attempts in a row that save nothing new, after which `resume` gives up; its usage policy has it.
+        timeout_s: time limit from the start of user code, in seconds, or None.
+        grace_s: seconds between SIGTERM and SIGKILL when the supervisor stops the run.
+        ranks_log: global ranks whose output the client shows live; None means all.
+        hang_timeout_s: seconds without a sign of progress until the supervisor ends the run, or None.
+        hang_warning_s: seconds without a sign of progress until a warning; 0 means never.
+        environment: "live" imports the caller's files in place, "snapshot" a restored copy. "auto" holds until the
+            client of a server knows whether it is on its own machine.
+        payload: the work of the run.
+        secrets: names of secrets that the run gets as files. `secret_variables` maps secrets to variables that also
+            hold them.
+        idle_timeout_s: seconds without work on any device until the run is stopped, or None for never.
+        tracker: MLflow destination, as the client resolved `tracking` at the call; None without tracking.
+        ray: the Ray cluster that the run makes of its nodes, with the function as its driver; None without Ray.
+        retry_on_infra: True to run user code again a few times after a GPU or node failure, without `retries`.
+        max_run_s: longest time of an attempt, from the usage policy or the server; None for a run without a server.
+        total_run_s: longest time of user code over all attempts, from the usage policy, or None.
+        attempts_max: maximum number of attempts that begin user code, from the usage policy, or None.
+        init: backend of the process group that each rank joins before the function begins, or None.
+        policies: mandatory usage policies that the server applies beside `policy`.
+        wait: True to queue the run even if no known node could ever serve it.
+        unsaved_max: attempts in a row without a new checkpoint after which `resume` gives up, from the usage policy.
     """
 
     spec_version: int = SPEC_VERSION
@@ -258,13 +260,13 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def limit_s(self) -> float | None:
-        """Return for how long user code of an attempt runs at most, in seconds, or None for as long as it likes."""
+        """Return the time limit of user code in one attempt, in seconds, or None without a limit."""
         limits = [limit for limit in (self.timeout_s, self.max_run_s) if limit is not None]
         return min(limits, default=None)
 
     @property
     def limited_by(self) -> str:
-        """Return who limits what the run did not limit itself, for people."""
+        """Return the policies, or the server, that limit the run beyond its own options, for messages."""
         names = [repr(name) for name in (self.policy, *self.policies) if name]
         if not names:
             return "the server"
@@ -272,21 +274,21 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_capped(self) -> bool:
-        """Return whether an attempt that reaches its limit reaches `max_run_s`, and not the user's own `timeout`."""
+        """Return whether `max_run_s`, and not the user's own `timeout`, limits an attempt."""
         return self.max_run_s is not None and self.limit_s != self.timeout_s
 
     @property
     def per_node(self) -> bool:
-        """Return whether a node has one process for all of its devices, which starts others itself."""
+        """Return whether a node runs one process for all of its devices, which starts further processes itself."""
         return self.ray is not None or (isinstance(self.payload, Command) and self.payload.per == "node")
 
     def processes(self, world_size: int) -> int:
-        """Return how many processes of the user's a node starts for so many of its devices."""
+        """Return the number of user processes that a node starts for `world_size` devices."""
         return 1 if self.per_node else world_size
 
     def limits(self) -> Limits:
-        """Return the limits the lifecycle works with."""
-        # A driver of Ray waits for its tasks for hours, in one place: that says nothing about them.
+        """Return the limits that the lifecycle applies."""
+        # A Ray driver may wait in one place for hours, which says nothing about the progress of its tasks.
         warning_s, hang_s = (self.hang_warning_s, self.hang_timeout_s) if self.ray is None else (0, None)
         return Limits(
             timeout_ns=None if self.limit_s is None else round(self.limit_s * 1e9),
@@ -304,9 +306,10 @@ def make_spec(
     options: Mapping[str, object],
     own: Sequence[GpuType],
 ) -> RunSpec:
-    """Return the RunSpec for what a user wrote; `options` are those without a parameter of their own.
+    """Return the RunSpec for the options that a user wrote.
 
-    Raises InvalidOption when an option does not exist, or its type is wrong; InvalidValue when a value is not possible.
+    `options` are those without a parameter of their own. Raises InvalidOption for an unknown option or a wrong type,
+    and InvalidValue for an invalid value.
     """
     _refuse_unknown(options)
     asked = dict(options)
@@ -314,7 +317,7 @@ def make_spec(
         alias = asked.pop("num_gpus")
         if gpus is not None and gpus != alias:
             raise InvalidValue(
-                f"gpus={gpus!r} and num_gpus={alias!r} disagree", hint="num_gpus is an alias: give one of them"
+                f"gpus={gpus!r} and num_gpus={alias!r} disagree", hint="num_gpus is an alias of gpus: give one of them"
             )
         gpus = alias
     if gpu_type is not None and not isinstance(gpu_type, str):
@@ -363,11 +366,11 @@ def check_command(command: Command) -> None:
         raise InvalidValue(f"a command has up to {ARGUMENTS_MAX} arguments, not {len(command.argv)}")
     for argument in command.argv:
         if "\0" in argument or not is_text(argument):
-            raise InvalidValue(f"argument {argument[:80]!r} holds a zero byte, or is not UTF-8")
+            raise InvalidValue(f"argument {argument[:80]!r} contains a zero byte, or is not UTF-8")
 
 
 def is_text(value: str) -> bool:
-    """Return whether a string can be written down: what came from bytes that are not UTF-8 cannot."""
+    """Return whether UTF-8 can encode a string; a string from other bytes may hold lone surrogates."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -376,16 +379,16 @@ def is_text(value: str) -> bool:
 
 
 def hang_warning_s(text: str | None) -> float:
-    """Return after how many seconds without progress a run is warned, 0 for never; of `SERVERLESS_GPU_HANG_WARNING`.
+    """Return the seconds without progress until a warning, from `SERVERLESS_GPU_HANG_WARNING`.
 
-    Raises InvalidValue when it is no number of seconds.
+    Returns 0 for never. Raises InvalidValue when the text is not a number of seconds.
     """
     if not text:
         return DEFAULT_HANG_WARNING_S
     value = -1.0
     with contextlib.suppress(ValueError):
         value = float(text)
-    if not 0 <= value <= SECONDS_MAX:  # NaN is neither
+    if not 0 <= value <= SECONDS_MAX:  # Also refuses NaN.
         raise InvalidValue(
             f"{HANG_WARNING}={text!r} is not a number of seconds", hint="0 switches the warning off; the default is 600"
         )
@@ -411,13 +414,13 @@ def _environment(value: object, remote: bool) -> AskedEnvironment:
     if not isinstance(value, str):
         raise InvalidOption(f"env must be 'live' or 'snapshot', not {value!r}")
     raise InvalidValue(
-        f"env={value!r} is not possible",
-        hint="'live' imports the files where they lie, 'snapshot' a copy of them as they are at the call",
+        f"env={value!r} is not valid",
+        hint="'live' imports the caller's files in place, 'snapshot' imports a copy of them from the time of the call",
     )
 
 
 def flag(name: str, value: object) -> bool:
-    """Return a switch a user gave. Raises InvalidOption when it is neither True nor False."""
+    """Return a boolean option. Raises InvalidOption when it is neither True nor False."""
     if not isinstance(value, bool):
         raise InvalidOption(f"{name} must be True or False, not {value!r}")
     return value
@@ -432,16 +435,16 @@ def _whole(name: str, value: object, least: int, most: int) -> int:
 
 
 def seconds(name: str, value: object) -> float:
-    """Return a duration a user gave, in seconds: a number of them, or text with a unit, ``"5m"``.
+    """Return a duration in seconds, from a number or from a text with a unit such as ``"5m"``.
 
-    Raises InvalidOption when it is neither, InvalidValue when it is not positive, or absurdly long.
+    Raises InvalidOption for another type or text, and InvalidValue for a duration that is not positive or too long.
     """
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = parse_duration_s(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidOption(f"{name} must be seconds, or text such as '5m', not {value!r}")
-    if not 0 < value < float("inf"):  # NaN is neither
+    if not 0 < value < float("inf"):  # Also refuses NaN.
         raise InvalidValue(f"{name} must be a positive number of seconds, not {value}")
     if value > SECONDS_MAX:
         raise InvalidValue(f"{name} must be at most {SECONDS_MAX} seconds, ten years")
@@ -449,13 +452,13 @@ def seconds(name: str, value: object) -> float:
 
 
 def patience(name: str, value: object) -> float | None:
-    """Return how long to wait, in seconds, or None for as long as it takes; what is below 0 is 0.
+    """Return a maximum wait in seconds, or None for no limit; negative values become 0.
 
-    Raises InvalidOption when it is not a number, InvalidValue when it cannot be waited for.
+    Raises InvalidOption when the value is not a number, and InvalidValue for NaN.
     """
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's numbers are Real
+    if isinstance(value, bool) or not isinstance(value, Real):  # NumPy's numbers are instances of Real.
         raise InvalidOption(f"{name} must be a number of seconds or None, not {value!r}")
     limit_s = float(value)
     if math.isnan(limit_s):
@@ -481,9 +484,10 @@ _BYTE_UNITS = {
 
 
 def parse_bytes(name: str, value: object) -> int:
-    """Return a number of bytes that was given as such or as a string like ``"64GiB"``; `name` is for the message.
+    """Return a number of bytes, from an integer or from a string such as ``"64GiB"``.
 
-    Raises InvalidOption when it does not read like that, InvalidValue when it is not between 1 byte and 1 EiB.
+    `name` is the option's name in the message. Raises InvalidOption for another type or text, and InvalidValue for less
+    than 1 byte or more than 1 EiB.
     """
     if isinstance(value, str):
         text = value.strip().upper().removesuffix("B")
@@ -497,7 +501,7 @@ def parse_bytes(name: str, value: object) -> int:
 
 
 def _memory(value: object) -> int:
-    """Return a limit of host memory in bytes; refuse one that no interpreter fits into."""
+    """Return a limit of host memory in bytes; refuse a limit that is too small for an interpreter."""
     found = parse_bytes("memory", value)
     if found < MEMORY_BYTES_MIN:
         raise InvalidValue(
@@ -567,8 +571,8 @@ def _process_group(value: object, gpu_type: str | None) -> ProcessGroup | None:
 
 
 def no_nccl(devices: str) -> InvalidValue:
-    """Return the refusal of `init="nccl"` on devices without CUDA."""
+    """Return the error for `init="nccl"` on devices without CUDA."""
     return InvalidValue(
-        f"init='nccl' needs GPUs with CUDA, and the run has {devices}",
+        f"init='nccl' needs GPUs with CUDA, but the run has {devices}",
         hint="write init='gloo', or choose GPUs with gpu_type=",
     )

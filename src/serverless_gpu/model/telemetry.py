@@ -1,6 +1,6 @@
 """Telemetry samples of a node: values, intervals, names and sums.
 
-Sample ─┬─▶ logs/<node rank>.telemetry   one JSON line each, the buffer of everything that is sent anywhere
+Sample ─┬─▶ logs/<node rank>.telemetry   one JSON line each, the buffer of all uploads
         ├─▶ DeviceTotals (a running sum) ─▶ DeviceUse of the receipt
         └─▶ series()   ─▶ system/node_<i>/…, ray/node_<i>/… of MLflow, Run.metrics(), Run.plot()
 
@@ -22,42 +22,42 @@ from serverless_gpu.model.hardware import DeviceKind
 from serverless_gpu.model.receipt import DeviceUse
 
 RAY_BYTES_MAX = 1 << 16
-"""Of the file; one that is larger is none of ours."""
+"""Maximum size of a metrics file; the reader ignores a larger file."""
 
-_FRESH_NS = 30 * 1_000_000_000  # three of the monitor's looks
+_FRESH_NS = 30 * 1_000_000_000  # Three intervals of the monitor.
 
 
 class RaySample(msgspec.Struct, frozen=True, array_like=True):
-    """One node's Ray at one moment; None is "not known".
+    """The state of one node's Ray at one moment; None means "not known".
 
-    Tasks are counted where they run, those that wait or have ended where their owner is. What only the head knows has
-    values on its node: placement groups, and actors that do not run yet or any more.
+    The node that runs a task counts the task while it runs. The node of its owner counts waiting and ended tasks. Only
+    the sample of the head's node has placement groups, and actors that wait or have ended.
     """
 
-    cpus: float | None = None  # CPUs Ray has to give
-    cpus_used: float | None = None  # given to tasks, actors and placement groups
-    gpus: float | None = None  # GPUs Ray has to give
-    gpus_used: float | None = None  # given to tasks, actors and placement groups
-    object_store_bytes: float | None = None  # used of the object store
-    object_store_free_bytes: float | None = None  # free in the object store
+    cpus: float | None = None  # CPUs that Ray can assign.
+    cpus_used: float | None = None  # CPUs assigned to tasks, actors and placement groups.
+    gpus: float | None = None  # GPUs that Ray can assign.
+    gpus_used: float | None = None  # GPUs assigned to tasks, actors and placement groups.
+    object_store_bytes: float | None = None  # Used bytes of the object store.
+    object_store_free_bytes: float | None = None  # Free bytes of the object store.
     objects: float | None = None
-    spilled_bytes: float | None = None  # of objects that lie on the disk because the object store was full
-    tasks_pending: float | None = None  # which wait for arguments, for resources or for their turn
-    tasks_running: float | None = None  # which run
-    tasks_finished: float | None = None  # which have ended, since the cluster began
-    tasks_failed: float | None = None  # which have failed, since the cluster began
-    tasks_infeasible: float | None = None  # which ask for more than any node has, and wait for ever
-    actors: float | None = None  # which run
-    actors_pending: float | None = None  # which wait to be made
-    actors_restarting: float | None = None  # which are made again
-    actors_dead: float | None = None  # which have ended
-    placement_groups: float | None = None  # which are made
-    placement_groups_pending: float | None = None  # which wait for resources
+    spilled_bytes: float | None = None  # Bytes of objects that Ray moved to the disk because the object store was full.
+    tasks_pending: float | None = None  # Tasks that wait for arguments, for resources or for their turn.
+    tasks_running: float | None = None  # Tasks that run.
+    tasks_finished: float | None = None  # Tasks that have ended since the cluster began.
+    tasks_failed: float | None = None  # Tasks that have failed since the cluster began.
+    tasks_infeasible: float | None = None  # Tasks that request more than any node has, and wait forever.
+    actors: float | None = None  # Actors that run.
+    actors_pending: float | None = None  # Actors that Ray has not created yet.
+    actors_restarting: float | None = None  # Actors that Ray creates again.
+    actors_dead: float | None = None  # Actors that have ended.
+    placement_groups: float | None = None  # Placement groups that exist.
+    placement_groups_pending: float | None = None  # Placement groups that wait for resources.
     workers: float | None = None
-    workers_out_of_memory: float | None = None  # workers Ray has ended because the node's memory ran out
-    cpu_percent: float | None = None  # of the node, as Ray sees it
-    memory_bytes: float | None = None  # of the node, as Ray sees it
-    memory_total_bytes: float | None = None  # of the node, as Ray sees it
+    workers_out_of_memory: float | None = None  # Workers that Ray ended because the node ran out of memory.
+    cpu_percent: float | None = None  # CPU use of the node, as Ray reports it.
+    memory_bytes: float | None = None  # Used memory of the node, as Ray reports it.
+    memory_total_bytes: float | None = None  # Total memory of the node, as Ray reports it.
 
 
 _MEGABYTES = {
@@ -71,7 +71,7 @@ _OTHERS = {"cpu_percent": "cpu_utilization_percentage"}
 
 
 def ray_series(node_rank: int, sample: RaySample) -> dict[str, float]:
-    """Return a sample's values by the names they have in MLflow; what is not known has no entry."""
+    """Return a sample's values by their names in MLflow; unknown values have no entry."""
     values: dict[str, float] = {}
     for field, name, per in _named(node_rank):
         value = getattr(sample, field)
@@ -81,7 +81,7 @@ def ray_series(node_rank: int, sample: RaySample) -> dict[str, float]:
 
 
 def read_ray(data: bytes, now_ns: int) -> RaySample | None:
-    """Return what a node's file says; None where it says nothing of now, or is not such a file."""
+    """Return the sample in a node's metrics file; None for an outdated or invalid file."""
     if len(data) > RAY_BYTES_MAX:
         return None
     try:
@@ -113,9 +113,9 @@ def _named(node_rank: int) -> tuple[tuple[str, str, float], ...]:
 
 
 class GpuSample(msgspec.Struct, frozen=True, array_like=True):
-    """One device at one moment; None is "not known", which is not 0."""
+    """One device at one moment; None means "not known", which is not 0."""
 
-    # Share of the last second in which a kernel ran; of a CPU slot, its rank's share of a core.
+    # Share of the last second in which a kernel ran; for a CPU slot, its rank's share of a core.
     busy_percent: float | None = None
     memory_bytes: int | None = None
     memory_total_bytes: int | None = None
@@ -128,14 +128,14 @@ class GpuSample(msgspec.Struct, frozen=True, array_like=True):
     pcie_transmit_bytes_s: float | None = None
     nvlink_receive_bytes_s: float | None = None
     nvlink_transmit_bytes_s: float | None = None
-    throttle: int | None = None  # NVML's bits for why the clocks are lower than asked for
-    ecc_errors: int | None = None  # uncorrected, since the driver was loaded
+    throttle: int | None = None  # NVML's bits for the reasons of reduced clocks.
+    ecc_errors: int | None = None  # Uncorrected errors since the driver was loaded.
 
 
 class HostSample(msgspec.Struct, frozen=True, array_like=True):
-    """The machine at one moment; disk is that of the home, network all but loopback.
+    """The machine at one moment: the disk of the home, and all network interfaces except loopback.
 
-    Network counts since the machine was started, in a file of samples since its first sample.
+    Network counters begin at the start of the machine. In a file of samples they begin at its first sample.
     """
 
     cpu_percent: float | None = None
@@ -148,7 +148,7 @@ class HostSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankSample(msgspec.Struct, frozen=True, array_like=True):
-    """One rank with its children at one moment; `cpu_percent` 100 is one core."""
+    """One rank with its children at one moment; a `cpu_percent` of 100 is one core."""
 
     rank: int
     cpu_percent: float | None = None
@@ -157,9 +157,10 @@ class RankSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """A node at one moment: `gpus` in the order of the header's devices, `at_ns` nanoseconds since 1970.
+    """A node at one moment.
 
-    `ray` is what the run's Ray cluster told last, at most half a minute ago; None where there is none.
+    `gpus` are in the order of the header's devices; `at_ns` is in nanoseconds since 1970. `ray` is the last state of
+    the run's Ray cluster, at most half a minute old; None without Ray.
     """
 
     at_ns: int
@@ -170,7 +171,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """A device of which samples speak."""
+    """A device that the samples describe."""
 
     uuid: str
     type: str
@@ -178,13 +179,13 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line of a file of samples, and again where an attempt's devices become known."""
+    """First line of a file of samples, which recurs when the devices of an attempt become known."""
 
     run_id: str
     fence: int
     node: str
     node_rank: int
-    origin_ns: int  # of the call, nanoseconds since 1970; steps count seconds from here
+    origin_ns: int  # Time of the call, nanoseconds since 1970; steps count seconds from this time.
     devices: tuple[Sampled, ...] = ()
 
 
@@ -196,17 +197,18 @@ _DOUBLINGS_MAX = 8
 
 
 def interval_ns(rows: int) -> int:
-    """Return how long after the last row of a file the next one is due: 1 s in the first hour, then ever longer.
+    """Return the interval after the last row of a file: 1 s in the first hour, then longer and longer.
 
-    The interval doubles every 3600 rows, up to 256 s: ten days are fewer than 29,000 rows.
+    The interval doubles every 3600 rows, up to 256 s. Ten days give fewer than 29,000 rows.
     """
     return SECOND_NS << min(rows // _ROWS_PER_INTERVAL, _DOUBLINGS_MAX)
 
 
 def merged(samples: Sequence[Sample]) -> Sample:
-    """Return one sample for several: what flows is averaged, of memory the most is kept, of what counts up the last.
+    """Return one sample that combines several.
 
-    Where devices or ranks have changed, only samples of the last ones count.
+    Rates become their mean, memory its maximum, and counters their last value. After a change of devices or ranks, only
+    samples with the last set of them count.
     """
     last = samples[-1]
     if len(samples) == 1:
@@ -266,14 +268,14 @@ _sample_decoder = msgspec.json.Decoder(Sample)
 
 
 def encode(line: Line) -> bytes:
-    """Return a line of a file of samples: a header is a JSON object, a sample an array."""
+    """Return one line of a file of samples: a header is a JSON object, a sample is an array."""
     return _encoder.encode(line) + b"\n"
 
 
 def decode(data: bytes) -> tuple[list[Line], int]:
-    """Return what whole lines say, and how many bytes they are; a line that cannot be read is left out.
+    """Return the decoded lines and the number of bytes consumed; invalid lines are left out.
 
-    A writer that was killed leaves half a line, which the next one ends: it is one that cannot be read.
+    A killed writer leaves half a line. The next writer ends that line, which is then invalid.
     """
     end = data.rfind(b"\n") + 1
     lines: list[Line] = []
@@ -287,15 +289,16 @@ def decode(data: bytes) -> tuple[list[Line], int]:
 
 
 def step(header: Header, sample: Sample) -> int:
-    """Return whole seconds since the call of the run, never less than 0."""
+    """Return whole seconds since the call of the run, at least 0."""
     return max(0, (sample.at_ns - header.origin_ns) // SECOND_NS)
 
 
 def series(header: Header, sample: Sample) -> dict[str, float]:
-    """Return a sample's values by the names they have in MLflow; what is not known has no entry.
+    """Return a sample's values by their names in MLflow; unknown values have no entry.
 
-    Names and units are those of MLflow's own system metrics (a megabyte is 1,000,000 bytes there), and more in the same
-    manner. Devices and ranks are numbered as the run sees them; slots of a CPU are no GPUs, their ranks tell the same.
+    Names and units are those of MLflow's own system metrics, where a megabyte is 1,000,000 bytes. Further series follow
+    the same pattern. Devices and ranks have the numbers that the run sees. CPU slots have no GPU series, because the
+    series of their ranks show the same values.
     """
     prefix = f"system/node_{header.node_rank}/"
     named = zip(_names(prefix, _HOST_SERIES), _host_values(sample.host), strict=True)
@@ -391,8 +394,9 @@ def _share(part: float | None, whole: float | None) -> float | None:
 # --- what they add up to ------------------------------------------------------------------------------------------
 
 THROTTLED = 0x04 | 0x08 | 0x20 | 0x40 | 0x80
-"""NVML's bits that mean heat or power: software power cap, hardware slowdown, software and hardware thermal slowdown,
-power brake. Not: idle, clocks that an operator set, a group of cards kept at one clock."""
+"""NVML's bits for heat or power: software power cap, hardware slowdown, software and hardware thermal slowdown, power
+brake. Idle devices, clocks set by an operator and groups of cards at one clock do not count.
+"""
 
 _THROTTLE_WORDS = {
     0x04: "power cap",
@@ -404,15 +408,15 @@ _THROTTLE_WORDS = {
 }
 
 BUSY_PERCENT = 5.0
-"""Less than this is no work worth the name: what a desktop or a monitoring tool costs."""
+"""Minimum busy share that counts as work; a desktop or a monitoring tool stays below it."""
 
 _GAP_NS_MAX = 600 * SECOND_NS
 
 
 class DeviceTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """What one device did, summed up sample by sample; `result()` is the account.
+    """The running sum of one device's samples; `result()` returns its account.
 
-    Each sample stands for the time since the one before, up to ten minutes; the first one for a second.
+    Each sample stands for the time since the sample before, up to ten minutes. The first sample stands for one second.
     """
 
     uuid: str
@@ -448,7 +452,7 @@ class DeviceTotals(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def result(self) -> DeviceUse:
-        """Return the account so far."""
+        """Return the account of the samples so far."""
         return DeviceUse(
             uuid=self.uuid,
             samples=self.samples,
@@ -468,10 +472,10 @@ def add(uses: Mapping[str, DeviceTotals], header: Header, sample: Sample) -> dic
 
 
 def works(sample: Sample) -> bool:
-    """Return whether a device does any work worth the name; what is not known counts as work: it is no evidence."""
+    """Return whether a device works; an unknown busy share counts as work, because it proves nothing."""
     return not sample.gpus or any(gpu.busy_percent is None or gpu.busy_percent >= BUSY_PERCENT for gpu in sample.gpus)
 
 
 def throttle_words(bits: int | None) -> tuple[str, ...]:
-    """Return why a device's clocks are lower than asked for, for a person; nothing where it only has nothing to do."""
+    """Return the reasons for a device's reduced clocks as text; empty for a device without work."""
     return tuple(word for bit, word in _THROTTLE_WORDS.items() if (bits or 0) & bit)

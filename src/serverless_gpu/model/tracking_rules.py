@@ -1,10 +1,10 @@
-"""Rules for an MLflow run: names, intervals and limits; values in, values out.
+"""Rules for an MLflow run: names, intervals and limits.
 
     Tracking, RunSpec ─▶ first_tags, params_of        samples ─▶ send_interval_s ─▶ points, below 2 M a run
     State, Receipt    ─▶ status_of, last_tags, receipt_tags      failures in a row ─▶ pause_s
 
-Who sends it is `serverless_gpu.tracking`. MLflow refuses a request as a whole when one name or value in it breaks its
-rules, so they are kept here, before anything is sent.
+`serverless_gpu.tracking` sends the requests. MLflow refuses a whole request when one name or value in it breaks a rule.
+This module therefore applies the rules before anything is sent.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from serverless_gpu.model.spec import Command, RunSpec, Tracking
 KEY_CHARACTERS_MAX = 250
 PARAM_CHARACTERS_MAX = 6000
 TAG_CHARACTERS_MAX = 8000
-"""MLflow refuses what is longer, and with it all that came in the same request."""
+"""MLflow refuses a longer value, and everything else in the same request."""
 RUN_TAG = "sgpu.run_id"
-"""The tag by which others than its maker find an MLflow run."""
+"""The tag by which other processes find an MLflow run."""
 ATTEMPT_TAG = "sgpu.attempt"
-"""The tag that says which attempt's state an MLflow run shows: that of the last one that has begun."""
+"""The tag with the attempt whose state an MLflow run shows: the last attempt that has begun."""
 POINTS_MAX = 2_000_000
-"""Of ours in one MLflow run; a run has room for 10 million, and those are for its user."""
+"""Points of this package in one MLflow run. An MLflow run can hold 10 million; the rest belongs to its user."""
 GIVE_UP_S = 86_400
-"""For so long after the end of an attempt MLflow is tried."""
+"""Seconds after the end of an attempt in which the package retries requests to MLflow."""
 
 _NOTE_TAG = "mlflow.note.content"
 _NAME_TAG = "mlflow.runName"
@@ -57,19 +57,19 @@ _STATUSES: Mapping[State, Status] = {
 
 
 def status_of(state: State) -> Status:
-    """Return what MLflow calls the state of an attempt."""
+    """Return MLflow's status for the state of an attempt."""
     return _STATUSES.get(state, "RUNNING")
 
 
 def valid_key(key: str) -> str:
-    """Return a name for a parameter, tag or series that MLflow takes: its alphabet, no path that leads elsewhere."""
+    """Return a name that MLflow accepts for a parameter, tag or series: valid characters, no relative path."""
     clean = "".join(char if char.isalnum() or char in "_-.: /" else "_" for char in key[:KEY_CHARACTERS_MAX])
     parts = [part for part in clean.split("/") if part not in ("", ".", "..")]
     return "/".join(parts) or "_"
 
 
 def cut(text: str, characters_max: int, *, keep_end: bool = False) -> str:
-    """Return text of at most so many characters, which says so where something is missing."""
+    """Return text of at most `characters_max` characters, with a marker where text is missing."""
     if len(text) <= characters_max:
         return text
     kept = characters_max - len(_CUT)
@@ -77,7 +77,7 @@ def cut(text: str, characters_max: int, *, keep_end: bool = False) -> str:
 
 
 def spec_params(spec: RunSpec) -> dict[str, str]:
-    """Return what a spec says that is worth comparing runs by; names that no parameter of the user's has."""
+    """Return the parameters of a spec that help to compare runs, under names that no user parameter has."""
     asked = {
         "name": spec.name,
         "command": command_text(spec.payload.argv) if isinstance(spec.payload, Command) else None,
@@ -91,7 +91,7 @@ def spec_params(spec: RunSpec) -> dict[str, str]:
 
 
 def folder(tracking: Tracking, run_id: str, fence: int, node_rank: int) -> str:
-    """Return below which path the files of one attempt on one node lie in the artifacts, with a slash at its end.
+    """Return the path of one attempt's files on one node within the artifacts, with a final slash.
 
     The first attempt and the first node need no folder of their own.
     """
@@ -103,17 +103,17 @@ def folder(tracking: Tracking, run_id: str, fence: int, node_rank: int) -> str:
 
 
 def params_of(tracking: Tracking, spec_params: Mapping[str, str]) -> dict[str, str]:
-    """Return the parameters of a run: what its client said of the call, then what its spec says."""
+    """Return the parameters of a run; those of the call take precedence over those of the spec."""
     merged = {valid_key(key): value for key, value in spec_params.items()}
     merged |= {valid_key(key): value for key, value in tracking.params.items()}
     return {key: cut(value, PARAM_CHARACTERS_MAX) for key, value in merged.items()}
 
 
 def first_tags(tracking: Tracking, run_id: str, fence: int, user_tags: Mapping[str, str]) -> dict[str, str]:
-    """Return the tags with which a run is made."""
+    """Return the tags of a run at its first attempt."""
     clean = ((valid_key(key), value) for key, value in user_tags.items())
     tags = {valid_key(f"sgpu.tag.{key}") if key.startswith(_RESERVED) else key: value for key, value in clean}
-    if not tracking.run_id:  # its maker has said where it is from
+    if not tracking.run_id:  # The creator of a continued run has already tagged its source.
         tags |= {valid_key(key): value for key, value in tracking.tags.items()}
     tags |= {RUN_TAG: run_id, ATTEMPT_TAG: str(fence)}
     if tracking.run_name and not tracking.run_id:
@@ -124,7 +124,7 @@ def first_tags(tracking: Tracking, run_id: str, fence: int, user_tags: Mapping[s
 
 
 def resumed_tags(tracking: Tracking, run_id: str, fence: int) -> dict[str, str]:
-    """Return the tags with which another attempt goes on: nothing of how the one before ended is left."""
+    """Return the tags at the start of another attempt, which clear the end of the attempt before."""
     tags = {RUN_TAG: run_id, ATTEMPT_TAG: str(fence)}
     if not tracking.run_id:
         tags |= {"sgpu.state": State.RUNNING.value, "sgpu.reason": "", "sgpu.sentence": "", _NOTE_TAG: ""}
@@ -132,7 +132,7 @@ def resumed_tags(tracking: Tracking, run_id: str, fence: int) -> dict[str, str]:
 
 
 def last_tags(tracking: Tracking, state: State, reason: Reason, sentence: str) -> dict[str, str]:
-    """Return the tags that say how an attempt ended; none in a run that is not ours to end."""
+    """Return the tags for the end of an attempt; empty for an MLflow run that its creator ends."""
     if tracking.run_id:
         return {}
     tags = {"sgpu.state": state.value, "sgpu.reason": reason.value, "sgpu.sentence": sentence}
@@ -140,7 +140,7 @@ def last_tags(tracking: Tracking, state: State, reason: Reason, sentence: str) -
 
 
 def receipt_tags(tracking: Tracking, receipt: Receipt, node_rank: int = 0, nodes: int = 1) -> dict[str, str]:
-    """Return the tags that an account of a run adds: as the page's description, too, where the run is ours."""
+    """Return the tags of a receipt, and the page's description for an MLflow run of this package."""
     tags = {
         "sgpu.gpu_seconds": f"{receipt.gpu_ms / 1000:.3f}",
         "sgpu.devices": receipt.devices_text(),
@@ -153,19 +153,20 @@ def receipt_tags(tracking: Tracking, receipt: Receipt, node_rank: int = 0, nodes
     if nodes > 1:
         tags = {f"sgpu.node_{node_rank}.{key.removeprefix('sgpu.')}": value for key, value in tags.items()}
     elif not tracking.run_id:
-        tags[_NOTE_TAG] = "    " + receipt.text().replace("\n", "\n    ")  # as code: the page reads it as Markdown
+        # Indented as code, because the page renders Markdown.
+        tags[_NOTE_TAG] = "    " + receipt.text().replace("\n", "\n    ")
     return {key: cut(value, TAG_CHARACTERS_MAX) for key, value in tags.items() if value}
 
 
 def gang_tags(tracking: Tracking, tags: Mapping[str, str], nodes: int) -> dict[str, str]:
-    """Return what the accounts of all nodes come to, once all have told theirs; nothing until then."""
+    """Return the sums over all nodes, once all nodes have sent their accounts; empty until then."""
     seconds = [tags.get(f"sgpu.node_{node}.gpu_seconds", "") for node in range(nodes)]
     costs = [tags.get(f"sgpu.node_{node}.cost", "").split() for node in range(nodes)]
     try:
         found = {"sgpu.gpu_seconds": f"{sum(map(float, seconds)):.3f}"}
         if all(len(cost) == 2 for cost in costs) and len({currency for _, currency in costs}) == 1:
             found["sgpu.cost"] = f"{sum(float(amount) for amount, _ in costs):.6f} {costs[0][1]}"
-    except ValueError:  # one is missing, or a user wrote another text there
+    except ValueError:  # A value is missing, or a user wrote another text to the tag.
         return {}
     if not tracking.run_id:
         found[_NOTE_TAG] = (
@@ -177,32 +178,32 @@ def gang_tags(tracking: Tracking, tags: Mapping[str, str], nodes: int) -> dict[s
 
 
 def is_reported_elsewhere(reason: Reason, tags: Mapping[str, str]) -> bool:
-    """Return whether another node has reported the gang's end, of which this one knows only the fact."""
+    """Return whether another node has reported a more specific reason for the gang's end."""
     weak = (Reason.PEER_FAILED, Reason.COMPLETED)
     return reason in weak and tags.get("sgpu.reason", "") not in ("", *weak)
 
 
 def variables(run_id: str, experiment_id: str, uri: str) -> dict[str, str]:
-    """Return the variables with which any MLflow in a rank finds a run.
+    """Return the variables with which any MLflow client in a rank finds a run.
 
-    `uri` is "" where the caller's own variable has it, which may carry a password.
+    `uri` is "" if the caller's own variable has the address, which may contain a password.
     """
     found = {"MLFLOW_TRACKING_URI": uri, "MLFLOW_RUN_ID": run_id, "MLFLOW_EXPERIMENT_ID": experiment_id}
     return {name: value for name, value in found.items() if value}
 
 
 def pause_s(failures: int) -> float:
-    """Return how long to wait after so many failures in a row, in seconds, before a little is added by chance."""
+    """Return the wait after a number of failures in a row, in seconds, before random jitter is added."""
     if failures > _QUICK_TRIES:
         return _LATE_PAUSE_S_MAX
     return min(_FIRST_PAUSE_S * 2.0 ** min(max(0, failures - 1), 10), _PAUSE_S_MAX)
 
 
 def send_interval_s(elapsed_s: float, series: int, nodes: int) -> int:
-    """Return how far apart the points of a series are, in seconds: 10, and doubled whenever so many were sent.
+    """Return the interval between points of a series, in seconds: 10 at first, doubled at growing times.
 
-    It depends on nothing but the time since the call, so that a monitor that was started again goes on alike, and so
-    that all points of all nodes stay below `POINTS_MAX` in a run of ten days.
+    The interval depends only on the time since the call and the size of the run, so a restarted monitor continues with
+    the same intervals. All points of all nodes stay below `POINTS_MAX` in a run of ten days.
     """
     rows_each = POINTS_MAX // (_DOUBLINGS * max(1, series) * max(1, nodes))
     rows_each = min(max(rows_each, _ROWS_EACH_MIN), _ROWS_EACH_MAX)

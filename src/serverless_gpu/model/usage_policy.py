@@ -1,16 +1,16 @@
-"""Usage policies: what an organisation has decided for the runs of a principal, and which of them a run is under.
+"""Usage policies: rules of an organisation for the runs of a principal.
 
-    attached to the user, the service, the run's team ─▶ one: it applies by itself
-    (a run for no team: all teams they are in)           several: `policy=` (or SGPU_POLICY) says which; else refused
-                                                         none: any unattached policy may be named
-    mandatory ones ─▶ all that are attached apply beside that one, whatever the run says: the strictest rule holds
+    attached to the user, the service, the run's team ─▶ one: it applies automatically
+    (a run without a team: all teams of its owner)       several: `policy=` (or SGPU_POLICY) selects one, else refused
+                                                         none: the run may name any unattached policy
+    mandatory ones ─▶ all attached ones apply beside the selected one; the strictest rule holds
     defaults       ─▶ a team and a time limit, before the rules are checked
-    each policy ─▶ is the run within it? ── no ──▶ refused: the policy, what is not accepted, what would be
-               └─▶ what it adds: default tags, pool, limits ─▶ the spec that is written down
-    CRITICAL    ─▶ only where a policy that applies lists it, or who asks may grant it (`operator`, `admin`)
+    each policy ─▶ does the run comply? ── no ──▶ refused: the policy, the refused values, the accepted values
+               └─▶ additions: default tags, pool, limits ─▶ the stored spec
+    CRITICAL    ─▶ only if a policy that applies lists it, or the caller may grant it (`operator`, `admin`)
 
-Policies decide from values only. A policy fills in what the user left open and never loosens what they said. Which
-installed packages are accepted is a question to the store of environments, which the server's policies ask.
+Policies decide from values only. A policy fills in options that the user left open and never relaxes those that the
+user set. The server checks installed packages against the environment store, outside of this module.
 """
 
 from __future__ import annotations
@@ -27,45 +27,46 @@ from serverless_gpu.model.lifecycle.attempt import UNSAVED_MAX
 from serverless_gpu.model.spec import TAGS_MAX, Priority, RunSpec
 
 MAX_RUN_S = 7 * 86_400.0
-"""The longest an attempt runs where no policy says otherwise; with `resume` the run goes on as another attempt."""
+"""Longest time of an attempt without a policy's limit; with `resume` the run continues as another attempt."""
 HolderKind = Literal["user", "service", "team"]
 HOLDER_KINDS: tuple[HolderKind, ...] = get_args(HolderKind)
 _NAMED_MAX = 20
 
 
 class UsagePolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy. None, or an empty tuple, means that it says nothing about that."""
+    """One usage policy. None or an empty tuple means that the policy has no such rule."""
 
-    pool: str = ""  # of runs that name none; "" for the first of `pools`, or any on-demand pool
-    pools: tuple[str, ...] = ()  # pools that runs may name; `pool` is always one of them
-    required_tags: dict[str, tuple[str, ...]] = {}  # keys that a run has to have; a key with values may have only those
-    default_tags: dict[str, str] = {}  # what is added where a run has no such key
-    # That runs may ask for; one that asks for none gets the first that there is of these.
+    pool: str = ""  # Pool of runs that name none; "" for the first of `pools`, or any on-demand pool.
+    pools: tuple[str, ...] = ()  # Pools that runs may name, always including `pool`.
+    # Tags that a run must have; a key with values accepts only these values.
+    required_tags: dict[str, tuple[str, ...]] = {}
+    default_tags: dict[str, str] = {}  # Tags that are added to a run without such a key.
+    # GPU types that runs may request. A run that requests none gets the first available one of these.
     gpu_types: tuple[str, ...] = ()
-    gpus_per_run: int | None = None  # the most devices of one run
-    gpus_at_once: int | None = None  # the most devices that the runs of one user have at the same time
-    max_run_s: float | None = None  # the longest an attempt runs, in seconds
-    # Seconds of devices that do nothing until a run is stopped; users may say less, and not more or never.
+    gpus_per_run: int | None = None  # Maximum number of devices of one run.
+    gpus_at_once: int | None = None  # Maximum number of devices of all active runs of one user.
+    max_run_s: float | None = None  # Longest time of an attempt, in seconds.
+    # Seconds without work on any device until a run is stopped. Users may set less, but not more and not never.
     idle_s: float | None = None
-    # Classes that runs may ask for; NORMAL, which is what a run has that says nothing, becomes the first where it is
-    # not one of them.
+    # Priority classes that runs may request. A run without a class is NORMAL; if NORMAL is not accepted, the first
+    # class replaces it.
     priorities: tuple[Priority, ...] = ()
     # Addresses of captured environments whose installed packages are accepted; the project's own code may differ. With
-    # any, a run that imports the caller's own files is refused.
+    # such addresses, a run that imports the caller's own files is refused.
     environments: tuple[str, ...] = ()
-    timeout_s: float | None = None  # the time limit of a run that names none, in seconds; users may say another one
-    team: str = ""  # the team of a run that names none, if its owner is in it; "" for none
-    team_required: bool = False  # whether a run has to be for a team
-    # The most attempts of a run whose user code begins; those that made room for others do not count.
+    timeout_s: float | None = None  # Time limit of a run that names none, in seconds; users may set another one.
+    team: str = ""  # Team of a run that names none, if its owner is a member; "" for none.
+    team_required: bool = False  # True if every run must belong to a team.
+    # Maximum number of attempts that begin user code; preempted attempts do not count.
     attempts_max: int | None = None
-    total_run_s: float | None = None  # for how long user code of a run runs in all attempts together, in seconds
-    unsaved_max: int | None = None  # attempts in a row that save nothing new, after which `resume` gives up
-    # Whether it applies to all runs of those it is attached to, beside the one that a run names.
+    total_run_s: float | None = None  # Longest time of user code over all attempts of a run, in seconds.
+    unsaved_max: int | None = None  # Attempts in a row without a new checkpoint after which `resume` gives up.
+    # True if the policy applies to all runs of its principals, beside the policy that a run names.
     mandatory: bool = False
 
     @property
     def home(self) -> str:
-        """Return where runs go that name no pool, "" for any on-demand one."""
+        """Return the pool of runs that name none; "" for any on-demand pool."""
         return self.pool or next(iter(self.pools), "")
 
 
@@ -74,7 +75,8 @@ class NamedPolicy(msgspec.Struct, frozen=True):
 
     name: str
     policy: UsagePolicy
-    # Whether it is attached to who asks, or to their team. One that anybody may name grants no class.
+    # True if the policy is attached to the caller or the caller's team. A policy that any caller may name grants no
+    # priority class.
     is_attached: bool = True
 
 
@@ -82,8 +84,8 @@ class PolicySubject(msgspec.Struct, frozen=True, kw_only=True):
     """A user, service or team that a policy is attached to.
 
     Attributes:
-        kind: what they are.
-        name: of the principal, or the team.
+        kind: user, service or team.
+        name: name of the principal or team.
     """
 
     kind: HolderKind
@@ -94,10 +96,13 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True):
     """The policies that are attached to a principal, by name."""
 
     own: tuple[str, ...] = ()
-    teams: dict[str, tuple[str, ...]] = {}  # to the teams they are in
+    teams: dict[str, tuple[str, ...]] = {}  # Policies of the principal's teams.
 
     def of(self, team: str) -> list[str]:
-        """Return those that are for a run, by name, each once: one's own, and its team's; without a team all teams'."""
+        """Return the names of the principal's own policies and of the team's policies, sorted.
+
+        Without a team, the policies of all teams are included.
+        """
         others = self.teams.get(team, ()) if team else (name for names in self.teams.values() for name in names)
         return sorted({*self.own, *others})
 
@@ -111,9 +116,9 @@ def choose(
     is_free: bool = False,
     mandatory: Collection[str] = (),
 ) -> str:
-    """Return the name of the policy that a run is under beside those that are mandatory, or "" for none.
+    """Return the name of the policy that applies beside the mandatory ones, or "" for none.
 
-    Raises PolicyViolation when the named policy is not for this run, or when the choice is ambiguous.
+    Raises PolicyViolation when the named policy does not apply to this run, or when the choice is ambiguous.
     """
     every = attached.of(team)
     there = [name for name in every if name not in mandatory]
@@ -124,11 +129,12 @@ def choose(
             return named
         told = f"{who}'s runs for team {team!r}" if team else f"runs of {who}"
         hint = _choices(there) if there else f"an operator can attach it: sgpu policy attach {named} --user {who}"
-        raise PolicyViolation(f"usage policy {named!r} is not for {told}", hint=hint)
+        raise PolicyViolation(f"usage policy {named!r} does not apply to {told}", hint=hint)
     if len(there) <= 1:
         return there[0] if there else ""
     raise PolicyViolation(
-        f"{len(there)} usage policies are for this run of {who}, and it does not say which", hint=_choices(there)
+        f"{len(there)} usage policies apply to this run of {who}, and the run selects none of them",
+        hint=_choices(there),
     )
 
 
@@ -140,10 +146,10 @@ def apply(
     max_run_s: float | None = MAX_RUN_S,
     may_be_critical: bool = False,
 ) -> RunSpec:
-    """Return a run as it is under its policies: the strictest rule of all of them holds.
+    """Return a run with its policies applied: the strictest rule of all policies holds.
 
-    `policies` starts with the chosen one; `max_run_s` holds where no policy limits an attempt (None for no limit).
-    Raises PolicyViolation with all that the policies refuse; its hint lists what they accept.
+    `policies` starts with the selected policy. `max_run_s` holds where no policy limits an attempt (None for no limit).
+    Raises PolicyViolation with every value that the policies refuse; its hint lists the accepted values.
     """
     refused = _Refused()
     tags = _tags(policies, spec, refused)
@@ -160,7 +166,7 @@ def apply(
         if policy.idle_s is not None and spec.idle_timeout_s is not None and spec.idle_timeout_s > policy.idle_s:
             refused.note(name, f"idle_timeout={spec.idle_timeout_s:g}", f"idle_timeout up to {policy.idle_s:g}")
         if policy.environments and spec.environment == "live":
-            refused.note(name, "files that ranks import where they lie", "a captured environment, env='snapshot'")
+            refused.note(name, "imports of the caller's files in place", "a captured environment, env='snapshot'")
     refused.check(policies)
     may_be_critical |= any(each.is_attached and Priority.CRITICAL in each.policy.priorities for each in policies)
     if priority is Priority.CRITICAL and not may_be_critical:
@@ -197,10 +203,10 @@ def apply(
 def with_defaults(policies: Iterable[tuple[str, UsagePolicy]], spec: RunSpec, teams: Collection[str]) -> RunSpec:
     """Return a run with its policies' defaults.
 
-    A run without a team gets the first `team` of a policy that its owner is in. Where a policy requires a team, an
-    owner of one team need not name it.
+    A run without a team gets the first `team` of a policy whose members include its owner. If a policy requires a team,
+    an owner in exactly one team need not name it.
 
-    Raises PolicyViolation when a policy requires a team, and it is not known which.
+    Raises PolicyViolation when a policy requires a team and the run does not determine one.
     """
     policies = list(policies)
     team, timeout_s = spec.team, spec.timeout_s
@@ -209,7 +215,7 @@ def with_defaults(policies: Iterable[tuple[str, UsagePolicy]], spec: RunSpec, te
             team = policy.team
         if team is None and policy.team_required:
             if len(teams) != 1:
-                known = f"team= one of: {', '.join(sorted(teams))}" if teams else ""
+                known = f"set team= to one of: {', '.join(sorted(teams))}" if teams else ""
                 hint = known or "an operator can add you: sgpu team join TEAM USER"
                 raise PolicyViolation(f"usage policy {name!r} requires a team, and the run names none", hint=hint)
             team = next(iter(teams))
@@ -219,7 +225,7 @@ def with_defaults(policies: Iterable[tuple[str, UsagePolicy]], spec: RunSpec, te
 
 
 def where(policies: Sequence[NamedPolicy], spec: RunSpec) -> str:
-    """Return the pool that a run goes to, "" for any on-demand one."""
+    """Return the pool that a run goes to; "" for any on-demand pool."""
     if spec.pool is not None:
         return spec.pool
     homes = [each.policy.home for each in policies if each.policy.home]
@@ -233,7 +239,7 @@ def _is_accepted(policy: UsagePolicy, pool: str) -> bool:
 
 
 class _Refused:
-    """What of a run its policies do not accept, and what they would, by the name of the policy."""
+    """Collects the values that the policies of a run refuse and accept, by the name of the policy."""
 
     def __init__(self) -> None:
         self._by_policy: dict[str, list[tuple[str, str]]] = {}
@@ -270,14 +276,14 @@ def _tags(policies: Sequence[NamedPolicy], spec: RunSpec, refused: _Refused) -> 
             elif values and tags[key] not in values:
                 refused.note(each.name, f"the tag {key!r} with {tags[key]!r}", accepted)
     if policies and len(tags) > TAGS_MAX:
-        refused.note(policies[0].name, f"{len(tags)} tags, its own defaults among them", f"{TAGS_MAX} altogether")
+        refused.note(policies[0].name, f"{len(tags)} tags, including its own defaults", f"{TAGS_MAX} altogether")
     return tags
 
 
 def _gpu_type(
     policies: Sequence[NamedPolicy], asked: str | None, present: Collection[str], refused: _Refused
 ) -> str | None:
-    left: list[str] | None = None  # what all of those so far accept
+    left: list[str] | None = None  # GPU types that all policies so far accept.
     for each in policies:
         types = each.policy.gpu_types
         if not types:
@@ -285,7 +291,7 @@ def _gpu_type(
         fit: Sequence[str] = types
         if asked is not None and any(hardware.matches(accepted, asked) for accepted in types):
             fit = (asked,)
-        elif asked is not None:  # it may be a family of which only some members are accepted
+        elif asked is not None:  # The request may be a family, and the policy may accept only some of its members.
             fit = [accepted for accepted in types if hardware.matches(asked, accepted)]
         common = list(fit) if left is None else _common(left, fit)
         if not common:
@@ -300,7 +306,7 @@ def _gpu_type(
 
 
 def _common(one: Iterable[str], other: Iterable[str]) -> list[str]:
-    """Return the GPU types that are in both lists; of a family and its member, the member."""
+    """Return the GPU types that are in both lists; for a family and its member, the member."""
     others = list(other)
     narrow = [
         theirs if hardware.matches(mine, theirs) else mine
@@ -316,7 +322,7 @@ def _check_devices(each: NamedPolicy, gpus: int | None, refused: _Refused) -> No
     if not limits:
         return
     if gpus is None:
-        what, accepted = "a run for every GPU of a node, whatever that has", f"a number, gpus={min(limits)} at most"
+        what, accepted = "a run for every GPU of a node", f"a number, gpus={min(limits)} at most"
         refused.note(each.name, what, accepted)
     elif gpus > min(limits):
         refused.note(each.name, f"gpus={gpus}", f"gpus={min(limits)} at most")
@@ -334,12 +340,12 @@ def _priority(policies: Sequence[NamedPolicy], asked: Priority, refused: _Refuse
 
 
 def _least(policies: Sequence[NamedPolicy], limit: Callable[[UsagePolicy], float | None]) -> float | None:
-    """Return the smallest of a limit that policies have, or None where none has it."""
+    """Return the smallest value of a limit among the policies, or None if no policy sets it."""
     return min((most for each in policies if (most := limit(each.policy)) is not None), default=None)
 
 
 def describe(policy: UsagePolicy) -> list[str]:
-    """Return what a policy says, for people: one phrase for each thing it says."""
+    """Return the rules of a policy for people, one phrase for each rule."""
     said = ["mandatory"] if policy.mandatory else []
     said += [f"pool {policy.home}" if policy.home else "any on-demand pool"]
     said += [f"pools {_listed(policy.pools)}"] if policy.pools else []
@@ -358,8 +364,8 @@ def describe(policy: UsagePolicy) -> list[str]:
         else []
     )
     said += [f"stopped after {format_span(policy.idle_s)} idle"] if policy.idle_s is not None else []
-    said += [f"time limit {format_span(policy.timeout_s)} by itself"] if policy.timeout_s is not None else []
-    said += [f"team {policy.team} by itself"] if policy.team else []
+    said += [f"default time limit {format_span(policy.timeout_s)}"] if policy.timeout_s is not None else []
+    said += [f"default team {policy.team}"] if policy.team else []
     said += ["needs a team"] if policy.team_required else []
     said += [f"classes {_listed(policy.priorities)}"] if policy.priorities else []
     said += [f"packages of {_listed(each[:12] for each in policy.environments)}"] if policy.environments else []
@@ -367,7 +373,7 @@ def describe(policy: UsagePolicy) -> list[str]:
 
 
 def format_span(seconds: float) -> str:
-    """Return a limit of time as people say it: days where they are whole."""
+    """Return a time limit as text, in days if it is a whole number of days."""
     ms = round(seconds * 1000)
     return units.format_days_ms(ms) if seconds >= 86_400 and seconds % 86_400 == 0 else units.format_duration_ms(ms)
 
@@ -385,7 +391,7 @@ def _smaller(one: float | None, other: float | None) -> float | None:
 
 
 def _choices(names: list[str]) -> str:
-    return f"policy=, or SGPU_POLICY, says which: {_listed(names)}"
+    return f"select one with policy= or SGPU_POLICY: {_listed(names)}"
 
 
 def _listed(names: Iterable[str]) -> str:

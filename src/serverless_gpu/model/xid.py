@@ -1,11 +1,11 @@
-"""Xid errors of the NVIDIA driver: the numbers of the kernel's log, and the consequences of each.
+"""Xid errors of the NVIDIA driver: the numbers in the kernel's log, and the consequences of each.
 
     NVRM: Xid (PCI:0000:17:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
           └─ which GPU ─┘        └─ what happened
 
-Numbers and what they mean are those of NVIDIA's public catalogue ("Analyzing Xid Errors with the Xid Catalog",
-docs.nvidia.com/deploy/xid-errors); what is done is ours, by the failure matrix (F23 to F25). A node may decide
-otherwise, number by number, in the table `xids` of its `config.toml`. An unknown number changes nothing.
+Numbers and meanings come from NVIDIA's public catalogue ("Analyzing Xid Errors with the Xid Catalog",
+docs.nvidia.com/deploy/xid-errors). The consequences follow our failure matrix (F23 to F25). A node can override each
+consequence in the table `xids` of its `config.toml`. An unknown number has no consequence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 SUSPECT_NS = 24 * 3600 * 1_000_000_000
 SUSPECT_PRINCIPALS = 3
-"""More principals than that whose own code failed on the same GPU within `SUSPECT_NS`: then it is not their code."""
+"""If user code of more principals than this fails on one GPU within `SUSPECT_NS`, the GPU is suspect."""
 
 _TEXT_MAX = 200
 _LINE = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^)]*\): (\d{1,5})\b,?\s*(.*)")
@@ -28,12 +28,12 @@ _ADDRESS = re.compile(r"([0-9a-fA-F]{4,8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})(?:\
 class XidKind(StrEnum):
     """The consequence of an Xid."""
 
-    LOST = "lost"  # the run ends, the GPU is not lent any more, the node takes nothing new
-    UNCORRECTABLE = "uncorrectable"  # the run ends, the GPU is not lent any more
-    CONTAINED = "contained"  # the run ends, the GPU is as good as before
-    PENDING = "pending"  # the run goes on, the GPU is not lent after it
-    USER = "user"  # nothing but a hint: it is the run's own code, most likely
-    OTHER = "other"  # nothing: it is written down
+    LOST = "lost"  # The run ends, the GPU is quarantined, and the node accepts no new runs.
+    UNCORRECTABLE = "uncorrectable"  # The run ends, and the GPU is quarantined.
+    CONTAINED = "contained"  # The run ends, and the GPU stays usable.
+    PENDING = "pending"  # The run continues, and the GPU is quarantined after it.
+    USER = "user"  # The user only gets a hint, because the run's own code is the likely cause.
+    OTHER = "other"  # The error is only recorded.
 
 
 ENDS_A_RUN = frozenset({XidKind.LOST, XidKind.UNCORRECTABLE, XidKind.CONTAINED})
@@ -51,8 +51,8 @@ TABLE: Mapping[int, tuple[XidKind, str]] = {
     46: (XidKind.UNCORRECTABLE, "the GPU stopped processing"),
     48: (XidKind.UNCORRECTABLE, "double-bit memory error"),
     62: (XidKind.UNCORRECTABLE, "the GPU's micro-controller halted"),
-    63: (XidKind.PENDING, "broken memory is replaced at the next reset"),
-    64: (XidKind.UNCORRECTABLE, "broken memory could not be noted for replacement"),
+    63: (XidKind.PENDING, "the GPU replaces broken memory at its next reset"),
+    64: (XidKind.UNCORRECTABLE, "the GPU could not record broken memory for replacement"),
     74: (XidKind.UNCORRECTABLE, "NVLink error"),
     79: (XidKind.LOST, "the GPU has fallen off the bus"),
     92: (XidKind.OTHER, "high rate of corrected memory errors"),
@@ -63,16 +63,16 @@ TABLE: Mapping[int, tuple[XidKind, str]] = {
     136: (XidKind.UNCORRECTABLE, "NVLink could not be trained"),
     140: (XidKind.UNCORRECTABLE, "memory error that could not be recovered from"),
     143: (XidKind.UNCORRECTABLE, "the GPU could not be initialised"),
-    158: (XidKind.UNCORRECTABLE, "fatal time-out in the GPU"),
+    158: (XidKind.UNCORRECTABLE, "fatal timeout in the GPU"),
 }
 
 
 class XidEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One Xid of the kernel's log."""
+    """One Xid error in the kernel's log."""
 
-    pci: str  # address of the GPU, as in `model.hardware.Device`
+    pci: str  # Address of the GPU, as in `model.hardware.Device`.
     number: int
-    text: str = ""  # what the driver says of it
+    text: str = ""  # The driver's description of the error.
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,16 +81,16 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     uuid: str
     number: int
     kind: XidKind
-    what: str  # what happened to it, naming the Xid
+    what: str  # Description of the error, with its Xid number.
 
     @property
     def sentence(self) -> str:
-        """Return what happened, and to which GPU."""
+        """Return the description of the error, with the identifier of the GPU."""
         return f"{self.uuid}: {self.what}"
 
 
 class UserFault(msgspec.Struct, frozen=True, kw_only=True):
-    """A principal's own code failed on a GPU, nanoseconds since 1970."""
+    """A failure of a principal's own code on a GPU, in nanoseconds since 1970."""
 
     principal: str
     number: int
@@ -98,7 +98,7 @@ class UserFault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def address(text: str) -> str:
-    """Return a PCI address as both the driver's log and NVML mean it: ``"0000:17:00"``; "" for what is none."""
+    """Return a PCI address in the form of the driver's log and NVML: ``"0000:17:00"``; "" if invalid."""
     found = _ADDRESS.fullmatch(text.strip())
     return "" if found is None else f"{int(found[1], 16):04x}:{found[2].lower()}:{found[3].lower()}"
 
@@ -106,7 +106,8 @@ def address(text: str) -> str:
 def read(line: str) -> XidEvent | None:
     """Return the Xid that a line of the kernel's log reports, or None.
 
-    The driver's message is the whole line. A line that only contains one quotes it: a file's or a process's name.
+    The driver's message is the whole line. A line that merely contains such a message quotes it, for example in the
+    name of a file or process.
     """
     found = _LINE.match(line)
     if found is None:
@@ -116,7 +117,7 @@ def read(line: str) -> XidEvent | None:
 
 
 def fault(said: XidEvent, uuid: str, own: Mapping[int, XidKind]) -> Fault:
-    """Return what an Xid means."""
+    """Return the consequence of an Xid for one GPU."""
     kind, meaning = TABLE.get(said.number, (XidKind.OTHER, said.text or "not in the table of this version"))
     return Fault(
         uuid=uuid,
@@ -127,12 +128,12 @@ def fault(said: XidEvent, uuid: str, own: Mapping[int, XidKind]) -> Fault:
 
 
 def principals(hits: Iterable[UserFault], now_ns: int) -> frozenset[str]:
-    """Return whose own code failed on a GPU lately."""
+    """Return the principals whose own code failed on a GPU within `SUSPECT_NS`."""
     return frozenset(hit.principal for hit in hits if 0 <= now_ns - hit.at_ns <= SUSPECT_NS)
 
 
 def suspicion(hits: Iterable[UserFault], now_ns: int) -> str:
-    """Return why a GPU is suspected of being broken though nothing but user code failed on it, or ""."""
+    """Return why a GPU is suspect although only user code failed on it, or ""."""
     who = principals(hits, now_ns)
     if len(who) <= SUSPECT_PRINCIPALS:
         return ""

@@ -1,13 +1,15 @@
-"""Replays of a trace through a scheduler: `simulate`, and what is needed for it.
+"""Replays of a trace through a scheduler: `simulate`, and the types that it needs.
 
-traces.py      a file, or a seed → jobs        clusters.py    "8x8", or a file → nodes
-simulation.py  the planner, driven by the jobs baselines.py   schedulers to compare with
-figures.py     when jobs ran → numbers         queue_cost.py  what waiting costs in a reserved pool
-charts.py      pictures, which need Matplotlib; `sgpu simulate` and `sgpu advise` load it by name
+    traces.py      a file, or a seed → jobs        clusters.py    "8x8", or a file → nodes
+    simulation.py  the planner, driven by the jobs baselines.py   schedulers to compare with
+    figures.py     times of jobs → numbers         queue_cost.py  cost of waiting in a reserved pool
+    charts.py      charts with Matplotlib; `sgpu simulate` and `sgpu advise` load it on demand
 
-from serverless_gpu.replay import read_cluster, read_trace, simulate
-outcome = simulate(read_trace(Path("trace.parquet")), read_cluster("8x8"), "ours")
-print(outcome.figures.wait.p95)
+Example:
+
+    from serverless_gpu.replay import read_cluster, read_trace, simulate
+    outcome = simulate(read_trace(Path("trace.parquet")), read_cluster("8x8"), "ours")
+    print(outcome.figures.wait.p95)
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Schedulers to compare with, as papers and other systems have them; each knows only what stands here.
+"""Baseline schedulers from papers and other systems, to compare with the planner.
 
-    fifo        in the order of arrival; the first that does not fit holds up all others          no job is stopped
-    first-fit   in the order of arrival; what does not fit is skipped                             no job is stopped
-    srtf        shortest remaining time first    ┐ at each arrival and each end all jobs are placed again, from an
-    srsf        least remaining GPU time first   ┘ empty cluster, in that order; what does not fit is skipped
+    fifo        in the order of arrival; the first job that does not fit blocks all others        no preemption
+    first-fit   in the order of arrival; jobs that do not fit are skipped                         no preemption
+    srtf        shortest remaining time first    ┐ each arrival and each end places all jobs again on an empty
+    srsf        least remaining GPU time first   ┘ cluster, in that order; jobs that do not fit are skipped
 
-`srtf` and `srsf` know how long each job will take, and stop and go on with jobs at no cost: no scheduler of real jobs
-can do that. They show how far there is to go. A job of at most a node is placed on the first node with room; a larger
-one on whole free nodes and, for what is left over, on the first other node with room for it.
+`srtf` and `srsf` know the duration of each job, and preempt and resume jobs at no cost. No scheduler of real jobs can
+do that, so they show the possible improvement. A job of at most a node starts on the first node with enough free GPUs.
+A larger job gets whole free nodes. The job's remaining GPUs are on the first other node with enough free GPUs.
 
-Failure cases: a job that the empty cluster has no room for is not among the jobs here (`simulation` leaves it out).
+Failure cases: A job that does not fit the empty cluster never reaches this module (`simulation` leaves it out).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from serverless_gpu.replay.clusters import Cluster
 from serverless_gpu.replay.traces import Job
 
 Spans = list[list[tuple[float, float]]]
-"""When each job had its GPUs: from, until; in the order of the jobs."""
+"""For each job, in the order of the jobs, the periods (start, end) in which it had its GPUs."""
 
 Parts = tuple[tuple[int, int], ...]
-"""Where a job is: node and GPUs there."""
+"""Placement of a job: pairs of node and number of GPUs."""
 
 Key = Callable[[Job, float], float]
-"""What jobs are ordered by, given the seconds that are left of them."""
+"""Sort key of a job, given its remaining seconds."""
 
 KEYS: dict[str, Key] = {
     "srtf": lambda _job, left_s: left_s,
@@ -38,7 +38,7 @@ KEYS: dict[str, Key] = {
 
 
 class Nodes:
-    """Free GPUs of each node."""
+    """The free GPUs of each node."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._sizes = [machine.gpus for machine in cluster.machines]
@@ -47,12 +47,12 @@ class Nodes:
         self.free = sum(self._sizes)
 
     def empty(self) -> None:
-        """Take everything back."""
+        """Release all GPUs."""
         self._free[:] = self._sizes
         self.free = sum(self._sizes)
 
     def take(self, gpus: int) -> Parts | None:
-        """Return where so many GPUs are, which are taken then; None when there is no room."""
+        """Allocate GPUs and return their placement, or None when they do not fit."""
         if gpus > self.free:
             return None
         parts: Parts | None
@@ -66,7 +66,7 @@ class Nodes:
         return parts
 
     def give(self, parts: Parts) -> None:
-        """Take GPUs back."""
+        """Release the GPUs of a placement."""
         for node, count in parts:
             self._free[node] += count
             self.free += count
@@ -93,9 +93,9 @@ class Nodes:
 
 
 def in_order(jobs: Sequence[Job], cluster: Cluster, *, strict: bool) -> Spans:
-    """Return when jobs run that start in the order of arrival and keep their GPUs.
+    """Return the run times of jobs that start in the order of arrival and keep their GPUs.
 
-    `strict`: the first job that does not fit holds up all others.
+    With `strict`, the first job that does not fit blocks all others.
     """
     nodes, spans = Nodes(cluster), _no_spans(jobs)
     waiting: dict[int, deque[int]] = {}
@@ -116,7 +116,10 @@ def in_order(jobs: Sequence[Job], cluster: Cluster, *, strict: bool) -> Spans:
 
 
 def _that_fit(waiting: dict[int, deque[int]], nodes: Nodes, *, strict: bool) -> Iterator[tuple[int, Parts]]:
-    """Yield who starts now, and where; what does not fit does not fit for the rest of the pass."""
+    """Yield the jobs that start now, with their placement.
+
+    When a job does not fit, the pass skips all jobs of its size.
+    """
     heads = [(queue[0], gpus) for gpus, queue in waiting.items() if queue]
     heapq.heapify(heads)
     while heads and nodes.free:
@@ -138,23 +141,24 @@ def _that_fit(waiting: dict[int, deque[int]], nodes: Nodes, *, strict: bool) -> 
 
 
 def placed_again(jobs: Sequence[Job], cluster: Cluster, key: Key) -> Spans:
-    """Return when jobs run that are all placed again at each arrival and each end.
+    """Return the run times of jobs when each arrival and each end places all jobs again.
 
-    The least `key` comes first. Equals keep the order of the previous pass; new jobs come after them.
+    The smallest `key` comes first. Jobs with equal keys keep the order of the previous pass, and new jobs follow them.
     """
     replay = _PlacedAgain(jobs, cluster, key)
     return replay.run()
 
 
 Rank = tuple[float, tuple[int, int, int]]
-"""The key of a job that waits, and its turn among equals: the pass, 1 for one that is new there, and its number."""
+"""Key of a job, and its order among equal keys: the pass, 1 for a new job, and a number."""
 
 
 class _PlacedAgain:
-    """Jobs that wait keep their key, so they are in a heap for each size; those that run are sorted at each event.
+    """Replays jobs when each arrival and each end places all jobs again.
 
-    Of equals, the job with the lesser key in the previous pass comes first: one that has waited since has the same key
-    as then, one that has run had more.
+    Waiting jobs keep their key, so there is a heap of them for each size. Running jobs are sorted at each event. Of
+    jobs with equal keys, the one with the smaller key in the previous pass comes first. A waiting job had the same key
+    in that pass, while a running job had a larger one.
     """
 
     def __init__(self, jobs: Sequence[Job], cluster: Cluster, key: Key) -> None:
@@ -162,7 +166,7 @@ class _PlacedAgain:
         self._left = [job.duration_s for job in jobs]
         self._waiting: dict[int, list[tuple[Rank, int]]] = {}
         self._began: dict[int, float] = {}
-        self._ranks: dict[int, Rank] = {}  # of those that run, as of the previous pass
+        self._ranks: dict[int, Rank] = {}  # Ranks of running jobs in the previous pass.
         self._spans = _no_spans(jobs)
         self._passes = self._turns = 0
 
@@ -189,7 +193,7 @@ class _PlacedAgain:
         self._spans[place].append((began, now))
 
     def _place(self, now: float) -> None:
-        """Place all jobs again; those that were running and find no room wait."""
+        """Place all jobs again. Running jobs that do not fit must wait."""
         nodes, full = self._nodes, set[int]()
         nodes.empty()
         running = sorted(
@@ -218,12 +222,12 @@ class _PlacedAgain:
         return key, (self._passes, 0, self._turns)
 
     def _as_before(self, rank: Rank) -> tuple[float, float, tuple[int, int, int]]:
-        """Return the key of one that waits, its key in the previous pass, and its turn."""
+        """Return the key of a waiting job, its key in the previous pass, and its order."""
         key, turn = rank
         return key, math.inf if turn[:2] == (self._passes, 1) else key, turn
 
     def _place_head(self, heads: list[tuple[Rank, int]], full: set[int], now: float) -> None:
-        """Place the first of those that wait, if there is room; those of its size are done with if there is none."""
+        """Place the first waiting job if it fits. Otherwise skip all jobs of its size in this pass."""
         (key, _), place = heads[0]
         gpus = self._jobs[place].gpus
         if gpus in full or self._nodes.take(gpus) is None:

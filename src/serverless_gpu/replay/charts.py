@@ -1,10 +1,10 @@
-"""Charts of replays, a line per scheduler, and of an advice on reserved GPUs.
+"""Charts of replays, with a line for each scheduler, and of advice on reserved GPUs.
 
-    replays  GPUs in use over time · jobs that wait over time · part of the jobs that had waited less than …
-    advice   part of the time with a demand of k GPUs or more, break-even duty · cost of k reserved GPUs, the least
+    replays  GPUs in use over time · waiting jobs over time · share of the jobs that waited less than …
+    advice   share of the time with a demand of k GPUs or more, break-even duty · cost of k reserved GPUs, the minimum
 
-Matplotlib is imported here, so the commands load this module by name. Only its objects are used, not `pyplot`, whose
-state is the caller's. All colours are set.
+This module imports Matplotlib, so the commands load it on demand. The module only uses Matplotlib's objects and not
+`pyplot`, whose state belongs to the caller. All colours are set explicitly.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _UNITS = ((2 * 86_400.0, 86_400.0, "days"), (7200.0, 3600.0, "hours"), (120.0, 6
 
 
 class _Line(NamedTuple):
-    """A quantity over time, as so many means."""
+    """A quantity over time, as means of equal intervals."""
 
     times: list[float]
     values: list[float]
 
 
 def draw_replays(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
-    """Write the picture of replays of one trace.
+    """Write the chart of several replays of one trace.
 
-    Raises OSError when the file cannot be written. Raises ValueError when Matplotlib knows no such kind of file.
+    Raises OSError when the file cannot be written. Raises ValueError when Matplotlib does not support the file type.
     """
     figure = Figure(figsize=(9.0, 9.0), facecolor=_PAPER, layout="constrained")
     used, queue, waits = figure.subplots(3, 1)
@@ -55,13 +55,13 @@ def draw_replays(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
         _draw_waits(waits, outcome)
     used.axhline(outcomes[0].cluster.gpus, color=_FAINT, linewidth=0.8, linestyle=(0, (2, 2)))
     _style(used, f"GPUs in use, of {outcomes[0].cluster.gpus}", grid=True)
-    _style(queue, "jobs that wait", grid=True)
+    _style(queue, "waiting jobs", grid=True)
     for panel in (used, queue):
         panel.set_xlim(0, (end - begin) / unit_s)
         panel.set_ylim(bottom=0)
-        panel.set_xlabel(f"{unit} since the first job came", color=_FAINT, fontsize=9)
+        panel.set_xlabel(f"{unit} since the first job arrived", color=_FAINT, fontsize=9)
         panel.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 3, 5, 6, 10]))
-    _style(waits, "jobs that waited no longer than, %", grid=True)
+    _style(waits, "jobs that waited at most so long, %", grid=True)
     waits.set_xscale("log")
     most = max(60.0, *(outcome.figures.wait.most for outcome in outcomes))
     waits.set_xlim(1, most)
@@ -104,7 +104,7 @@ def _style(panel: Axes, text: str, *, grid: bool = False) -> None:
 
 
 def _means(shown: Sequence[ReplayState], value: Callable[[ReplayState], float], span: tuple[float, float]) -> _Line:
-    """Return the mean of a quantity within each column of the picture."""
+    """Return the mean of a quantity for each column of the chart."""
     begin, end = span
     width = max((end - begin) / _COLUMNS, 1e-9)
     sums = [0.0] * _COLUMNS
@@ -122,9 +122,9 @@ _WORKED, _IDLE, _BEYOND, _LEAST = "#2166b0", "#c9d1d9", "#e0a45c", "#0f7d6c"
 
 
 def draw_advice(advice: Advice, title: str, path: Path) -> None:
-    """Write the picture of an advice.
+    """Write the chart of an advice.
 
-    Raises OSError when the file cannot be written. Raises ValueError when Matplotlib knows no such kind of file.
+    Raises OSError when the file cannot be written. Raises ValueError when Matplotlib does not support the file type.
     """
     figure = Figure(figsize=(9.0, 7.2), facecolor=_PAPER, layout="constrained")
     wanted, costs = figure.subplots(2, 1, sharex=True)
@@ -137,12 +137,12 @@ def draw_advice(advice: Advice, title: str, path: Path) -> None:
         panel.set_xlim(0, most)
         panel.set_ylim(bottom=0)
         panel.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
-    costs.set_xlabel("GPUs that are reserved", color=_FAINT, fontsize=9)
+    costs.set_xlabel("reserved GPUs", color=_FAINT, fontsize=9)
     figure.savefig(path, dpi=130, facecolor=_PAPER)
 
 
 def _draw_demand(panel: Axes, advice: Advice, most: int) -> None:
-    """Draw the demand as a staircase: slot k lies between k − 1 and k."""
+    """Draw the demand as a staircase: slot k is between k − 1 and k."""
     best = advice.best.slots
     edges, shares = [0], []
     for slot in advice.slots:
@@ -151,7 +151,7 @@ def _draw_demand(panel: Axes, advice: Advice, most: int) -> None:
     if edges[-1] < most:
         edges.append(most)
         shares.append(0.0)
-    # Cut at the advice, so that what works, what idles and what goes beyond are areas of their own.
+    # Split at the advised number, so that used, idle and on-demand GPUs are separate areas.
     reserved = [(low, min(high, best), share) for low, high, share in zip(edges, edges[1:], shares, strict=False)]
     beyond = [(max(low, best), high, share) for low, high, share in zip(edges, edges[1:], shares, strict=False)]
     for label, colour, parts, bottom in (
@@ -182,7 +182,7 @@ def _draw_demand(panel: Axes, advice: Advice, most: int) -> None:
         color=_INK,
         fontsize=8,
     )
-    _style(panel, "part of the time with a demand of so many GPUs or more, %")
+    _style(panel, "share of the time with a demand of so many GPUs or more, %")
     panel.set_ylim(0, max(101.0, min(advice.duty_percent * 1.05, 200.0)))
     panel.legend(frameon=False, fontsize=9, labelcolor=_INK, loc="upper right", bbox_to_anchor=(1, 0.98))
 
@@ -219,5 +219,5 @@ def _draw_costs(panel: Axes, advice: Advice, most: int) -> None:
             fontsize=8,
             va="top",
         )
-    _style(panel, f"cost of all of this time, {advice.rates.currency}")
+    _style(panel, f"total cost of the time range, {advice.rates.currency}")
     panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 10 or not value else f"{value:.2f}")

@@ -1,4 +1,4 @@
-"""The cluster of a replay, as it is typed: ``8x8``, or a file that names its nodes and the shares of teams and users.
+"""The cluster of a replay: a shape such as ``8x8``, or a TOML file with nodes, pools and shares.
 
     [[nodes]]                       [[pools]]                        [teams]          [users]
     count = 8                       name = "research"                search = 70      alice = 2
@@ -6,7 +6,7 @@
     type = "H100"                   lends = true
     pool = "research"               return = "5m"
 
-Only ``gpus`` has to be there. Failure cases: an entry that is not understood raises `InvalidValue`, which names it.
+Only ``gpus`` is required. Failure cases: An invalid entry raises `InvalidValue`, which names the entry.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SHAPE = re.compile(r"(\d{1,6})\s*[x×]\s*(\d{1,6})", re.ASCII)
 _BYTES_MAX = 1 << 20
 _NODES_MAX = 100_000
 GANG_GPUS = 8
-"""Jobs of so many GPUs count as gangs, unless the cluster says how many its nodes have."""
+"""Jobs with at least this number of GPUs count as gangs, unless the cluster has smaller nodes."""
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=_NODES_MAX)]
 Weight = Annotated[float, msgspec.Meta(gt=0)]
@@ -44,22 +44,22 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes, and how they are shared."""
+    """Nodes, and the pools and shares that divide them."""
 
-    machines: tuple[Machine, ...]  # its nodes, in the order in which they are looked at
-    pools: tuple[Pool, ...] = ()  # those that are reserved or lend
-    teams: Mapping[str, float] = {}  # weights of teams, by name
-    users: Mapping[str, float] = {}  # weights of users, by name
-    gang_gpus: int = GANG_GPUS  # a job of so many GPUs is a gang: it takes a whole node
-    counted: bool = False  # whether it is looked at as one sum of GPUs, as if every GPU were beside every other
+    machines: tuple[Machine, ...]  # Nodes in the order of placement.
+    pools: tuple[Pool, ...] = ()  # Pools that are reserved or lend devices.
+    teams: Mapping[str, float] = {}  # Weights of teams by name.
+    users: Mapping[str, float] = {}  # Weights of users by name.
+    gang_gpus: int = GANG_GPUS  # A job with at least this number of GPUs is a gang that takes whole nodes.
+    counted: bool = False  # True when placement ignores node boundaries, as if all GPUs were on one node.
 
     @property
     def gpus(self) -> int:
-        """How many GPUs there are."""
+        """The number of GPUs of all nodes."""
         return sum(machine.gpus for machine in self.machines)
 
     def as_sum(self) -> Cluster:
-        """Return the same GPUs as one node of them all, for each pool and type: `count` placement."""
+        """Return the cluster for `count` placement, with one node for all GPUs of a pool and type."""
         sums: dict[tuple[str, str], int] = {}
         for machine in self.machines:
             kind = (machine.pool, machine.gpu_type)
@@ -71,7 +71,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, machines=machines, counted=True)
 
     def text(self) -> str:
-        """Return it for reading: ``8 × 8 GPUs``, ``600 GPUs as one sum``."""
+        """Return the shape as text: ``8 × 8 GPUs``, ``600 GPUs as one sum``."""
         if self.counted:
             return f"{self.gpus} GPUs as one sum"
         sizes = {machine.gpus for machine in self.machines}
@@ -82,10 +82,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cluster_of(nodes: int, gpus: int) -> Cluster:
-    """Return a cluster of equal nodes with `gpus` each. Raises InvalidValue when there are none, or too many."""
+    """Return a cluster of equal nodes with `gpus` each. Raises InvalidValue when a number is out of range."""
     if not 1 <= nodes <= _NODES_MAX or not 1 <= gpus <= _NODES_MAX:
-        message = f"a cluster of {nodes}x{gpus} cannot be replayed"
-        raise InvalidValue(message, hint=f"1 to {_NODES_MAX} nodes of 1 to {_NODES_MAX} GPUs: 8x8")
+        message = f"the cluster {nodes}x{gpus} is out of range"
+        raise InvalidValue(message, hint=f"use 1 to {_NODES_MAX} nodes of 1 to {_NODES_MAX} GPUs, for example 8x8")
     width = len(str(nodes))
     machines = tuple(Machine(name=f"n{place + 1:0{width}}", gpus=gpus) for place in range(nodes))
     return Cluster(machines=machines, gang_gpus=gpus if 1 < gpus <= GANG_GPUS else GANG_GPUS)
@@ -114,9 +114,9 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_cluster(text: str) -> Cluster:
-    """Return the cluster of a text: nodes and GPUs of each, ``8x8``; or the path of a file.
+    """Return the cluster for a shape such as ``8x8`` (nodes x GPUs per node), or for the path of a file.
 
-    Raises InvalidValue when it is neither.
+    Raises InvalidValue when the text is neither.
     """
     shape = _SHAPE.fullmatch(text.strip())
     if shape is not None:
@@ -124,21 +124,25 @@ def read_cluster(text: str) -> Cluster:
     path = Path(text)
     try:
         if path.stat().st_size > _BYTES_MAX:
-            raise InvalidValue(f"{path} is larger than 1 MiB: no file of a cluster is")
+            raise InvalidValue(f"{path} is larger than 1 MiB, the maximum of a cluster file")
         told = from_builtins(tomllib.loads(path.read_text(encoding="utf-8")), _File)
         return _cluster(told)
     except OSError as error:
-        message = f"{text!r} is no cluster: no file of that name can be read ({error.strerror or error})"
-        raise InvalidValue(message, hint="nodes and GPUs of each: 8x8; or a TOML file with [[nodes]]") from None
+        message = (
+            f"{text!r} is not a valid cluster: there is no readable file with this name ({error.strerror or error})"
+        )
+        raise InvalidValue(
+            message, hint="give nodes and GPUs per node, such as 8x8, or a TOML file with [[nodes]]"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError, ValueError) as error:
         if isinstance(error, InvalidValue):
             raise
-        raise InvalidValue(f"{path} is no file of a cluster: {error}") from None
+        raise InvalidValue(f"{path} is not a valid cluster file: {error}") from None
 
 
 def _cluster(told: _File) -> Cluster:
     if sum(each.count for each in told.nodes) > _NODES_MAX:
-        raise InvalidValue(f"more than {_NODES_MAX} nodes cannot be replayed")
+        raise InvalidValue(f"the cluster has more than {_NODES_MAX} nodes, the maximum")
     machines: list[Machine] = []
     for each in told.nodes:
         for _ in range(each.count):
@@ -150,7 +154,7 @@ def _cluster(told: _File) -> Cluster:
     )
     unknown = sorted({machine.pool for machine in machines} - {"", *(pool.name for pool in pools)})
     if pools and unknown:
-        raise InvalidValue(f"nodes are in pool {unknown[0]}, which is not among the pools")
+        raise InvalidValue(f"nodes are in pool {unknown[0]}, which the file does not define")
     largest = max(machine.gpus for machine in machines)
     return Cluster(
         machines=tuple(machines),

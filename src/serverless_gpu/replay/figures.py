@@ -1,9 +1,9 @@
 """Figures of a replay: waiting, completion, use, fragmentation and shares.
 
-    arrival ──waits──▶ has GPUs ──(stopped: waits again)──▶ end        wait = all waiting; completion = end − arrival
+    arrival ──waits──▶ has GPUs ──(preempted: waits again)──▶ end      wait = all waiting; completion = end − arrival
 
-Use, what is left over, and shares of teams are counted from the first arrival until the last: afterwards every
-scheduler only empties its queue.
+Use, idle GPUs and shares of teams count from the first arrival to the last. After that, every scheduler only empties
+its queue.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from serverless_gpu.replay.traces import Job
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of many jobs: their mean, and percentiles with what lies between two jobs taken in proportion."""
+    """Mean and percentiles of a time of many jobs in seconds, interpolated between jobs."""
 
     mean: float
     p50: float
@@ -29,29 +29,30 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """A replay in numbers."""
+    """The numbers that describe a replay."""
 
-    jobs: int  # how many ran
-    wait: Spread  # of all jobs; `gang_wait`: of those with at least a whole node, None when there are none
+    jobs: int  # Number of jobs that ran.
+    wait: Spread  # Wait of all jobs. `gang_wait` covers jobs of at least a whole node, None without any.
     gang_wait: Spread | None
     completion: Spread
-    utilisation: float  # part of the GPU time that was used
-    idle: float  # part of the GPU time that was free while a job waited
-    # Part of the GPU time that was free, and enough for the smallest job that waited, had the GPUs been on one node, or
-    # not been kept for another.
+    utilisation: float  # Share of the GPU time in use.
+    idle: float  # Share of the GPU time that was free while a job waited.
+    # Share of the GPU time that was free although it was enough for the smallest waiting job. The GPUs were on several
+    # nodes,
+    # or the scheduler kept them for another job.
     fragmented: float
-    teams: dict[str, float]  # part of the GPU time in use that each team had
-    preemptions: int  # how often a job was stopped to make room
-    span_s: float  # from the first arrival to the last end
+    teams: dict[str, float]  # Each team's share of the GPU time in use.
+    preemptions: int  # Number of preemptions.
+    span_s: float  # From the first arrival to the last end.
 
 
 class ReplayState(NamedTuple):
-    """The state of a replay from a moment on."""
+    """The state of a replay from a given time on."""
 
     at_s: float
     used: int
-    waiting: int  # jobs that wait
-    smallest: float  # GPUs of the smallest of them, or infinity
+    waiting: int  # Number of waiting jobs.
+    smallest: float  # GPUs of the smallest waiting job, or infinity.
 
 
 def figures_of(jobs: Sequence[Job], spans: Spans, *, gpus: int, gang_gpus: int) -> Figures:
@@ -82,7 +83,7 @@ def figures_of(jobs: Sequence[Job], spans: Spans, *, gpus: int, gang_gpus: int) 
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return mean and percentiles of values, of which there is at least one."""
+    """Return mean and percentiles of a non-empty list of values."""
     ordered = sorted(values)
     return Spread(
         mean=math.fsum(ordered) / len(ordered),
@@ -94,7 +95,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def percentile(ordered: Sequence[float], part: float) -> float:
-    """Return the value that so large a part of sorted values lies below."""
+    """Return a percentile of sorted values; `part` is from 0 to 1."""
     place = part * (len(ordered) - 1)
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
@@ -102,10 +103,10 @@ def percentile(ordered: Sequence[float], part: float) -> float:
 
 
 def moments(jobs: Sequence[Job], spans: Spans) -> Iterator[ReplayState]:
-    """Yield how it is after each moment at which something changed."""
+    """Yield the state after each time at which it changed."""
     changes: list[
         tuple[float, int, int]
-    ] = []  # when, GPUs, +1 waits · -1 waits no more and has them · 0 has them no more
+    ] = []  # Time, GPUs, and change of the queue: +1 starts to wait, -1 gets its GPUs, 0 releases them.
     for job, had in zip(jobs, spans, strict=True):
         since = job.submit_s
         for began, ended in had:
@@ -124,7 +125,10 @@ def moments(jobs: Sequence[Job], spans: Spans) -> Iterator[ReplayState]:
 
 
 def _areas(shown: Iterator[ReplayState], window: tuple[float, float], gpus: int) -> tuple[float, float, float]:
-    """Return GPU-seconds within a window: used, free while a job waited, free and enough for one that waited."""
+    """Return GPU-seconds within a window.
+
+    The three sums are: used, free while a job waited, and free and enough for a waiting job.
+    """
     used = idle = fragmented = 0.0
     before = next(shown)
     for moment in shown:

@@ -1,11 +1,11 @@
-"""The cost of a reserved pool without on-demand GPUs: runs wait there, and their wait has a price.
+"""The cost of a reserved pool without on-demand GPUs: runs wait there, and waiting has a price.
 
-    uses of the past ─▶ `first-fit` on so many GPUs, as one sum ─▶ GPU-hours waited
-    waiting costs   GPU-hours waited × price of waiting one hour for one GPU: a number that only its owner knows
-    it is worth it  while that price is below   what on demand would have cost ÷ GPU-hours waited
+    past uses ──▶ `first-fit` on a pool of that size, as one node ──▶ GPU-hours waited
+    waiting costs      GPU-hours waited × price of one GPU-hour of waiting, which only the owner can estimate
+    waiting is better  while that price is below   on-demand cost ÷ GPU-hours waited
 
-Bounded: of many runs the latest are replayed, and that is said. All numbers are of those runs, in the time from the
-first of them to the end of the last.
+Bounds: a replay covers only the latest runs, and the report says so. All numbers are for those runs, from the start of
+the first to the end of the last.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ _SECOND_NS = 1_000_000_000
 
 
 class QueueOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a reserved pool without on-demand GPUs."""
+    """The result for a reserved pool without on-demand GPUs."""
 
     slots: int
-    runs: int  # that were replayed; `too_large` those that it can never run, which are left out
+    runs: int  # Replayed runs. `too_large` counts the runs that never fit and are left out.
     too_large: int
-    waited_ns: int  # GPU-nanoseconds for which runs waited: each as long as it waited, times its GPUs
-    mean_wait_s: float  # of the runs, in seconds; `p95_wait_s` what 95 % of them waited less than
+    waited_ns: int  # GPU-nanoseconds of waiting: the sum of each run's wait times its GPUs.
+    mean_wait_s: float  # Mean wait of a run in seconds. `p95_wait_s` is the 95th percentile.
     p95_wait_s: float
-    avoided_micros: int  # what the GPUs that were missing would have cost on demand
-    waiting_micros: int | None  # what waiting cost; None where it has no price
-    # The price of waiting one hour for one GPU below which it costs less than on demand; None where no run waited.
+    avoided_micros: int  # On-demand cost of the GPUs beyond the pool.
+    waiting_micros: int | None  # Cost of waiting. None without a price.
+    # Waiting is cheaper below this price of one GPU-hour of waiting. None if no run waited.
     worth_micros: int | None
 
 
 def queues(
     uses: Sequence[GpuUse], rates: GpuRates, sizes: Iterable[int], *, waiting: int | None = None
 ) -> tuple[QueueOutcome, ...]:
-    """Return the outcome of pools of some sizes, as far as a run fits into them.
+    """Return the results for pools of several sizes, without pools that fit no run.
 
-    `waiting` is micros for one hour of one GPU; None for unpriced. Looks at the `SIZES_MAX` smallest pools.
+    `waiting` is the price in micros of one GPU-hour of waiting, None without a price. Only the `SIZES_MAX` smallest
+    pools count.
     """
     latest = sorted(uses, key=lambda use: use.start_ns)[-RUNS_MAX:]
     wanted = sorted({size for size in sizes if size > 0})[:SIZES_MAX]
@@ -71,7 +72,7 @@ def _queue(uses: Sequence[GpuUse], rates: GpuRates, slots: int, waiting: int | N
         return None
     try:
         outcome = simulate(trace, cluster_of(1, slots), "first-fit")
-    except InvalidValue:  # more GPUs than a replay takes
+    except InvalidValue:  # The pool has more GPUs than a replay supports.
         return None
     waits = [
         max(0, round((had[0][0] - job.submit_s) * _SECOND_NS))

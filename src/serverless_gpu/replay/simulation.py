@@ -1,14 +1,14 @@
-"""The simulation: one trace, one cluster, one scheduler, and the figures that result.
+"""The simulation: one trace, one cluster, one scheduler, and the resulting figures.
 
     jobs ─arrive─▶ Planner.apply · decide ─▶ placements: the job ends after its duration
-                                         └─▶ preemptions: the job waits again with what is left of it
+                                         └─▶ preemptions: the job waits again with its remaining duration
 
-`ours` is the server's own planner, driven by a trace in place of a server: same state, same changes, same decisions.
-Its clock begins at 0 with the first job. What is stopped leaves at once and goes on where it was. The planner is given
-no durations, or those that a server would have learned from the jobs that ended before, or the true ones. A job that
-names no type wants the most frequent one.
+`ours` is the server's own planner, driven by a trace instead of a server: same state, same changes, same decisions. The
+clock of the replay begins at 0 with the first job. A preempted job leaves at once and later continues where it stopped.
+The planner gets no durations, or those that a server would have learned from earlier jobs, or the true ones. A job
+without a type gets the most frequent type.
 
-Failure case: a job that the planner never places, though nothing runs any more, counts as unserved.
+Failure case: A job that the planner never places, even on an idle cluster, counts as unserved.
 """
 
 from __future__ import annotations
@@ -43,40 +43,42 @@ from serverless_gpu.replay.figures import Figures, figures_of
 from serverless_gpu.replay.traces import Job, Trace
 
 Progress = Callable[[int, int], None]
-"""Receives, now and then, how many jobs have ended, and of how many."""
+"""A callback that regularly receives the number of ended jobs and of all jobs."""
 
 Durations = Literal["unknown", "learned", "known"]
-"""The durations that the planner is given."""
+"""The job durations that the planner gets."""
 
 _NS = 1_000_000_000
-_ROUNDS_MAX = 100  # decisions at one moment, each of which stops a run
+_ROUNDS_MAX = 100  # Maximum number of decisions at one time, if every decision preempts a run.
 _TELL_EVERY = 500
 
 
 POLICIES = ("fifo", "first-fit", *KEYS, "ours")
-"""Schedulers by name; `ours` is the one that servers have, the others are in `baselines`."""
+"""Scheduler names. `ours` is the server's planner, the others are in `baselines`."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of `ours` beyond the jobs."""
 
-    # Of how long jobs take it is told the truth (``"known"``), what earlier jobs of the same user and name took
-    # (``"learned"``), or nothing (``"unknown"``).
+    # The planner gets the true durations (``"known"``), those of earlier jobs with the same user and name
+    # (``"learned"``), or
+    # none (``"unknown"``).
     durations: Durations = "unknown"
-    preemption: bool = False  # whether every job may be stopped and go on later; else those that the trace marks
-    scheduling: QueuePolicy = QueuePolicy()  # what the operator decides
+    preemption: bool = False  # True makes every job preemptible. False keeps the marks of the trace.
+    scheduling: QueuePolicy = QueuePolicy()  # The queue policy of the operator.
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a replay."""
+    """The result of a replay."""
 
-    policy: str  # whose decisions these are
+    policy: str  # Name of the scheduler.
     cluster: Cluster
     figures: Figures
-    jobs: tuple[Job, ...]  # those that ran, in the order of their arrival; `spans` has when each had its GPUs
+    jobs: tuple[Job, ...]  # Jobs that ran, in the order of arrival. `spans` has the times when each had its GPUs.
     spans: Spans
-    impossible: Mapping[str, int] = {}  # how many jobs the empty cluster has nothing for, by reason; they are left out
-    unserved: int = 0  # jobs that were never placed
+    # Number of jobs by reason that never fit the empty cluster. The replay leaves such jobs out.
+    impossible: Mapping[str, int] = {}
+    unserved: int = 0  # Number of jobs that the scheduler never placed.
 
 
 def simulate(
@@ -89,7 +91,7 @@ def simulate(
 ) -> Outcome:
     """Replay a trace with one of `POLICIES`; only `ours` reports its progress.
 
-    Raises InvalidValue when there is no such policy, or no job fits the cluster.
+    Raises InvalidValue for an unknown policy, or when no job fits the cluster.
     """
     told = settings or Settings()
     jobs, impossible = _possible(trace, cluster)
@@ -102,11 +104,11 @@ def simulate(
     ran = [
         (job, had)
         for job, had in zip(jobs, spans, strict=True)
-        # A job that was stopped for good has less than its duration.
+        # A job that never resumed after a preemption has run for less than its duration.
         if had and sum(ended - began for began, ended in had) >= job.duration_s * (1 - 1e-9) - 1e-3
     ]
     if not ran:
-        raise InvalidValue(f"{policy} places none of the jobs of {trace.source or 'the trace'} on {cluster.text()}")
+        raise InvalidValue(f"{policy} cannot place any job of {trace.source or 'the trace'} on {cluster.text()}")
     served = tuple(job for job, _ in ran)
     times = [had for _, had in ran]
     return Outcome(
@@ -121,7 +123,7 @@ def simulate(
 
 
 def _possible(trace: Trace, cluster: Cluster) -> tuple[list[Job], dict[str, int]]:
-    """Return the jobs that the empty cluster has something for, and how many it has nothing for, by reason."""
+    """Return the jobs that fit the empty cluster, and the number of others by reason."""
     known: dict[tuple[int, str, str, bool], str] = {}
     jobs: list[Job] = []
     impossible: Counter[str] = Counter()
@@ -137,21 +139,21 @@ def _possible(trace: Trace, cluster: Cluster) -> tuple[list[Job], dict[str, int]
 
 
 def _why_not(job: Job, cluster: Cluster) -> str:
-    """Return why a job can never run, in words that follow how many there are; "" when it can."""
+    """Return the reason why a job can never run, as a text that follows a count, or "" when it can."""
     pools = {pool.name: pool for pool in cluster.pools}
     machines = [machine for machine in cluster.machines if job.pool and machine.pool == job.pool]
-    if not machines:  # a pool that this cluster does not have is as good as none
+    if not machines:  # An unknown pool counts as no pool.
         lowest = job.priority == BEST_EFFORT
         closed = {pool.name for pool in pools.values() if pool.reserved and not (pool.lends and lowest)}
         machines = [machine for machine in cluster.machines if machine.pool not in closed]
     if not machines:
-        return "that name no reserved pool, and there is no other"
+        return "that name no reserved pool, and all pools are reserved"
     if job.gpu_type:
         machines = [machine for machine in machines if matches(job.gpu_type, machine.gpu_type)]
     if not machines:
-        return f"that need {job.gpu_type}, of which there is none"
+        return f"that need {job.gpu_type}, which the cluster does not have"
     room = Nodes(msgspec.structs.replace(cluster, machines=tuple(machines)))
-    return "" if room.take(job.gpus) is not None else "that need more than there is"
+    return "" if room.take(job.gpus) is not None else "that need more GPUs than the cluster has"
 
 
 def _spans(jobs: list[Job], cluster: Cluster, policy: str, told: Settings, progress: Progress | None) -> Spans:
@@ -165,7 +167,7 @@ def _spans(jobs: list[Job], cluster: Cluster, policy: str, told: Settings, progr
 
 
 class PlannerReplay:
-    """One replay with the server's planner; `jobs` are sorted by arrival, and each fits into the empty cluster."""
+    """Replays jobs with the server's planner; the jobs are sorted by arrival and fit the empty cluster."""
 
     def __init__(
         self,
@@ -189,14 +191,15 @@ class PlannerReplay:
         self._left_ns = [round(job.duration_s * _NS) for job in jobs]
         self._wanted = [self._wanted_of(place, job) for place, job in enumerate(jobs)]
         self._since: dict[int, int] = {}
-        self._ends: list[tuple[int, int, int]] = []  # when, place, since when: what does not agree is of no account
+        # End time, job, and start time. An entry with an outdated start time has no effect.
+        self._ends: list[tuple[int, int, int]] = []
         self._spans: Spans = [[] for _ in jobs]
         self._ended = 0
         self._planner = Planner(_of_cluster(scheduling, cluster))
         self._planner.apply(_nodes_of(cluster))
 
     def run(self) -> Spans:
-        """Return when each job had its GPUs."""
+        """Return the times when each job had its GPUs."""
         jobs, arrived = self._jobs, 0
         wake_ns: float = math.inf
         while True:
@@ -217,11 +220,11 @@ class PlannerReplay:
                 arrived += 1
             decision = self._decide(changes, now_ns)
             idle = arrived == len(jobs) and not self._since
-            # Nothing will change any more: what was not placed now never is.
+            # Nothing will change any more, so the remaining jobs will never run.
             wake_ns = math.inf if decision.wake_ns is None or idle else max(decision.wake_ns, now_ns + 1)
 
     def _decide(self, changes: list[Change], now_ns: int) -> Decision:
-        """Let the scheduler decide until no more runs have to leave at this moment."""
+        """Let the planner decide until it preempts no more runs at this time."""
         for _ in range(_ROUNDS_MAX):
             self._planner.apply(changes)
             decision = self._planner.decide(now_ns)
@@ -287,7 +290,7 @@ class PlannerReplay:
 
 
 def _of_cluster(scheduling: QueuePolicy, cluster: Cluster) -> QueuePolicy:
-    """Return what the operator decides, with what only the cluster tells: shares, and what a whole node is."""
+    """Return the queue policy with the cluster's properties added: shares, and the size of a whole node."""
     told = {
         "team_weights": {**cluster.teams, **scheduling.team_weights},
         "user_weights": {**cluster.users, **scheduling.user_weights},

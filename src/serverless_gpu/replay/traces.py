@@ -1,19 +1,19 @@
-"""Traces: the jobs of a cluster, read from a file, or made up from a seed for those who have none.
+"""Traces: the jobs of a cluster, read from a file or generated from a seed.
 
-    .parquet  .csv   columns job_id, submit_time_s, duration_s, num_gpus; and cluster, vc, team, user … where there are
-    .json            Philly's `cluster_job_log`, or what `sgpu runs --json` prints
-    generate()       the same seed and the same wishes give the same trace
+    .parquet  .csv   columns job_id, submit_time_s, duration_s, num_gpus; optionally cluster, vc, team, user …
+    .json            Philly's `cluster_job_log`, or the output of `sgpu runs --json`
+    generate()       the same seed and parameters give the same trace
 
-Nothing of a real trace is in a generated one but a few of its figures, those that decide how a queue behaves:
+A generated trace only shares a few figures with real ones, those that determine the behaviour of a queue:
 
     sizes       83 % of jobs have one GPU, and 13 % of the GPU time; 10 % have a whole node, and 49 % of the GPU time
     durations   log-normal within a size; 0.1 to 0.3 % of jobs take longer than a week, and 8 to 28 % of the GPU time
-    arrivals    in bursts: a user's jobs come several at a time, days have nights, and the fullest hour has 11 times the
-                jobs of the mean hour; gaps between jobs vary 3 to 13 times as much as their mean
+    arrivals    in bursts: a user submits several jobs at once, nights are quieter, and the busiest hour has 11 times
+                the jobs of the mean hour; gaps between jobs vary 3 to 13 times as much as their mean
     people      few users of few teams have most of the jobs
 
-Failure cases: a file that cannot be read, or is no trace, raises `InvalidValue` with its name and what a trace looks
-like. A row that is no job (it never ran, has no GPUs, no end) is left out, and counted by reason.
+Failure cases: A file that cannot be read, or is not a valid trace, raises `InvalidValue` with its name and the expected
+format. A row that is not a valid job (it never ran, has no GPUs, no end) is left out, and counted by reason.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ Row = Mapping[str, Any]
 class Job(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One job of a trace."""
 
-    job_id: str  # what the trace calls it
-    submit_s: float  # when it came, in seconds of the trace's own clock
-    duration_s: float  # how long it had its GPUs
-    gpus: int  # how many it had at once
-    team: str = ""  # "" where the trace does not say; so are `user`, `name`, `pool` and `gpu_type`
+    job_id: str  # ID of the job in the trace.
+    submit_s: float  # Arrival time in seconds of the trace's own clock.
+    duration_s: float  # Time in seconds for which the job had its GPUs.
+    gpus: int  # Number of GPUs.
+    team: str = ""  # "" where the trace has no value, as in `user`, `name`, `pool` and `gpu_type`.
     user: str = ""
     name: str = ""
     pool: str = ""
     gpu_type: str = ""
-    priority: int = NORMAL  # class, as `model.scheduling.values` numbers them
-    preemptible: bool = False  # whether it may be stopped and go on later
+    priority: int = NORMAL  # Priority class, numbered as in `model.scheduling.values`.
+    preemptible: bool = False  # True when the scheduler may stop and resume the job.
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
-    """Jobs in the order in which they came."""
+    """Jobs in the order of arrival."""
 
-    jobs: tuple[Job, ...]  # sorted by time; those of one moment as the trace has them
-    source: str = ""  # where they are from, in words
-    left_out: Mapping[str, int] = {}  # how many rows are no jobs, by reason
+    jobs: tuple[Job, ...]  # Sorted by arrival. Jobs with equal times keep the order of the trace.
+    source: str = ""  # Origin of the trace, as text.
+    left_out: Mapping[str, int] = {}  # Number of invalid rows, by reason.
 
     def gpu_seconds(self) -> float:
-        """Return what all jobs take together."""
+        """Return the GPU-seconds of all jobs together."""
         return math.fsum(job.gpus * job.duration_s for job in self.jobs)
 
     def span_s(self) -> float:
-        """Return the seconds between the first arrival and the last."""
+        """Return the seconds between the first and the last arrival."""
         return self.jobs[-1].submit_s - self.jobs[0].submit_s if self.jobs else 0.0
 
 
@@ -82,33 +82,33 @@ def trace_of(jobs: Iterable[Job], source: str = "", left_out: Mapping[str, int] 
 
 
 class _NoJob(Exception):
-    """A row is no job; the words say why."""
+    """A row is not a valid job. The message is the reason."""
 
 
 def read_trace(path: Path, only: Mapping[str, str] | None = None) -> Trace:
-    """Return the jobs of a file ``.parquet``, ``.csv`` or ``.json``.
+    """Return the jobs of a ``.parquet``, ``.csv`` or ``.json`` file.
 
-    `only` leaves out rows whose column is not so: ``{"cluster": "cluster04"}``. Raises InvalidValue when the file is no
-    trace, or has no job; ServerlessGpuError when pyarrow is needed, and is not here.
+    `only` keeps rows with these column values, such as ``{"cluster": "cluster04"}``. Raises InvalidValue when the file
+    is not a valid trace or has no job. Raises ServerlessGpuError when pyarrow is required but not installed.
     """
     readers: dict[str, Callable[[Path], Iterable[Row]]] = {".parquet": _parquet, ".csv": _csv, ".json": _json}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise InvalidValue(f"{path} cannot be read as a trace", hint="a trace is a file .parquet, .csv or .json")
+        raise InvalidValue(f"{path} is not a trace file", hint="give a .parquet, .csv or .json file")
     try:
         if path.stat().st_size > _BYTES_MAX:
-            raise InvalidValue(f"{path} is larger than 2 GiB", hint="replay a part of it")
+            raise InvalidValue(f"{path} is larger than 2 GiB, the maximum", hint="replay a part of the trace")
         rows = reader(path)
         trace = jobs_of(rows, str(path.name), only or {})
     except OSError as error:
         raise InvalidValue(f"{path} cannot be read: {error.strerror or error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, csv.Error) as error:
-        raise InvalidValue(f"{path} is no trace: {error}") from None
+        raise InvalidValue(f"{path} is not a valid trace: {error}") from None
     return trace
 
 
 def jobs_of(rows: Iterable[Row], source: str, only: Mapping[str, str]) -> Trace:
-    """Return the jobs among rows. Raises InvalidValue when a column is missing, or there is no job."""
+    """Return the jobs in rows. Raises InvalidValue when a column is missing or no row is a job."""
     jobs: list[Job] = []
     left_out: Counter[str] = Counter()
     for place, row in enumerate(rows):
@@ -134,7 +134,7 @@ def _check_columns(row: Row, source: str, only: Mapping[str, str]) -> None:
     if missing:
         raise InvalidValue(
             f"{source} has no column {missing[0]}; it has {', '.join(row)}",
-            hint=f"a trace has at least {', '.join(NEEDED)}",
+            hint=f"a trace needs at least the columns {', '.join(NEEDED)}",
         )
 
 
@@ -143,7 +143,7 @@ def _job(row: Row, place: int) -> Job:
     if gpus < 1:
         raise _NoJob("without GPUs")
     if gpus != int(gpus):
-        raise _NoJob("with a part of a GPU")
+        raise _NoJob("with a fractional number of GPUs")
     if duration_s <= 0:
         raise _NoJob("that never ran")
     return Job(
@@ -162,9 +162,9 @@ def _job(row: Row, place: int) -> Job:
 
 
 def _class_of(text: str) -> int:
-    """Return a class; numbers are those of another scheduler, and say nothing here."""
+    """Return a priority class. Numbers are priorities of another scheduler and count as normal."""
     if text and text not in _CLASSES and not text.lstrip("-").isdecimal():
-        raise _NoJob("whose priority is neither critical, normal nor best_effort")
+        raise _NoJob("whose priority is not critical, normal or best_effort")
     return _CLASSES.get(text, NORMAL)
 
 
@@ -186,12 +186,12 @@ def _parquet(path: Path) -> Iterable[Row]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        message = "traces in parquet are read with pyarrow, which this Python does not have"
+        message = "parquet traces require pyarrow, which this Python does not have"
         raise ServerlessGpuError(message, hint="pip install 'serverless-gpu[simulate]'") from None
     try:
         rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:
-        raise InvalidValue(f"{path} is no parquet file: {error}") from None
+        raise InvalidValue(f"{path} is not a valid parquet file: {error}") from None
     return rows
 
 
@@ -203,13 +203,13 @@ def _csv(path: Path) -> Iterator[Row]:
 def _json(path: Path) -> Iterable[Row]:
     rows = msgspec.json.decode(path.read_bytes())
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        hint = "Philly's cluster_job_log and `sgpu runs --json` are lists of jobs"
-        raise InvalidValue(f"{path} is no trace: no list of jobs", hint=hint)
+        hint = "give a list of jobs, such as Philly's cluster_job_log or the output of `sgpu runs --json`"
+        raise InvalidValue(f"{path} is not a valid trace: it is not a list of jobs", hint=hint)
     return rows_of_json(rows)
 
 
 def rows_of_json(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield the columns of a trace from what Philly's log, or `sgpu runs --json`, says of a job; others as they are."""
+    """Yield trace columns from jobs of Philly's log or of `sgpu runs --json`; other rows stay unchanged."""
     for row in rows:
         if "submitted_time" in row:
             yield _philly(row)
@@ -230,7 +230,7 @@ class _Attempt(msgspec.Struct):
 
 
 class _Philly(msgspec.Struct):
-    """A job of Philly's log."""
+    """A job in Philly's log."""
 
     jobid: str = ""
     submitted_time: str | None = None
@@ -241,7 +241,7 @@ class _Philly(msgspec.Struct):
 
 
 def _philly(row: Row) -> Row:
-    """Return a job of Philly's log: it lasted as long as its attempts together, with the GPUs of the largest."""
+    """Return a job of Philly's log, with the total duration of its attempts and the GPUs of the largest."""
     job = from_builtins(row, _Philly)
     duration_s, gpus = 0.0, 0
     for attempt in job.attempts or ():
@@ -261,7 +261,7 @@ def _philly(row: Row) -> Row:
 
 
 def _own(row: Row) -> Row:
-    """Return a run of ours: it had its devices from when it started until it ended."""
+    """Return a row of `sgpu runs --json` as a job that had its devices from its start to its end."""
     created, started, ended = (_moment(row.get(name)) for name in ("created", "started", "ended"))
     return {
         "job_id": row.get("id", ""),
@@ -274,7 +274,7 @@ def _own(row: Row) -> Row:
 
 
 def _moment(text: object) -> float | None:
-    """Return seconds since 1970 of a moment as logs write it; one without a zone is UTC."""
+    """Return seconds since 1970 for a timestamp in a log. A timestamp without a time zone is UTC."""
     try:
         moment = datetime.fromisoformat(str(text))
     except ValueError:
@@ -287,11 +287,11 @@ def _moment(text: object) -> float | None:
 
 JOBS_MAX = 1_000_000
 PEAK = 11.0
-"""The fullest hour has so many times the jobs of the mean hour."""
+"""Ratio of jobs in the busiest hour to the mean hour."""
 
 
 class _Size(NamedTuple):
-    """Jobs of so many GPUs: their part of all jobs, and of all GPU time."""
+    """A job size, with its share of all jobs and of all GPU time."""
 
     gpus: int
     of_jobs: float
@@ -313,7 +313,7 @@ _SINGLE_MEAN_S = 3 * 3600.0
 _SPREAD = 1.6
 _SHORTEST_S, _LONGEST_S = 30.0, 45 * 86_400.0
 _HOUR_S = 3600.0
-_ENOUGH = 100  # jobs of a size, from which on their mean is made exact
+_ENOUGH = 100  # Minimum number of jobs of a size for scaling their mean to the exact value.
 _BATCH_MEAN = 4.0
 _TEAMS = ("search", "vision", "speech", "ads", "robotics")
 _USERS = 40
@@ -321,15 +321,17 @@ _NAMES_EACH = 4
 
 
 def generate(jobs: int, *, gpus: int, load: float = 0.9, seed: int = 0) -> Trace:
-    """Return a generated trace of so many jobs, for a cluster of `gpus`: no job has more.
+    """Return a generated trace for a cluster of `gpus` GPUs; no job has more GPUs.
 
-    `load` is the GPU time of all jobs over what the cluster has until the last of them comes.
+    `load` is the GPU time of all jobs divided by the cluster's GPU time until the last arrival.
     Raises InvalidValue when a number is out of range.
     """
     if not 1 <= jobs <= JOBS_MAX:
-        raise InvalidValue(f"{jobs} jobs cannot be made up", hint=f"1 to {JOBS_MAX}")
+        raise InvalidValue(f"cannot generate {jobs} jobs: the number is out of range", hint=f"1 to {JOBS_MAX}")
     if not 0.01 <= load <= 10:
-        raise InvalidValue(f"a load of {load:g} cannot be made up", hint="0.01 to 10; 0.9 is a full cluster")
+        raise InvalidValue(
+            f"cannot generate a load of {load:g}: it is out of range", hint="use 0.01 to 10; 0.9 is a full cluster"
+        )
     chance = random.Random(seed)
     sizes = [size for size in _SIZES if size.gpus <= gpus]
     drawn = chance.choices(sizes, weights=[size.of_jobs for size in sizes], k=jobs)
@@ -351,11 +353,11 @@ def generate(jobs: int, *, gpus: int, load: float = 0.9, seed: int = 0) -> Trace
             zip(drawn, durations, arrivals, people, strict=True)
         )
     )
-    return trace_of(made, f"made up: {jobs} jobs, seed {seed}")
+    return trace_of(made, f"generated: {jobs} jobs, seed {seed}")
 
 
 def _durations(drawn: list[_Size], chance: random.Random) -> list[float]:
-    """Return how long each takes: those of a size together what their part of the GPU time is."""
+    """Return job durations, scaled so that each size gets its share of the GPU time."""
     single = _SIZES[0]
     raw = [chance.lognormvariate(-(_SPREAD**2) / 2, _SPREAD) for _ in drawn]
     sums: dict[_Size, float] = {}
@@ -375,7 +377,7 @@ def _durations(drawn: list[_Size], chance: random.Random) -> list[float]:
 
 
 def _arrivals(jobs: int, span_s: float, chance: random.Random) -> list[tuple[float, int]]:
-    """Return when jobs come, and with which burst, in order of time."""
+    """Return arrival times and burst numbers, in order of time."""
     hours = max(1, math.ceil(span_s / _HOUR_S))
     bounds = list(accumulate(_hour_weights(hours, chance)))
     arrivals: list[tuple[float, int]] = []
@@ -391,7 +393,7 @@ def _arrivals(jobs: int, span_s: float, chance: random.Random) -> list[tuple[flo
 
 
 def _hour_weights(hours: int, chance: random.Random) -> list[float]:
-    """Return how likely each hour is: days, weekends, and chance; the likeliest is `PEAK` times the mean."""
+    """Return the weight of each hour by time of day, weekend and chance; at most `PEAK` times the mean."""
     raw = [
         (1.0 + 0.6 * math.sin(2 * math.pi * (hour % 24 - 9) / 24))
         * (0.6 if hour // 24 % 7 >= 5 else 1.0)
@@ -408,7 +410,7 @@ def _hour_weights(hours: int, chance: random.Random) -> list[float]:
 
 
 def _people(arrivals: list[tuple[float, int]], chance: random.Random) -> list[tuple[int, int]]:
-    """Return whose job each is, and which of theirs: those of a burst are of one."""
+    """Return the user and name of each job; all jobs of a burst have the same ones."""
     weights = [1 / (user + 1) for user in range(_USERS)]
     bursts: dict[int, tuple[int, int]] = {}
     for _, burst in arrivals:

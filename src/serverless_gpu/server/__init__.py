@@ -1,7 +1,10 @@
-"""The server: a queue in front of nodes, with people, money and an audit. It runs no user code and never unpickles.
+"""The server, a control plane for runs, nodes, budgets and the audit. It runs no user code.
 
-Imports point down this list (`import-linter`): process, startup, composition (it wires everything), runs and
-invariants, scheduling, budgets, billing, policies, pools, operations, nodes, identity, lifecycle, environments,
-storage, secrets, audit, http, records, db, core. An effect that points up is a callable. The routes of a noun stand
-below its service (`composition.py` lists them). Start with `composition.py`.
+The server never unpickles. Imports point only down this list (`import-linter`):
+
+    process, startup, composition, runs and invariants, scheduling, budgets, billing, policies, pools, operations,
+    nodes, identity, lifecycle, environments, storage, secrets, audit, http, records, db, core
+
+A module that must affect a higher module takes a callable. Routes stand below their service in the same module
+(`composition.py` lists them). Start with `composition.py`, which wires all services.
 """

@@ -1,22 +1,24 @@
-"""The audit: the loop that chains its entries, the check of the chain, and the route that lists entries.
+"""Chains the entries of the audit, verifies the chain, and serves the route that lists entries.
 
-`records/audit.py` writes an entry in the transaction of the change that it is about. `AuditChainWriter` gives it a
-number and a digest (`model/audit_chain.py`) a second later; `ChainCheck` follows the chain page by page.
+`records/audit.py` writes an entry in the transaction of the change that the entry describes. `AuditChainWriter` gives
+each entry a number and a digest (`model/audit_chain.py`) a second later. `ChainCheck` verifies the chain page by page.
 
-    a request's transaction ── row of the audit ─▶ database ── each second ─▶ rows without a place ─▶ number, digest
-    from entry 1 ─▶ page ─▶ page ─▶ … ─▶ the end, and on with what is new ─▶ `begin_again` ─▶ from entry 1
-                                          └ remembered: the last entry, and its digest
+    a request's transaction ── audit row ─▶ database ── each second ─▶ rows without a number ─▶ number, digest
+    from entry 1 ─▶ page ─▶ page ─▶ … ─▶ last entry, then new entries ─▶ `begin_again` ─▶ from entry 1
+                                          └ remembered: the last entry and its digest
 
-PostgreSQL gives a row its number before it commits, so rows become visible out of order. The writer looks back by some
-thousand rows every ten seconds, and over all rows at its start. In between it reads the newest number by key.
+PostgreSQL assigns a row's number before the commit, so rows become visible out of order. Every ten seconds the writer
+searches some thousand earlier rows for entries without a number. At its start it searches all rows. In between it
+reads only the newest row number, by key.
 
-The check compares its memory with the next round: a whole chain with another digest was rewritten, a shorter one was
-cut off. A server that has just started remembers nothing, which is why operators keep copies (`sgpu audit export`).
+The check compares each round with its memory of the previous round. A valid chain with another digest was rewritten.
+A shorter chain was cut off. A server that has just started has no such memory, so operators keep copies of the audit
+(`sgpu audit export`).
 
 Failure cases:
-- The writer is killed: the next server goes on where the chain ends. Entries are durable before they are chained.
-- An entry is wrong or missing: the check reports it and goes on behind it, so that it hides no other.
-- The database is away: the writer tries again; the check raises and keeps its place.
+* The writer is killed: the next server continues at the end of the chain. Entries are durable before they are chained.
+* An entry is wrong or missing: the check reports it and continues with the next entry, to find other damage too.
+* The database does not answer: the writer tries again. The check raises and keeps its position.
 """
 
 from __future__ import annotations
@@ -41,16 +43,16 @@ from serverless_gpu.wire.access import AuditPage
 EVERY_S = 1.0
 BACK_S = 10.0
 AT_ONCE = 500
-"""Rows of one transaction; the next one follows at once."""
+"""Maximum number of rows in one transaction; the next transaction follows without a pause."""
 PAGE_LINKS = 1_000
 Broken = tuple[int, str]
-"""The number of an entry, and what is wrong there."""
+"""Number of an audit entry, and the problem found there."""
 Read = Callable[[Callable[[sa.Connection], Any]], Any]
-"""`Database.read`."""
+"""The signature of `Database.read`."""
 
 
 class AuditChainWriter:
-    """Chains entries of the audit a second after they were written."""
+    """Chains audit entries within about a second after they are written."""
 
     def __init__(self, *, database: Transactions) -> None:
         self._database = database
@@ -59,7 +61,7 @@ class AuditChainWriter:
         self._back_ns = 0
 
     def tick(self, now_ns: int) -> int | None:
-        """Chain pending entries; return when to look again."""
+        """Chain pending entries and return the time of the next tick."""
         if not self._database.read(lambda connection: self._is_pending(connection, now_ns)):
             return now_ns + round(EVERY_S * 1e9)
 
@@ -82,30 +84,30 @@ class AuditChainWriter:
 
 
 class ChainCheck:
-    """Verifies the chain of the audit, page by page."""
+    """Verifies the audit chain, page by page."""
 
     def __init__(self) -> None:
         self._at = self._last = ChainHead()
-        self.done = False  # whether the last entry was reached
+        self.done = False  # True once the check has reached the last entry
 
     def begin_again(self) -> None:
-        """Start again at the first entry."""
+        """Restart the check at the first entry."""
         self._at, self.done = ChainHead(), False
 
     def look(self, read: Read, *, limit: int = PAGE_LINKS) -> list[Broken]:
-        """Verify the next page; return its breaks."""
+        """Verify the next page and return the problems found."""
         try:
             page: list[ChainedEntry] = read(
                 partial(audit.links, wanted=AuditFilter(after=self._at.number, limit=limit))
             )
         except msgspec.MsgspecError as error:
             self.done = True
-            return [(self._at.number + 1, f"it, or one of the {limit - 1} behind it, cannot be read: {error}")]
+            return [(self._at.number + 1, f"this entry or one of the next {limit - 1} entries cannot be read: {error}")]
         wrong = self._followed(page)
         self.done = len(page) < limit
         if self.done and self._at.number < self._last.number:
             wrong.append(
-                (self._last.number, f"the audit went as far as this, and now ends with entry {self._at.number}")
+                (self._last.number, f"the audit once reached this entry, but now ends with entry {self._at.number}")
             )
             self._last = self._at
         return wrong
@@ -117,7 +119,7 @@ class ChainCheck:
             whole = head.number - self._at.number
             for link in page[:whole]:
                 if link.number == self._last.number and link.sha256 != self._last.sha256:
-                    wrong.append((link.number, "it is another one than before, or one before it is"))
+                    wrong.append((link.number, "this entry or an earlier one has changed since the last check"))
                 if link.number >= self._last.number:
                     self._last = ChainHead(link.number, link.sha256)
             self._at, page = head, page[whole:]
@@ -133,7 +135,7 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class AuditQuery(Query, frozen=True, kw_only=True):
-    """From where on, how many, and which; `newest`: the last ones that there are."""
+    """Filter and page of a request for audit entries. With `newest`, the page holds the last entries."""
 
     after: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
     limit: Annotated[int, msgspec.Meta(ge=1, le=PAGE_MAX)] = 500
@@ -145,7 +147,7 @@ class AuditQuery(Query, frozen=True, kw_only=True):
 
 @routes.get("/audit", needs=reading("audit"))
 def page(call: Call, clock: Clock, database: Transactions, query: AuditQuery) -> AuditPage:
-    """Return entries of the audit in their order."""
+    """Return audit entries in the order of the chain."""
     wanted = audit.AuditFilter(**msgspec.structs.asdict(query))
     now_ns = clock.wall_ns()
 

@@ -1,10 +1,11 @@
-"""The composition root: builds every service of the server from its resources.
+"""Builds every service of the server from its resources: the composition root.
 
     ServerResources (settings, clock, database, hub, stores, state in memory) ─▶ compose ─▶ Services ─▶ Services.make
 
-A service names what it needs as keyword arguments of its constructor, and gets the resource or the service of that
-name. `Services` lists the services in the order in which they are built, so each finds those that it needs. Only the
-start of the process and tests import this module. `application` puts all routes behind their middleware.
+A service names its dependencies as keyword arguments of its constructor. `compose` passes the resource or service of
+that name. `Services` lists the services in build order, so each dependency exists before the service that needs it.
+Only the process start and tests import this module. `application` declares all routes, and `guarded` adds the
+middleware.
 """
 
 from __future__ import annotations
@@ -84,26 +85,26 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerResources:
-    """Resources that the services share: opened parts, and state in memory.
+    """Resources that the services share: opened components, and state in memory.
 
     Attributes:
-        settings: of the server.
-        keys: sign tokens of attempts.
+        settings: settings of the server.
+        keys: sign the tokens of attempts.
         sealer: encrypts callers' variables.
-        leases: last sign of life of each attempt.
-        looks: crews that are to report now.
+        leases: time of the last heartbeat of each attempt.
+        looks: gangs whose supervisors must report now.
         meetings: rendezvous data of gangs on several nodes.
         gang_progress: progress of gangs on several nodes.
-        presence: last sign of life of each node.
-        deliveries: orders that left the server.
-        sentences: reasons for which runs wait.
+        presence: time of the last heartbeat of each node.
+        deliveries: orders that the server has sent.
+        sentences: reasons why runs wait.
         waiting_room: free places in the queue by principal.
-        spending: standing of every budget.
-        feasible: runs that some node could serve.
-        engine_nodes: returns the names of nodes that the engine has, before their agents say hello.
+        spending: current state of every budget.
+        feasible: cache of runs that at least one node could serve.
+        engine_nodes: returns the names of the engine's nodes, even before their agents register.
         ray_pool: returns the address of the Ray cluster for nodes that join; None where nodes cannot join.
-        unwritable: returns why the database takes no writes, without names; "" if it does.
-        low: returns why the database takes no new runs, without names; "" if it does.
+        unwritable: returns why the database accepts no writes; "" while the database accepts writes.
+        low: returns why the database accepts no new runs; "" while the database accepts new runs.
     """
 
     settings: Settings
@@ -136,9 +137,9 @@ class ServerResources:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Services(ServerResources):
-    """The services that handlers, loops and tests share, in the order in which they are built; and the resources."""
+    """The resources and the services that handlers, loops and tests share. Services stand in build order."""
 
-    # The lifecycle of runs
+    # Run lifecycle
     announcer: Announcer
     requeue: Requeue
     gang_hangs: GangHangs
@@ -179,12 +180,12 @@ class Services(ServerResources):
     run_queries: RunQueries
 
     def make(self, kind: Callable[..., T], **own: object) -> T:
-        """Build a part that is not shared: a loop, a check. `own` are the arguments that no field has."""
+        """Build a component that is not shared, such as a loop. `own` holds additional arguments."""
         return _build(kind, vars(self), **own)
 
     @property
     def by_type(self) -> dict[type, object]:
-        """Return services and resources by their class, as handlers of routes name them."""
+        """Return services and resources by class, because route handlers request them by type."""
         return {kind: getattr(self, name) for name, kind in kinds(type(self)).items()}
 
 
@@ -193,20 +194,20 @@ def compose(resources: ServerResources) -> Services:
     parts = dict(vars(resources))
     for name, kind in kinds(Services).items():
         if name not in parts:
-            # The budgets stand above the principals, so what tells them of a change is passed in.
+            # Imports may not point from principals up to budgets, so the budget callback is passed in here.
             own = {"budgets_changed": resources.spending.change} if kind is PrincipalService else {}
             parts[name] = _build(kind, parts, **own)
     return Services(**parts)
 
 
 def kinds(of: type[ServerResources]) -> dict[str, type]:
-    """Return the classes of fields, by their names, in their order; without fields that are functions."""
+    """Return the class of each field by name, in field order. Fields with callables are left out."""
     hints = typing.get_type_hints(of)
     return {each.name: hints[each.name] for each in dataclasses.fields(of) if isinstance(hints[each.name], type)}
 
 
 def make_scheduler(services: Services, *, engine: Engine | None = None) -> Scheduler:
-    """Build the scheduler; without an engine, nodes join by themselves."""
+    """Build the scheduler; without an engine, nodes register themselves."""
     return services.make(
         Scheduler,
         impossible=services.make(UnsatisfiableRuns),
@@ -250,7 +251,7 @@ ROUTES: tuple[Routes, ...] = (
     server_status.routes,
     usage_reports.routes,
 )
-"""The routes of each noun; a module that declares others is named here."""
+"""Routes of all modules; a new module with routes must be added here."""
 
 
 def all_routes() -> list[Route]:
@@ -259,11 +260,12 @@ def all_routes() -> list[Route]:
 
 
 def application(routes: Sequence[Route]) -> Starlette:
-    """Return the application without middleware, which admits a request before a route sees it."""
+    """Return the application without middleware."""
     declared = []
     for route in routes:
         served = starlette.routing.Route(API + route.path, route.serve, methods=[route.method])
-        served.methods = {route.method}  # Starlette adds HEAD to GET; AuthMiddleware knows the declared methods only
+        # Starlette adds HEAD to GET, but AuthMiddleware knows only the declared methods.
+        served.methods = {route.method}
         declared.append(served)
     app = Starlette(routes=declared)
     app.router.redirect_slashes = False

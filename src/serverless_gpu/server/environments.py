@@ -1,17 +1,19 @@
-"""Captured environments: garbage collection of the stores, and the routes of the objects.
+"""Collects garbage in the stores, and serves the objects of captured environments.
 
     10 minutes after the start, then every six hours:   parts of payloads and outputs  ─▶ blobs.collect
                                                         captured environments          ─▶ environments.collect
 
-The stores delete in two steps that are far apart (`blobs.py`, `environment/stores/collection.py`). The collector reads
-what runs refer to after a store has listed its objects; objects that are young or were asked about stay, so nothing
-waits for a collection. A snapshot that a run used within the last month stays.
+A store deletes in two steps with a long interval in between (`blobs.py`, `environment/stores/collection.py`). After a
+store has listed its objects, the collector reads which objects runs refer to. Young objects and recently requested
+objects stay, so no request has to wait for a collection. A snapshot that a run used within the last month stays.
 
-An object's key is a capability: callers with the reach `own` name keys, and only operators (`all`) list them or see
-what a collection noted.
+An object's key is a capability: callers with the reach `own` can use keys that they know. Only operators (reach `all`)
+can list keys or read the notes of a collection.
 
-Failure cases: a store does not answer (logged; the next collection goes on there); another collection works in the same
-store (this one does nothing); the server stops in the middle (the next one goes on).
+Failure cases:
+* A store does not answer: the collector logs this, and the next collection continues there.
+* Another collection works in the same store: this collection does nothing.
+* The server stops during a collection: the next collection continues.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ from serverless_gpu.units import format_bytes
 from serverless_gpu.wire.blobs import NAMES_MAX, CondemnedAnswer, Free, KeyList, StoredList, StoredView
 
 FIRST_S = 600.0
-"""A server that has just started has better things to do."""
+"""Delay of the first collection in seconds, because a starting server has more urgent work."""
 EVERY_S = 6 * 3600.0
 _log = logging.getLogger(__name__)
 
 
 class GarbageCollector:
-    """Removes parts and environments that nothing refers to."""
+    """Removes parts and environments that no run refers to."""
 
     def __init__(self, *, clock: Clock, database: Transactions, blobs: Blobs, environments: EnvironmentStore) -> None:
         self._clock = clock
@@ -53,7 +55,7 @@ class GarbageCollector:
         self._due_ns = clock.boottime_ns() + round(FIRST_S * 1e9)
 
     def tick(self, now_ns: int) -> int | None:
-        """Collect when it is time; return when it is again."""
+        """Collect when a collection is due, and return the time of the next one."""
         if now_ns >= self._due_ns:
             self._due_ns = now_ns + round(EVERY_S * 1e9)
             for name, collect in (("parts", self._collect_parts), ("environments", self._collect_environments)):
@@ -78,7 +80,7 @@ class GarbageCollector:
         in_use = self._database.read(lambda connection: runs.snapshots_in_use(connection, since_ns=since_ns))
         done = self._environments.collect(in_use)
         if done.busy:
-            return "another collection is at work, nothing was done"
+            return "another collection is running; this one did nothing"
         kept, condemned, deleted = (format_bytes(part.bytes) for part in (done.kept, done.condemned, done.deleted))
         return f"{kept} kept, {condemned} condemned, {deleted} deleted"
 
@@ -90,7 +92,7 @@ _ALL = "all"
 
 
 class RangeQuery(Query, frozen=True, kw_only=True):
-    """Which bytes of an object."""
+    """The requested byte range of an object."""
 
     start: Annotated[int, msgspec.Meta(ge=0)] = 0
     length: Annotated[int, msgspec.Meta(ge=0, le=OBJECT_BYTES_MAX)] | None = None
@@ -100,7 +102,7 @@ class RangeQuery(Query, frozen=True, kw_only=True):
 async def read_object(
     call: Call, environments: EnvironmentStore, spool: UploadSpool, key: str, query: RangeQuery
 ) -> Response:
-    """Return an object, or a range of it: fewer bytes where it ends before."""
+    """Return an object or a range of its bytes; the result is shorter where the object ends earlier."""
     if key.startswith(_COLLECTING):
         _check_reach(call)
     pieces = await spool.in_thread(lambda: environments.read(key, query.start, query.length))
@@ -112,7 +114,7 @@ async def read_object(
 
 @routes.put("/environments/objects/{key:path}", needs=writing("environments"), limit=OBJECT_BYTES_MAX)
 async def put_object(call: Call, environments: EnvironmentStore, spool: UploadSpool, key: str, body: Incoming) -> None:
-    """Store an object that is what its key says."""
+    """Store an object after checking that the content matches its key."""
     may_manage = call.reach == _ALL
     await spool.in_thread(lambda: environments.check_room(body.size or 0))
     async with spool.whole(body, body.size) as data:
@@ -121,7 +123,7 @@ async def put_object(call: Call, environments: EnvironmentStore, spool: UploadSp
 
 @routes.post("/environments/present", needs=reading("environments"))
 async def present_objects(call: Call, environments: EnvironmentStore, spool: UploadSpool, body: KeyList) -> KeyList:
-    """Say which objects are there."""
+    """Return the requested keys that exist in the store."""
     _check_count(body)
     there = await spool.in_thread(lambda: environments.present(body.keys))
     return KeyList(keys=tuple(key for key in body.keys if key in there))
@@ -129,7 +131,7 @@ async def present_objects(call: Call, environments: EnvironmentStore, spool: Upl
 
 @routes.post("/environments/repair", needs=reading("environments"))
 async def repair_objects(call: Call, environments: EnvironmentStore, spool: UploadSpool, body: KeyList) -> KeyList:
-    """Check snapshots and units, content included; remove what no restore can use, and say what that was."""
+    """Verify snapshots and units with their content, remove the damaged ones, and return the removed keys."""
     _check_count(body)
     removed = await spool.in_thread(lambda: environments.repair(body.keys))
     return KeyList(keys=removed)
@@ -139,7 +141,7 @@ async def repair_objects(call: Call, environments: EnvironmentStore, spool: Uplo
 async def condemned_objects(
     call: Call, environments: EnvironmentStore, spool: UploadSpool, body: KeyList
 ) -> CondemnedAnswer:
-    """Say which objects garbage collection has condemned, and whether a collection is at work."""
+    """Return the condemned ones among the requested keys, and whether a collection is running."""
     _check_count(body)
     keys, collecting = await spool.in_thread(lambda: environments.condemned(body.keys))
     return CondemnedAnswer(keys=tuple(key for key in body.keys if key in keys), collecting=collecting)
@@ -147,7 +149,7 @@ async def condemned_objects(
 
 @routes.get("/environments/list/{prefix}", needs=reading("environments"))
 async def list_objects(call: Call, environments: EnvironmentStore, spool: UploadSpool, prefix: str) -> StoredList:
-    """Return all objects of a kind."""
+    """Return all objects of one kind."""
     _check_reach(call)
     stored = await spool.in_thread(lambda: tuple(environments.list(prefix)))
     return StoredList(objects=tuple(StoredView(key=one.key, size=one.size, put_ns=one.put_ns) for one in stored))
@@ -155,7 +157,7 @@ async def list_objects(call: Call, environments: EnvironmentStore, spool: Upload
 
 @routes.post("/environments/delete", needs=writing("environments"))
 async def delete_objects(call: Call, environments: EnvironmentStore, spool: UploadSpool, body: KeyList) -> None:
-    """Remove objects."""
+    """Delete objects."""
     _check_reach(call)
     _check_count(body)
     await spool.in_thread(lambda: environments.delete(body.keys))
@@ -163,7 +165,7 @@ async def delete_objects(call: Call, environments: EnvironmentStore, spool: Uplo
 
 @routes.get("/environments/free", needs=reading("environments"))
 async def free_space(call: Call, environments: EnvironmentStore, spool: UploadSpool) -> Free:
-    """Say how much more fits."""
+    """Return the free bytes of the store."""
     return Free(bytes=await spool.in_thread(environments.free_bytes))
 
 
@@ -177,11 +179,12 @@ async def _following(first: bytes, pieces: Iterator[bytes], spool: UploadSpool) 
 def _check_reach(call: Call) -> None:
     if call.reach != _ALL:
         raise NotAllowed(
-            "environments are listed and removed by operators",
-            hint="ask one, or an administrator; if this is a capture, upgrade serverless-gpu on this machine",
+            "only operators can list and remove environments",
+            hint="ask an operator or administrator; if a capture failed like this, upgrade serverless-gpu on this "
+            "machine",
         )
 
 
 def _check_count(body: KeyList) -> None:
     if len(body.keys) > NAMES_MAX:
-        raise TooLarge(f"{len(body.keys)} keys at once", hint=f"name {NAMES_MAX} at most")
+        raise TooLarge(f"a request with {len(body.keys)} keys is too large", hint=f"name at most {NAMES_MAX} keys")

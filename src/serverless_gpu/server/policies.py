@@ -1,12 +1,12 @@
-"""Usage policies: the service that changes and attaches them, admission of runs, and the routes.
+"""Changes and attaches usage policies, admits runs under them, and serves their routes.
 
-`PolicyAdmission` is called where a run is submitted or estimated. Decisions are in `model/usage_policy.py`.
+Submission and estimation of a run call `PolicyAdmission`. `model/usage_policy.py` makes the decisions.
 
     spec, caller ─▶ policies attached to the caller ─▶ the one that applies ─▶ within it? ─▶ effective spec, pool
 
-The caller is in a transaction, so a policy that changes at the same moment holds for a run or does not. The packages of
-an environment are read from the store, outside of the transaction: `PackagesNotLoaded` ends it, the caller reads them
-(`read_packages`) and begins again.
+The caller of `PolicyAdmission` is in a transaction, so a concurrent policy change applies to a run fully or not at
+all. The store must be read outside of the transaction: `PackagesNotLoaded` ends the transaction. The caller then reads
+the packages of the environments (`read_packages`) and starts again.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 
 HOLDERS_MAX = 20_000
 NAMED_MAX = 100
-"""Pools, GPU types and values of a tag that one policy names."""
+"""Maximum number of pools, GPU types or tag values that one policy may name."""
 ENVIRONMENTS_MAX = 16
-"""Captured environments that one policy names: each is read when a run is compared with them."""
+"""Maximum number of captured environments in one policy; admission reads each of them for a comparison."""
 LEAST_S = 1.0
 _ADDRESS = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
@@ -70,8 +70,8 @@ class PolicyService:
     def view_all(self, who: Caller, *, mine: bool = False) -> tuple[PolicyView, ...]:
         """Return usage policies by name.
 
-        With `mine`, only those that the caller's runs can be under: attached to them or their teams, else unattached
-        ones.
+        With `mine`, return only policies that can apply to the caller's runs. These are policies attached to the caller
+        or their teams, or else unattached policies.
         """
 
         def work(connection: sa.Connection) -> tuple[PolicyView, ...]:
@@ -94,7 +94,7 @@ class PolicyService:
         return self._database.read(work)
 
     def put(self, who: Caller, name: str, asked: UsagePolicy) -> PolicyView:
-        """Make a usage policy, or put another one in its place; runs that were submitted keep what they got."""
+        """Create or replace a usage policy; runs submitted earlier keep their limits."""
         check_name("a policy", name)
         _check(asked)
         self._check_environments(asked.environments)
@@ -110,7 +110,7 @@ class PolicyService:
                 principals.team(connection, asked.team)
             there = {other.name for other in policies.every(connection)}
             if len(there | {name}) > POLICIES_MAX:
-                raise InvalidValue(f"there are {POLICIES_MAX} policies, and more are not taken", hint="delete some")
+                raise InvalidValue(f"there are already {POLICIES_MAX} policies, the maximum", hint="delete some")
             policies.put(connection, policy)
             usual: dict[str, object] = msgspec.to_builtins(UsagePolicy())
             said: dict[str, object] = msgspec.to_builtins(policy.policy)
@@ -119,11 +119,11 @@ class PolicyService:
             return _view(policy, policies.holders(connection, name).get(name, ()), who)
 
         view = self._database.write(work)
-        self._hub.touch(SCHEDULER)  # more devices at once, perhaps
+        self._hub.touch(SCHEDULER)  # The new policy may allow more devices at once.
         return view
 
     def delete(self, who: Caller, name: str) -> PolicyView:
-        """Delete a usage policy; runs that name it from now on are refused, those that did keep what they got."""
+        """Delete a usage policy. The server refuses new runs that name it; earlier runs keep their limits."""
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> StoredPolicy:
@@ -146,11 +146,11 @@ class PolicyService:
         return _view(before, (), who)
 
     def attach(self, who: Caller, name: str, kind: str, holder: str) -> PolicyView:
-        """Attach a usage policy to a user, service or team: runs that are asked for from now on are under it."""
+        """Attach a usage policy to a user, service or team; it applies to runs submitted from now on."""
         return self._change(who, name, _holder(kind, holder), attached=True)
 
     def detach(self, who: Caller, name: str, kind: str, holder: str) -> PolicyView:
-        """Detach a usage policy from somebody; their runs that were submitted keep what they got."""
+        """Detach a usage policy from a user, service or team; runs submitted earlier keep their limits."""
         return self._change(who, name, _holder(kind, holder), attached=False)
 
     def _change(self, who: Caller, name: str, holder: PolicySubject, *, attached: bool) -> PolicyView:
@@ -161,7 +161,7 @@ class PolicyService:
             if attached:
                 _find_somebody(connection, holder)
                 if policies.count_holders(connection) >= HOLDERS_MAX:
-                    raise InvalidValue(f"policies are attached {HOLDERS_MAX} times, and more is not taken")
+                    raise InvalidValue(f"policies are already attached {HOLDERS_MAX} times, the maximum; detach some")
                 is_news = policies.attach(connection, name, holder)
             else:
                 is_news = policies.detach(connection, name, holder)
@@ -176,7 +176,7 @@ class PolicyService:
         return self._database.write(work)
 
     def _check_environments(self, addresses: Iterable[str]) -> None:
-        """Refuse a policy that names an environment that is not captured: no run could match it."""
+        """Refuse a policy that names an environment that is not captured, because no run could match it."""
         for address in addresses:
             try:
                 if _ADDRESS.fullmatch(address):
@@ -184,19 +184,19 @@ class PolicyService:
                     continue
             except EnvironmentMissing:
                 pass
-            hint = "`sgpu env capture` prints the address of one, 64 hex digits"
+            hint = "`sgpu env capture` prints the address of an environment, 64 hex digits"
             raise InvalidValue(f"there is no captured environment {address[:64]!r} on the server", hint=hint)
 
 
 def _find(connection: sa.Connection, name: str) -> StoredPolicy:
     found = policies.find(connection, name)
     if found is None:
-        raise NotFound(f"there is no policy {name[:64]!r}", hint="sgpu policy list has those there are")
+        raise NotFound(f"there is no policy {name[:64]!r}", hint="list the policies: sgpu policy list")
     return found
 
 
 def _find_named(connection: sa.Connection, name: str) -> UsagePolicy:
-    """Return a policy that a run names or has; the error for an unknown one lists those that exist."""
+    """Return the policy that a run names or has; the error for an unknown policy lists the existing ones."""
     found = policies.find(connection, name)
     if found is None:
         raise unknown_name("policy", name, [policy.name for policy in policies.every(connection)])
@@ -207,7 +207,9 @@ def _holder(kind: str, name: str) -> PolicySubject:
     for known in HOLDER_KINDS:
         if kind == known:
             return PolicySubject(kind=known, name=name)
-    raise InvalidValue(f"a policy is attached to no {kind[:64]!r}", hint=f"to one of: {', '.join(HOLDER_KINDS)}")
+    raise InvalidValue(
+        f"a policy cannot be attached to a {kind[:64]!r}", hint=f"attach it to one of: {', '.join(HOLDER_KINDS)}"
+    )
 
 
 def _find_somebody(connection: sa.Connection, holder: PolicySubject) -> None:
@@ -220,21 +222,21 @@ def _find_somebody(connection: sa.Connection, holder: PolicySubject) -> None:
 
 
 def _view(policy: StoredPolicy, holders: tuple[PolicySubject, ...], who: Caller) -> PolicyView:
-    """Return a policy and its holders; callers that may not change it see themselves and their teams only."""
+    """Return a policy and its holders. Callers without write access see only themselves and their teams."""
     if reach(who.role, Resource.POLICIES.value, write=True) is not AccessReach.ALL:
         holders = tuple(one for one in holders if one.name in (who.teams if one.kind == "team" else (who.name,)))
     return view_of(policy.name, policy.policy, holders)
 
 
 def _check(policy: UsagePolicy) -> None:
-    """Refuse an impossible policy, regardless of the database."""
+    """Refuse an invalid policy, without a look at the database."""
     for what, names in (("pools", policy.pools), ("GPU types", policy.gpu_types), ("classes", policy.priorities)):
         if len(names) > NAMED_MAX:
-            raise InvalidValue(f"{len(names)} {what} are over the limit of {NAMED_MAX} in a policy")
+            raise InvalidValue(f"a policy names {len(names)} {what}, over the limit of {NAMED_MAX}")
         if len(set(names)) != len(names):
             raise InvalidValue(f"the policy names one of its {what} twice")
     if len(policy.environments) > ENVIRONMENTS_MAX:
-        raise InvalidValue(f"a policy names {ENVIRONMENTS_MAX} environments at most")
+        raise InvalidValue(f"a policy can name {ENVIRONMENTS_MAX} environments at most")
     for kind in policy.gpu_types:
         check_text("a GPU type", kind, LABEL_CHARACTERS_MAX)
     check_text("a team", policy.team, NAME_CHARACTERS_MAX)
@@ -251,19 +253,19 @@ def _check(policy: UsagePolicy) -> None:
     )
     for what, seconds in times:
         if seconds is not None and not LEAST_S <= seconds <= SECONDS_MAX:
-            raise InvalidValue(f"{what} can be {format_span(LEAST_S)} to {format_span(SECONDS_MAX)}")
+            raise InvalidValue(f"{what} must be {format_span(LEAST_S)} to {format_span(SECONDS_MAX)}")
 
 
 def _check_tags(policy: UsagePolicy) -> None:
     if len({*policy.required_tags, *policy.default_tags}) > TAGS_MAX:
-        raise InvalidValue(f"a policy is about {TAGS_MAX} tags at most")
+        raise InvalidValue(f"a policy can have {TAGS_MAX} tags at most")
     for key in (*policy.required_tags, *policy.default_tags):
         check_text("a tag", key, TAG_CHARACTERS_MAX)
-        if not key or "=" in key:  # `key=value` is how people write it
-            raise InvalidValue(f"a policy cannot be about a tag {key!r}", hint="a key without '='")
+        if not key or "=" in key:  # Users write tags as `key=value`.
+            raise InvalidValue(f"a policy cannot have the tag key {key!r}", hint="a key without '='")
     for key, values in policy.required_tags.items():
         if len(values) > NAMED_MAX:
-            raise InvalidValue(f"{len(values)} values of the tag {key!r} are over the limit of {NAMED_MAX}")
+            raise InvalidValue(f"the tag {key!r} has {len(values)} values, over the limit of {NAMED_MAX}")
         for value in values:
             check_text(f"tag {key!r}", value, TAG_CHARACTERS_MAX)
         if values and key in policy.default_tags and policy.default_tags[key] not in values:
@@ -276,7 +278,7 @@ def _check_tags(policy: UsagePolicy) -> None:
 
 
 def _check_types(connection: sa.Connection, types: tuple[str, ...]) -> None:
-    """Refuse a type that is in no catalogue and that no node has: a slip would refuse everybody."""
+    """Refuse a type that is in no catalogue and on no node, because such a policy would refuse every run."""
     strange = [kind for kind in types if not hardware.is_listed(kind)]
     if not strange:
         return
@@ -284,7 +286,7 @@ def _check_types(connection: sa.Connection, types: tuple[str, ...]) -> None:
     for kind in strange:
         if kind not in there:
             raise UnknownGpuType(
-                f"there is no GPU type {kind[:64]!r}, and no node has any",
+                f"there is no GPU type {kind[:64]!r}, and no node has such a GPU",
                 hint=f"nodes have: {', '.join(sorted(there)) or 'nothing'}",
             )
 
@@ -292,25 +294,26 @@ def _check_types(connection: sa.Connection, types: tuple[str, ...]) -> None:
 class AdmittedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that its policies accept."""
 
-    spec: RunSpec  # as it is written down: with the policy's name, default tags, limits
-    policies: tuple[NamedPolicy, ...]  # what it is under, the one that was chosen first
-    pool: str  # where it goes, "" for any on-demand pool
+    spec: RunSpec  # As the server stores it: with the policy's name, default tags and limits.
+    policies: tuple[NamedPolicy, ...]  # Policies of the run; the chosen policy comes first.
+    pool: str  # Pool of the run; "" for any on-demand pool.
 
 
 class PackagesNotLoaded(Exception):
-    """A policy names environments whose packages have not been read."""
+    """A policy names environments whose packages the caller has not read."""
 
     def __init__(self, addresses: frozenset[str]) -> None:
-        self.addresses = addresses  # of snapshots; `read_packages` reads them, outside of the transaction
-        super().__init__(f"{len(addresses)} environments were not read")
+        # addresses of snapshots; `read_packages` reads their packages outside of the transaction
+        self.addresses = addresses
+        super().__init__(f"the packages of {len(addresses)} environments are not loaded")
 
 
 class PolicyInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Inputs of the admission of a run beside its spec."""
+    """Inputs for the admission of a run, in addition to its spec."""
 
-    snapshot: str = ""  # address of its environment; "" where it has none, or that is not asked
+    snapshot: str = ""  # address of the run's environment; "" for a run without one or without a package check
     packages: Mapping[str, Packages | None] = {}
-    """Packages of environments that were read; None for one that is gone."""
+    """Packages of the environments that were read; None for an environment that no longer exists."""
 
 
 class PolicyAdmission:
@@ -324,9 +327,9 @@ class PolicyAdmission:
     def allow(
         self, connection: sa.Connection, spec: RunSpec, who: Caller, brought: PolicyInputs | None = None
     ) -> AdmittedRun:
-        """Return a run with the defaults and limits of its policies, or refuse it.
+        """Return a run with the defaults and limits of its policies, or refuse the run.
 
-        Raises `PackagesNotLoaded` where its environment is to be compared and was not read.
+        Raises `PackagesNotLoaded` if a policy restricts environments and their packages are not loaded.
         """
         under = _choose(connection, spec, who)
         spec = with_defaults([(each.name, each.policy) for each in under], spec, who.teams)
@@ -346,7 +349,7 @@ class PolicyAdmission:
         return AdmittedRun(spec=effective, policies=under, pool=pool)
 
     def read_packages(self, addresses: Collection[str]) -> dict[str, Packages | None]:
-        """Return the packages of environments, None for one that is gone. Call it outside of transactions."""
+        """Return packages by environment, None for a missing environment. Call this outside of transactions."""
         found: dict[str, Packages | None] = {}
         for address in addresses:
             try:
@@ -357,7 +360,7 @@ class PolicyAdmission:
 
 
 def _choose(connection: sa.Connection, spec: RunSpec, who: Caller) -> tuple[NamedPolicy, ...]:
-    """Return the policies of a run: the one that it names or has, then the mandatory ones by name."""
+    """Return the policies of a run: the named or attached one, then the mandatory ones by name."""
     attached, team = policies.attached(connection, who.name, who.teams), spec.team or ""
     there = [NamedPolicy(name, _find_named(connection, name)) for name in attached.of(team)]
     mandatory = {each.name: each for each in there if each.policy.mandatory}
@@ -373,7 +376,7 @@ def _choose(connection: sa.Connection, spec: RunSpec, who: Caller) -> tuple[Name
 
 
 def _present(connection: sa.Connection, under: tuple[NamedPolicy, ...], spec: RunSpec, pool: str) -> frozenset[str]:
-    """Return the GPU types where a run would go; looked up only where its policies leave a choice."""
+    """Return the GPU types in the run's pool; the database is read only if a policy leaves a choice."""
     asked = spec.resources.gpu_type
     if all(len(each.policy.gpu_types) < 2 for each in under) or (asked is not None and asked not in FAMILIES):
         return frozenset()
@@ -385,7 +388,7 @@ def _present(connection: sa.Connection, under: tuple[NamedPolicy, ...], spec: Ru
 
 
 def _check_packages(name: str, policy: UsagePolicy, brought: PolicyInputs) -> None:
-    """Refuse an environment in which something else is installed than in those that the policy names."""
+    """Refuse an environment whose packages differ from those of all environments in the policy."""
     if not policy.environments or not brought.snapshot:
         return
     unread = frozenset({brought.snapshot, *policy.environments} - brought.packages.keys())
@@ -399,11 +402,11 @@ def _check_packages(name: str, policy: UsagePolicy, brought: PolicyInputs) -> No
     nearest = min(
         (difference(asked, one) for one in accepted.values() if asked is not None and one is not None),
         key=len,
-        default="none of them is in the store any more",
+        default="the store has none of the policy's environments any more",
     )
     raise PolicyViolation(
         f"usage policy {name!r} does not accept what is installed in environment {brought.snapshot[:12]}: {nearest}",
-        hint=f"it accepts what is installed in: {listed}; your own code may differ",
+        hint=f"the policy accepts the packages of: {listed}; your own code may differ",
     )
 
 
@@ -411,7 +414,7 @@ routes = Routes("policies")
 
 
 class PolicyQuery(Query, frozen=True, kw_only=True):
-    """Whether only those that one's own runs can be under."""
+    """Query of the policy list; `mine` selects policies that can apply to the caller's own runs."""
 
     mine: bool = False
 
@@ -430,13 +433,13 @@ def get_policy(call: Call, policies: PolicyService, name: str) -> PolicyView:
 
 @routes.put("/policies/{name}", needs=writing("policies"))
 def put_policy(call: Call, policies: PolicyService, name: str, body: PolicyRequest) -> PolicyView:
-    """Make a usage policy, or put another one in its place."""
+    """Create or replace a usage policy."""
     return policies.put(call.who, name, policy_of(body))
 
 
 @routes.delete("/policies/{name}", needs=writing("policies"))
 def delete_policy(call: Call, policies: PolicyService, name: str) -> PolicyView:
-    """Delete a usage policy that is attached to nobody; runs that named it keep what they got."""
+    """Delete a usage policy without holders; runs submitted under it keep their limits."""
     return policies.delete(call.who, name)
 
 
@@ -448,5 +451,5 @@ def attach(call: Call, policies: PolicyService, name: str, kind: str, holder: st
 
 @routes.delete("/policies/{name}/holders/{kind}/{holder}", needs=writing("policies"))
 def detach(call: Call, policies: PolicyService, name: str, kind: str, holder: str) -> PolicyView:
-    """Detach a usage policy from somebody; their runs that were submitted keep what they got."""
+    """Detach a usage policy from a user, service or team; runs submitted earlier keep their limits."""
     return policies.detach(call.who, name, kind, holder)

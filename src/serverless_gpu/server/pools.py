@@ -1,6 +1,6 @@
-"""Pools and shares of the queue: the service that changes them, and the routes of pools.
+"""Changes pools and queue shares, and serves the routes of pools.
 
-Each change has an entry in the audit and wakes the scheduler. `runs/queue_views.py` has the routes of shares.
+Each change adds an entry to the audit and wakes the scheduler. `runs/queue_views.py` has the routes of shares.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NAMED_MAX = 20
 
 
 class PoolService:
-    """Changes pools, and shares of the queue."""
+    """Changes pools and queue shares."""
 
     def __init__(self, *, clock: Clock, database: Transactions, hub: Hub, nodes: NodeService) -> None:
         self._clock = clock
@@ -46,18 +46,20 @@ class PoolService:
         self._nodes = nodes
 
     def put(self, who: Caller, name: str, asked: PoolRequest) -> PoolView:
-        """Make or change a pool, and move nodes into it; what runs there goes on.
+        """Create or change a pool, and move nodes into it; runs on these nodes continue.
 
-        What is None in `asked` stays as it is.
+        Fields of `asked` that are None stay unchanged.
         """
         check_name("a pool", name)
         if asked.kind is not None and asked.kind not in _POOL_KINDS:
-            raise InvalidValue(f"there is no kind of pool {asked.kind[:64]!r}", hint=f"kinds: {', '.join(_POOL_KINDS)}")
+            raise InvalidValue(f"{asked.kind[:64]!r} is not a kind of pool", hint=f"kinds: {', '.join(_POOL_KINDS)}")
         if asked.isolation is not None and asked.isolation not in _ISOLATIONS:
             hint = f"levels: {', '.join(_ISOLATIONS)}"
             raise InvalidValue(f"a pool cannot have the isolation {asked.isolation[:64]!r}", hint=hint)
-        if asked.return_s is not None and not 0 < asked.return_s <= RETURN_MAX_S:  # NaN is neither
-            raise InvalidValue(f"what a pool lends cannot be back within {asked.return_s} s", hint="1 s to 7 days")
+        if asked.return_s is not None and not 0 < asked.return_s <= RETURN_MAX_S:  # also refuses NaN
+            raise InvalidValue(
+                f"a pool cannot get back the GPUs that it lends within {asked.return_s} s", hint="1 s to 7 days"
+            )
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> None:
@@ -77,8 +79,10 @@ class PoolService:
 
     def put_share(self, who: Caller, kind: str, name: str, weight: float) -> ShareView:
         """Set the share of a team, or of a user within their team."""
-        if not WEIGHT_MIN <= weight <= WEIGHT_MAX:  # NaN is neither
-            raise InvalidValue(f"a share cannot be {weight}", hint=f"a number from {WEIGHT_MIN} to {WEIGHT_MAX:.0f}")
+        if not WEIGHT_MIN <= weight <= WEIGHT_MAX:  # also refuses NaN
+            raise InvalidValue(
+                f"a share cannot be {weight}", hint=f"use a number from {WEIGHT_MIN} to {WEIGHT_MAX:.0f}"
+            )
         known = _kind(kind)
         at_ns = self._clock.wall_ns()
 
@@ -102,9 +106,7 @@ class PoolService:
 
         def work(connection: sa.Connection) -> None:
             if not pools.remove_share(connection, known, name):
-                raise NotFound(
-                    f"no share was set for {known} {name[:64]!r}", hint="sgpu share list has those that were"
-                )
+                raise NotFound(f"no share was set for {known} {name[:64]!r}", hint="list the shares: sgpu share list")
             audit.record(connection, who=who, action=Action.SHARE_REMOVE, subject=f"{known} {name}", now_ns=at_ns)
 
         self._database.write(work)
@@ -122,12 +124,12 @@ def find_pool(connection: sa.Connection, name: str) -> StoredPool:
 
 def _changed(before: StoredPool, asked: PoolRequest) -> StoredPool:
     kind = before.kind if asked.kind is None else asked.kind
-    # What becomes on-demand serves everybody, and has nothing to lend any more.
+    # An on-demand pool serves all users, so it stops lending.
     lends = (before.lends and kind == RESERVED) if asked.lends is None else asked.lends
     if lends and kind != RESERVED:
         raise InvalidValue(
-            f"pool {before.name!r} is on-demand and cannot lend: everybody uses it as it is",
-            hint=f"sgpu pool set {before.name} --reserved --lend",
+            f"pool {before.name!r} is on-demand and cannot lend: all users can already use it",
+            hint=f"reserve it: sgpu pool set {before.name} --reserved --lend",
         )
     return StoredPool(
         name=before.name,
@@ -143,11 +145,11 @@ def _kind(kind: str) -> ShareKind:
     for known in SHARE_KINDS:
         if kind == known:
             return known
-    raise InvalidValue(f"there are no shares of a {kind[:64]!r}", hint=f"there are shares of: {', '.join(SHARE_KINDS)}")
+    raise InvalidValue(f"a {kind[:64]!r} cannot have a share", hint=f"these can have shares: {', '.join(SHARE_KINDS)}")
 
 
 def unknown_name(what: str, name: str, there: list[str]) -> InvalidValue:
-    """Return the error for a pool or policy that does not exist; its hint lists those that do."""
+    """Return the error for an unknown pool or policy; its hint lists the existing ones."""
     more = f" and {len(there) - _NAMED_MAX} more" if len(there) > _NAMED_MAX else ""
     plural = {"policy": "policies"}.get(what, f"{what}s")
     return InvalidValue(
@@ -166,5 +168,5 @@ def list_pools(call: Call, nodes: NodeService) -> PoolList:
 
 @routes.put("/pools/{name}", needs=writing("pools"))
 def put_pool(call: Call, pools: PoolService, name: str, body: PoolRequest) -> PoolView:
-    """Make or change a pool, and move nodes into it."""
+    """Create or change a pool, and move nodes into it."""
     return pools.put(call.who, name, body)

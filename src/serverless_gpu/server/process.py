@@ -1,16 +1,19 @@
-"""The server's process, from nothing to a socket that answers, and back.
+"""Runs the server process, from its lock to a listening socket and back.
 
-    lock ─▶ socket (clients wait from here on) ─▶ database, migrate ─▶ first start ─▶ services ─▶ loops ─▶ ready
+    lock ─▶ socket (clients can wait from here on) ─▶ database, migrate ─▶ first start ─▶ services ─▶ loops ─▶ ready
     SIGTERM, SIGINT ─▶ new requests: 503 ─▶ streams end, requests finish (≤ 30 s) ─▶ loops ─▶ engine ─▶ database
-    SIGHUP ─▶ the certificate is read again; open connections keep theirs. From a terminal: as SIGTERM; it is gone
+    SIGHUP ─▶ reload the certificate; open connections keep the old one. With a terminal: like SIGTERM
 
-Nothing is in memory that is not somewhere else, too, so a server that was killed starts like one that was stopped:
-clients and nodes come again, and the loops look at what is written down. A second signal does not wait for requests.
+All state in memory also exists elsewhere, so a killed server starts like one that was stopped. Clients and nodes
+connect again, and the loops read the database. After a second signal the server does not wait for requests.
 
-Failure cases: another server of this home runs (it is named); the port is taken (it is named, when it was asked for);
-the database does not answer (waited for, `startup.py`) or is of a newer version (said, and nothing was
-started); it is another server's (`leader_lock.py`), at the start or later; requests that do not finish when it is to
-stop (cut off).
+Failure cases:
+* Another server of this home runs: the error names it.
+* The port is taken: the error names the process, if the settings ask for this port.
+* The database does not answer: the server waits (`startup.py`).
+* The database is of a newer version: the server reports this and starts nothing.
+* The database belongs to another server, at the start or later: this server ends (`leader_lock.py`).
+* Requests do not finish before the stop deadline: the server cuts them off.
 """
 
 from __future__ import annotations
@@ -57,26 +60,26 @@ from serverless_gpu.server.startup import Operator, assembled
 
 KEEP_ALIVE_S = 75
 CUT_OFF_S = 2
-"""How long requests have to notice that they are cut off."""
+"""Seconds that requests get to end after the server cuts them off."""
 SWITCH_S = 0.001
-"""How long a thread may keep the interpreter while another one waits for it; Python's own choice is 5 ms."""
+"""Seconds that a thread may hold the interpreter while another thread waits; Python's default is 5 ms."""
 _LOOK_S = 0.02
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SECRET = re.compile(r"SECRET|PASSWORD|TOKEN|_KEY$")
-"""Names of variables whose values are taken out of the log."""
+"""Pattern of the environment variables whose values the server removes from its log."""
 _logger = logging.getLogger(__name__)
 
 
 class UvicornServer(uvicorn.Server):
-    """A server that answers; `stop` may be called from any thread.
+    """A uvicorn server with a graceful stop; any thread may call `stop`.
 
     Args:
-        config: uvicorn's; its application has the proxy middleware in it.
-        listening: its sockets.
-        proxy: closed when the server is to stop, which ends streams.
-        stopping_s: how long requests may go on then.
-        certificate: with which others are answered; None for plain HTTP.
-        ready: called once it answers.
+        config: configuration of uvicorn; its application contains the proxy middleware.
+        listening: the server's sockets.
+        proxy: the middleware that ends all streams when the server stops.
+        stopping_s: seconds that running requests get when the server stops.
+        certificate: certificate for HTTPS; None for plain HTTP.
+        ready: called once the server accepts requests.
     """
 
     def __init__(
@@ -101,55 +104,57 @@ class UvicornServer(uvicorn.Server):
         self.warnings: tuple[str, ...] = ()
 
     def stop(self) -> None:
-        """End in order: at once, when no request goes on; a second call does not wait for those that do."""
+        """Stop gracefully once all requests have finished; a second call stops without waiting for them."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
     @property
     def port(self) -> int:
-        """Return the port under which others reach it."""
+        """Return the main port of the server."""
         return int(self._listening.main.getsockname()[1])
 
     @property
     def certificate(self) -> str:
-        """Return what is to be said of the certificate; "" without one."""
+        """Return a message about the certificate; "" without a certificate."""
         return "" if self._certificate is None else self._certificate.sentence()
 
     @property
     def certified(self) -> tuple[str, ...]:
-        """Return the names in its certificate."""
+        """Return the host names in the certificate."""
         return () if self._certificate is None else self._certificate.in_use.names
 
     @property
     def is_certificate_over(self) -> bool:
-        """Return whether it has a certificate that has ended."""
+        """Return True if the server has a certificate that has expired."""
         return self._certificate is not None and self._certificate.is_over
 
     @property
     def busy(self) -> int:
-        """Return how many requests go on."""
+        """Return the number of running requests."""
         return self._proxy.busy
 
     def renew(self) -> threading.Event:
-        """Read the certificate again; return what is set once that has been done."""
+        """Reload the certificate; return an event that the server sets after the reload."""
         self._renewed.clear()
         self._renew.set()
         return self._renewed
 
     def serve_until_stopped(self) -> None:
-        """Answer until told to stop."""
+        """Serve requests until the server is stopped."""
         self.config.load()
         if self._certificate is not None:
             self.config.ssl = self._certificate.context
         self.run([self._listening.main])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to answer, and say so."""
+        """Start serving, and notify the caller and systemd."""
         await super().startup(sockets)
         if threading.current_thread() is threading.main_thread():
-            # The process is the server's own: shorten how long one of its threads keeps all others from running.
-            gc.freeze()  # a full collection would look at everything that was imported, for 100 ms
-            sys.setswitchinterval(SWITCH_S)  # a request takes several turns, and waits for threads that compute
+            # In the main thread, this process belongs to the server alone. Limit the time that one thread can block all
+            # others.
+            gc.freeze()  # A full collection would visit all imported objects, which takes about 100 ms.
+            # A request needs the interpreter several times while other threads compute.
+            sys.setswitchinterval(SWITCH_S)
         if self._listening.beside is not None:
             made = await asyncio.get_running_loop().create_server(
                 lambda: BoundedProtocol(
@@ -163,7 +168,7 @@ class UvicornServer(uvicorn.Server):
         systemd.notify(self._systemd, "READY=1")
 
     async def on_tick(self, counter: int) -> bool:
-        """Do what is asked for from outside of the loop; return whether it is to stop."""
+        """Reload the certificate if another thread asked for it; return True if the server must stop."""
         if self._renew.is_set():
             self._renew.clear()
             if self._certificate is None:
@@ -174,29 +179,29 @@ class UvicornServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End the streams, which would go on for ever, wait for requests, and take no others; then everything else."""
+        """End streams, because they have no end of their own, and wait for other requests; then stop uvicorn."""
         systemd.notify(self._systemd, "STOPPING=1")
-        _logger.info("stopping; requests that go on: %d", self._proxy.busy)
+        _logger.info("stopping; running requests: %d", self._proxy.busy)
         self._proxy.close()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._stopping_s
         while self._proxy.busy and not self.force_exit and loop.time() < deadline:
             await asyncio.sleep(_LOOK_S)
         if self._proxy.busy:
-            _logger.warning("requests that did not finish in time and are cut off: %d", self._proxy.busy)
+            _logger.warning("requests that did not finish in time; the server cuts them off: %d", self._proxy.busy)
         self.config.timeout_graceful_shutdown = CUT_OFF_S
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop at a signal; the process then ends by returning, not by the signal."""
+        """Stop the server at a signal; the process then returns normally instead of dying of the signal."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.signal(number, lambda _number, _frame: self.stop()) for number in _SIGNALS}
         if sys.stdin is None or not sys.stdin.isatty():
             before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda _number, _frame: self._renew.set())
-        else:  # the terminal is gone
+        else:  # The terminal was closed.
             before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda _number, _frame: self.stop())
         try:
             yield
@@ -217,16 +222,16 @@ def serve(
     """Run the server until it is stopped; blocks.
 
     Args:
-        settings: of the server.
-        ready: called once it answers, with its address on this machine and the handle that stops it.
-        announce: gets a line when the start has to wait for its database; the log has it, too.
-        decide: asked before that whether several principals may share a uid, as `isolation.settle` does.
-        renewed: called as `ready` when a token in a file was replaced; by another thread.
-        clock: for tests.
+        settings: settings of the server.
+        ready: called once the server accepts requests, with its local address and the handle that stops it.
+        announce: gets a line while the start waits for the database; the log contains the line too.
+        decide: asked earlier during the start if several principals may share a uid, as in `isolation.settle`.
+        renewed: called like `ready`, in another thread, after the server replaced a token in a file.
+        clock: replaces the system clock in tests.
 
     Raises:
-        ServerProblem: another server of this home or of this database runs, the port is taken, the database is of a
-            newer version.
+        ServerProblem: another server uses this home or this database, the port is taken, or the database has a newer
+            version.
         TakenOver: another server has replaced this one.
         ServerUnavailable: the database does not answer.
     """
@@ -242,7 +247,7 @@ def serve(
         if faults.named():
             _logger.warning("%s", faults.warning())
         if other:
-            _logger.warning("%s; the database decides which of both works", other)
+            _logger.warning("%s; the database decides which of the two servers works", other)
         certificate = _certificate(settings, clock)
 
         def waiting(line: str) -> None:
@@ -274,7 +279,7 @@ def serve(
             assembly.leader_lock.on_gone = running.stop
             running.serve_until_stopped()
             if assembly.leader_lock.is_gone:
-                hint = "a database has one server; this one is not started again by itself"
+                hint = "a database has one server; do not restart this one while the other server runs"
                 raise TakenOver("another server has taken the database over", hint=hint)
         _logger.info("process %d has stopped", os.getpid())
 

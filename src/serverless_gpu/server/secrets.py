@@ -1,6 +1,6 @@
-"""Secrets: the service that sets, lists and deletes them, and its routes.
+"""Sets, lists and deletes secrets, and serves their routes.
 
-Each change has an entry in the audit. Neither the audit nor a route contains a value.
+Each change adds an entry to the audit. Neither the audit nor a response contains the value of a secret.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SecretService:
         self._sealer = sealer
 
     def set(self, who: Caller, name: str, request: SecretRequest, *, reach: str) -> SecretView:
-        """Set a secret of the caller's, or of a team in reach."""
+        """Set a secret of the caller, or of a team within the caller's reach."""
         check_value(check_name(name), request.value)
         now_ns = self._clock.wall_ns()
 
@@ -46,7 +46,7 @@ class SecretService:
         return self._database.write(work)
 
     def delete(self, who: Caller, name: str, team: str, *, reach: str) -> SecretView:
-        """Take away every value of a secret."""
+        """Delete all versions of a secret."""
         now_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> SecretView:
@@ -58,14 +58,14 @@ class SecretService:
         return self._database.write(work)
 
     def list_visible(self, who: Caller, *, reach: str) -> list[SecretView]:
-        """Return the secrets in reach, without their values."""
+        """Return the secrets within the caller's reach, without their values."""
         teams = who.teams if reach == AccessReach.TEAM else ()
         return self._database.read(
             lambda connection: stored_secrets.listed(connection, who.name, teams, everybodys=reach == AccessReach.ALL)
         )
 
     def remove_replaced(self) -> None:
-        """Remove values that were replaced, and that no attempt has any more."""
+        """Delete replaced values that no attempt uses any more."""
         for whose, name in self._database.read(stored_secrets.replaced):
 
             def work(connection: sa.Connection, whose: SecretOwner = whose, name: str = name) -> None:
@@ -93,20 +93,20 @@ routes = Routes("secrets")
 
 
 class SecretQuery(Query, frozen=True, kw_only=True):
-    """Whose secret; one's own without a team."""
+    """Owner of the secret: the given team, or the caller without a team."""
 
     team: str = ""
 
 
 @routes.get("/secrets", needs=reading("secrets"))
 def list_secrets(call: Call, secrets: SecretService) -> SecretList:
-    """List secrets without their values: one's own, and those of one's teams."""
+    """List the secrets of the caller and of the caller's teams, without their values."""
     return SecretList(secrets=tuple(secrets.list_visible(call.who, reach=call.reach)))
 
 
 @routes.put("/secrets/{name}", needs=writing("secrets"), limit=REQUEST_BYTES_MAX)
 def set_secret(call: Call, secrets: SecretService, name: str, body: SecretRequest) -> SecretView:
-    """Set a secret; attempts that start from now on get it."""
+    """Set a secret; attempts that start from now on get its value."""
     return secrets.set(call.who, name, body, reach=call.reach)
 
 

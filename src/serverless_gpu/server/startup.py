@@ -1,13 +1,13 @@
-"""Startup: builds the server's parts in the order in which they need each other, and takes them apart in reverse.
+"""Builds the server's components in the order of their dependencies, and stops them in reverse order.
 
     settings ─▶ database, locked, migrated ─▶ key, first tokens ─▶ storage, hub ─▶ services ─▶ engine ─▶ loops
 
-Nothing is used after its end: the loops finish their tick, then the engine lets go, then the database closes. A server
-that is killed leaves the same state.
+No component is used after its end: first the loops finish their tick, then the engine closes, then the database
+closes. A killed server leaves the same state behind.
 
-After a reboot the server and PostgreSQL start at once, and PostgreSQL may still replay its log. So the start tries
-again for `START_S` while PostgreSQL does not answer, and says what it waits for. An answer that time does not change
-ends the start at once: a wrong password, a database that does not exist.
+After a reboot the server and PostgreSQL start together, while PostgreSQL may still replay its log. The start therefore
+retries for `START_S` seconds while PostgreSQL does not answer, and logs why it waits. Some errors end the start
+immediately, because a retry cannot help: a wrong password, a database that does not exist.
 """
 
 from __future__ import annotations
@@ -91,15 +91,15 @@ START_S = 60.0
 _PAUSE_S = 0.2
 _PAUSE_S_MAX = 2.0
 _FINAL = ("authentication failed", "does not exist", "no password supplied", "pg_hba.conf")
-"""What PostgreSQL and its client library say where another try would get the same answer."""
+"""Parts of PostgreSQL and client library messages that a retry would only repeat."""
 
 
 LOOP_S = 10.0
-"""How long the loops may take to finish their ticks when the server stops."""
+"""Seconds that all loops together get to finish their ticks when the server stops."""
 RAY_S = 20.0
-"""How long a start waits for Ray to say what it has."""
+"""Seconds that the start waits for Ray to report its resources."""
 SLOW_S = 6 * 3600.0
-"""How long a tick may take that goes through everything in a bucket, before it counts as stuck."""
+"""Seconds before a tick counts as stuck, for ticks that visit a whole bucket."""
 _NAMED_MAX = 5
 _PUT_BACK = "put back the file `key` that belongs to this database"
 _log = logging.getLogger(__name__)
@@ -107,10 +107,10 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AssembledServer:
-    """A server that can be asked.
+    """A built server: its services, and the lock and tokens that requests need.
 
     Attributes:
-        warnings: sentences for the operator who starts it.
+        warnings: messages for the operator who starts the server.
     """
 
     leader_lock: LeaderLock
@@ -121,12 +121,12 @@ class AssembledServer:
 
 
 class Operator(NamedTuple):
-    """The process that starts a server, on behalf of a person.
+    """Callbacks to the process that starts a server for a person.
 
     Attributes:
         announce: gets a line when the start has to wait for its database.
-        decide: asked about undecided pools, as `uid_sharing.settle` does.
-        renewed: called when a file of the server has another token.
+        decide: asked about undecided pools, as in `uid_sharing.settle`.
+        renewed: called after a file of the server got another token.
     """
 
     announce: Callable[[str], None] = _log.warning
@@ -138,18 +138,18 @@ class Operator(NamedTuple):
 def assembled(
     settings: Settings, *, url: str, clock: Clock, other: str = "", operator: Operator | None = None
 ) -> Iterator[AssembledServer]:
-    """Put a server together, and take it apart.
+    """Build a server, and stop its components at the end.
 
     Args:
-        settings: of the server.
-        url: under which this machine reaches it.
-        clock: the machine's.
-        other: which process shares the server's directory, or "".
-        operator: who starts it; None for one who only reads the log.
+        settings: settings of the server.
+        url: the server's address on this machine.
+        clock: the clock of this machine.
+        other: description of the process that shares the server's directory, or "".
+        operator: callbacks of the starting process; None if the log is enough.
 
     Raises:
-        ServerProblem: the database was rolled back, is another server's or of a newer version; the key is none, or
-            not the one of its database.
+        ServerProblem: the database was rolled back, belongs to another server, or has a newer version; or the key is
+            invalid or does not belong to the database.
         ServerUnavailable: the database does not answer.
     """
     rotation.refuse_unfinished(settings.directory)
@@ -187,7 +187,7 @@ def assembled(
         )
         beside: RaySidecar | None = None
         if settings.ray is not None:
-            join_token(database, settings.directory, now_ns=clock.wall_ns())  # for machines that join
+            join_token(database, settings.directory, now_ns=clock.wall_ns())  # the token for machines that join
             beside = RaySidecar(settings, url=url, node_token=tokens.node_token)
         engines: list[Engine] = []
         services = compose(
@@ -232,7 +232,7 @@ def assembled(
 
 
 def acquire_when_started(database: Database, *, clock: Clock, announce: Callable[[str], None]) -> None:
-    """Make this server the only one of its database, once the database answers.
+    """Acquire the leader lock of the database, once the database answers.
 
     Raises:
         ServerProblem: another server uses the database.
@@ -248,7 +248,7 @@ def acquire_when_started(database: Database, *, clock: Clock, announce: Callable
                 raise
             if not waiting:
                 waiting = True
-                announce(f"{error.message}; waiting for it, {START_S:.0f} s at most")
+                announce(f"{error.message}; waiting for the database, {START_S:.0f} s at most")
             threading.Event().wait(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
         else:
@@ -258,12 +258,12 @@ def acquire_when_started(database: Database, *, clock: Clock, announce: Callable
 
 
 def is_temporary(message: str) -> bool:
-    """Return whether a database that cannot be used may only be starting."""
+    """Return True if the error message suggests that the database is only starting."""
     return not any(words in message for words in _FINAL)
 
 
 def _marked(settings: Settings, database: Database, clock: Clock) -> MarkFile:
-    """Give this server its generation, and have the high-water mark follow what it writes."""
+    """Assign this server its generation, and connect the high-water mark to commits."""
     position = database.number(now_ns=clock.wall_ns())
     path, place = backup.mark_path(settings), backup.place_of(settings)
     mark = MarkFile(path, position, now_ns=clock.wall_ns(), place=place)
@@ -272,7 +272,7 @@ def _marked(settings: Settings, database: Database, clock: Clock) -> MarkFile:
 
 
 def _unknown_files(settings: Settings, database: Database) -> tuple[str, ...]:
-    """Name files of runs that the database does not know, before the loops remove any."""
+    """Report files of runs that the database does not know, before the loops remove any."""
     unknown = orphan_runs(settings.directory, database.read, limit=LOOK_MAX)
     if not unknown:
         return ()
@@ -282,7 +282,7 @@ def _unknown_files(settings: Settings, database: Database) -> tuple[str, ...]:
 
 
 def _several_machines(services: Services, beside: RaySidecar) -> Engine:
-    """Return the engine of every machine that has joined."""
+    """Return the Ray engine, which spans all machines that have joined."""
     engine = RayEngine(
         beside.directory / "engine",
         access=RayAccess(
@@ -295,7 +295,7 @@ def _several_machines(services: Services, beside: RaySidecar) -> Engine:
         news=lambda: services.hub.touch(SCHEDULER),
     )
     if beside.was_there and not engine.ready(RAY_S):
-        _log.warning("Ray has said nothing within %s s: new gangs wait for it", RAY_S)
+        _log.warning("Ray has not reported within %s s; new gangs wait for Ray", RAY_S)
     return engine
 
 
@@ -308,7 +308,7 @@ def _looking_after(
     mark: MarkFile,
     renewed: Callable[[], None],
 ) -> Iterator[None]:
-    """Run the loops; the hub rings them."""
+    """Run the loops; the hub wakes them."""
     scheduler = make_scheduler(services, engine=engine)
     reconciler = services.make(Reconciler, scheduler=scheduler, engine=engine)
 
@@ -373,7 +373,7 @@ def _looking_after(
 
 
 def _look_after_health(services: Services, database: Database) -> None:
-    """Say what a server has to have; its loops say it of themselves."""
+    """Register the server's health checks; each loop reports its own health."""
     health, settings = services.health, services.settings
     health.probe("database", lambda: database.problem(now_ns=services.clock.wall_ns()))
     health.probe("store", services.blobs.try_store, fresh_s=STORE_FRESH_S, bound_s=STORE_BOUND_S)
@@ -383,27 +383,31 @@ def _look_after_health(services: Services, database: Database) -> None:
     for check in mlflow_checks(settings):
         health.probe("mlflow", check)
     health.watch("server", lambda: "the server is stopping" if services.hub.closed else "")
-    health.watch("claim", lambda: "" if database.leader_lock.is_held else "the database is not this server's now")
+    health.watch(
+        "claim", lambda: "" if database.leader_lock.is_held else "the database does not belong to this server any more"
+    )
 
 
 def _check_key(database: Database, sealer: Sealer) -> None:
-    """Refuse to be a server that takes no attempt's token and opens no variables and secrets, and ends runs for it."""
+    """Refuse to start with a wrong key, which could not open variables, secrets and tokens."""
     sealed = database.read(runs.sealed_unfinished)
     if sealed and not any(sealer.is_mine(context) for context in sealed):
         raise ServerProblem(
-            "the server's key is not the one of its database: runs that have not ended were sealed with another one",
-            hint=f"{_PUT_BACK}, or start with --key-lost: those runs end then, and secrets are to be set again",
+            "the server's key does not belong to its database: unfinished runs were sealed with another key",
+            hint=f"{_PUT_BACK}, or start with --key-lost: the server then ends those runs, and you have to set "
+            "secrets again",
         )
     others = database.read(lambda connection: stored_secrets.sealed_by_another(connection, sealer))
     if names := sorted({name for _whose, name, _version in others}):
         raise ServerProblem(
-            f"the server's key is not the one of its database: secrets were sealed with another one ({_some(names)})",
-            hint=f"{_PUT_BACK}, or start with --key-lost: those secrets are taken away then, and are to be set again",
+            f"the server's key does not belong to its database: secrets were sealed with another key ({_some(names)})",
+            hint=f"{_PUT_BACK}, or start with --key-lost: the server then deletes those secrets, and you have to "
+            "set them again",
         )
 
 
 def _do_without_key(database: Database, sealer: Sealer, *, now_ns: int) -> None:
-    """Remove the secrets that cannot be opened any more; runs that need the key end when they are placed."""
+    """Delete the secrets that this key cannot open. Runs that need the lost key end at their placement."""
 
     def work(connection: sa.Connection) -> list[str]:
         names = stored_secrets.take_away_sealed_by_another(connection, sealer)
@@ -416,7 +420,7 @@ def _do_without_key(database: Database, sealer: Sealer, *, now_ns: int) -> None:
         return names
 
     if names := database.write(work):
-        _log.warning("the key is lost, and with it the secrets %s: they are to be set again", _some(names))
+        _log.warning("the key is lost, and with it the secrets %s; set them again", _some(names))
 
 
 def _some(names: list[str]) -> str:
@@ -427,5 +431,5 @@ def _some(names: list[str]) -> str:
 def login() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a user id without a name, as in some containers
+    except (KeyError, OSError):  # The user id has no name, as in some containers.
         return ""

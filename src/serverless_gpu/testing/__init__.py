@@ -1,10 +1,12 @@
-"""Fakes and helpers for testing code that uses serverless-gpu, and for our own tests.
+"""Fakes and helpers for tests of code that uses serverless-gpu, and for the package's own tests.
 
-FakeGpus()             declared GPUs whose processes, memory and figures a test decides
-FakeClock()            a clock that a test moves
-agent_status(home)     what the agent of a home looks after
-stop_agent(home)       end that agent, and everything it keeps warm
-SimulatedEngine(…)     an engine whose nodes exist only in a test
+    FakeGpus()             declared GPUs with processes, memory and telemetry that a test sets
+    FakeClock()            a clock that a test moves
+    agent_status(home)     the runs and warm processes of a home's agent
+    stop_agent(home)       stops that agent and all of its warm processes
+    SimulatedEngine(…)     an engine whose nodes exist only in a test
+
+Tests import all of these from `serverless_gpu.testing`.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ __all__ = ["FakeClock", "FakeGpus", "SimulatedEngine", "agent_status", "stop_age
 
 
 class FakeGpus:
-    """Declared GPUs of one home, as `SERVERLESS_GPU_FAKE` names them, in a state that a test decides.
+    """The declared GPUs of one home (`SERVERLESS_GPU_FAKE`), in a state that a test sets.
 
     Args:
-        home: the home directory, made if needed; None for the one that runs of this process have.
+        home: the home directory, created if needed. None means the home for runs of this process.
     """
 
     def __init__(self, home: Path | None = None) -> None:
@@ -41,18 +43,18 @@ class FakeGpus:
         self._state: dict[str, dict[str, object]] = {}
 
     def set(self, uuid: str, *, memory_used_bytes: int = 0, processes: Mapping[int, int] | None = None) -> None:
-        """Say what NVML would say about one GPU from now on.
+        """Set the values that NVML reports for one GPU.
 
         Args:
             uuid: for example ``"FAKE-H100-0"``.
             memory_used_bytes: memory in use.
-            processes: bytes held, by pid.
+            processes: memory in bytes by pid.
         """
         listed = [{"pid": pid, "memory_bytes": held} for pid, held in (processes or {}).items()]
         self._add(uuid, {"memory_used_bytes": memory_used_bytes, "processes": listed})
 
     def shows(self, uuid: str, **figures: float) -> None:
-        """Say what telemetry sees of one GPU from now on; what is not said is taken from its rank.
+        """Set the values that telemetry reports for one GPU; its rank provides all other values.
 
         Args:
             uuid: for example ``"FAKE-H100-0"``.
@@ -62,21 +64,21 @@ class FakeGpus:
                 bits), ``ecc_errors``.
 
         Raises:
-            InvalidOption: there is no such figure.
+            InvalidOption: a figure is unknown.
         """
         for name in figures:
             if name not in GpuSample.__struct_fields__:
                 known = ", ".join(GpuSample.__struct_fields__)
-                raise InvalidOption(f"telemetry has no figure {name!r} of a GPU", hint=f"figures: {known}")
+                raise InvalidOption(f"GPU telemetry has no figure {name!r}", hint=f"figures: {known}")
         self._add(uuid, {"sampled": figures})
 
     def xid(self, uuid: str, number: int, text: str = "") -> None:
-        """Have the driver tell of a GPU what it does when one fails: a line in the kernel's log.
+        """Write the line to the kernel log that the driver writes when a GPU fails.
 
         Args:
             uuid: for example ``"FAKE-H100-0"``, one of those that `SERVERLESS_GPU_FAKE` declares.
-            number: the Xid; 79 for one that has fallen off the bus.
-            text: what the driver says beyond that.
+            number: the Xid. 79 means that the GPU has fallen off the bus.
+            text: further text of the driver.
 
         Raises:
             InvalidOption: no such GPU is declared.
@@ -93,17 +95,17 @@ class FakeGpus:
             os.close(fd)
 
     def hangs(self, hanging: bool = True) -> None:
-        """Have the driver hang: questions about a declared GPU get no answer, until that is over.
+        """Make the driver hang or recover. While the driver hangs, queries about declared GPUs get no answer.
 
         Args:
-            hanging: whether it does from now on.
+            hanging: True to hang, False to recover.
         """
         for device in parse_fake(os.environ.get("SERVERLESS_GPU_FAKE", "")):
             self._state[device.uuid] = {**self._state.get(device.uuid, {}), "hangs": hanging}
         self._write()
 
     def clear(self, uuid: str) -> None:
-        """Let a GPU be idle again."""
+        """Remove all values that tests set for a GPU."""
         self._state.pop(uuid, None)
         self._write()
 
@@ -118,7 +120,7 @@ class FakeGpus:
 
 
 class FakeClock:
-    """A clock that stands still until a test moves it."""
+    """A clock that only moves when a test moves it."""
 
     def __init__(self, *, boottime_ns: int = 1_000_000_000_000, wall_ns: int = 1_800_000_000_000_000_000) -> None:
         self._boottime_ns = boottime_ns
@@ -130,11 +132,11 @@ class FakeClock:
         self._wall_ns += round(seconds * 1e9)
 
     def step_wall(self, seconds: float) -> None:
-        """Set the wall clock alone: forward, or back."""
+        """Move only the wall clock, forward or back."""
         self._wall_ns += round(seconds * 1e9)
 
     def boottime_ns(self) -> int:
-        """Return nanoseconds since a boot that never was."""
+        """Return nanoseconds since a simulated boot."""
         return self._boottime_ns
 
     def wall_ns(self) -> int:
@@ -142,5 +144,5 @@ class FakeClock:
         return self._wall_ns
 
     def boot_id(self) -> str:
-        """Return the same identifier always."""
+        """Return a constant boot identifier."""
         return "00000000-0000-0000-0000-000000000000"

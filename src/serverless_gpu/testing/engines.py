@@ -1,4 +1,4 @@
-"""What every engine has to do, as tests: for ours, and for engines of others.
+"""Conformance tests for engines, both of this package and of third parties.
 
     class TestMine(EngineConformance):
         @pytest.fixture
@@ -6,17 +6,17 @@
         @pytest.fixture
         def shares(self): return (Share(node="n1", gpu_type="CPU", count=1),)    # fits while the engine is empty
         @pytest.fixture
-        def restarted(self): return lambda: MyEngine(...)                        # on what the first one left behind
+        def restarted(self): return lambda: MyEngine(...)                        # with the state of the first one
 
-The engine of each test is fresh, knows all of its nodes and has nothing reserved. More is asked of an engine that
+The engine of each test is new, knows all of its nodes and has no reservations. More tests run for an engine that
 overrides more fixtures:
 
-    full       shares that fit alone and leave no room for themselves again: it counts devices
-    too_many   shares that will never fit, on a node that is there
-    spread     shares on two nodes; each takes more than half of its node: it has several
-    losing     a node that the test may have it lose, and bring back
+    full       shares that fit alone, but not twice: the engine counts devices
+    too_many   shares that will never fit, on an existing node
+    spread     shares on two nodes, each more than half of its node: the engine has several nodes
+    losing     a node that the test can make the engine lose and recover
 
-Nothing here sleeps: what takes a while is waited for, up to `LIMIT_S`.
+No test sleeps. For slow events the tests wait up to `LIMIT_S`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _LOOK_S = 0.02
 
 
 class Losing(NamedTuple):
-    """A node that can be lost.
+    """A node that the engine can lose.
 
     Attributes:
-        shares: what fits there.
-        lose: has the engine lose it, as it would happen.
-        bring_back: has it come back.
+        shares: shares that fit on the node.
+        lose: makes the engine lose the node, as in a real failure.
+        bring_back: makes the node return.
     """
 
     shares: Shares
@@ -51,7 +51,7 @@ class Losing(NamedTuple):
 
 
 class EngineConformance:
-    """Tests that take fixtures `engine`, `shares`, `restarted`, and `full` where the engine counts."""
+    """Conformance tests with the fixtures `engine`, `shares`, `restarted`, and several optional ones."""
 
     @pytest.fixture
     def full(self) -> Shares | None:
@@ -70,25 +70,25 @@ class EngineConformance:
 
     @pytest.fixture
     def losing(self) -> Losing | None:
-        """Return a node that can be lost, or None where that cannot be tested."""
+        """Return a node that can be lost, or None for an engine that cannot simulate a loss."""
         return None
 
     def test_every_node_is_said_to_be_up_before_anything_else(self, engine: Engine) -> None:
-        """Events and nodes agree, and events come once."""
+        """The first events match the nodes, and each event arrives once."""
         events = engine.events()
         assert [event.node for event in events if isinstance(event, NodeUp)] == list(engine.nodes())
         assert not any(isinstance(event, NodeLost) for event in events)
         assert engine.events() == []
 
     def test_names_of_nodes_are_unique(self, engine: Engine) -> None:
-        """A name means one node."""
+        """Each node has a unique name."""
         names = [node.name for node in engine.nodes()]
         assert len(set(names)) == len(names)
         assert all(engine.has(name) for name in names)
         assert not engine.has("no-such-node")
 
     def test_a_plan_says_what_it_would_do_and_does_nothing(self, engine: Engine, shares: Shares) -> None:
-        """The same gang is planned the same way, the text names it, and nothing is reserved."""
+        """Planning a gang twice gives the same request, its text names the gang, and no devices are reserved."""
         gang = Gang(id="run:1", shares=shares)
         request = engine.plan(gang)
         assert request == engine.plan(gang)
@@ -97,7 +97,7 @@ class EngineConformance:
         assert engine.recover() == []
 
     def test_a_gang_that_fits_is_placed_and_again_it_is_the_same_one(self, engine: Engine, shares: Shares) -> None:
-        """Submitting twice changes nothing: the identifier is the gang."""
+        """Submitting a gang again changes nothing, because its identifier is the same."""
         gang = Gang(id="run:1", shares=shares)
         assert engine.submit(engine.plan(gang)) == Placed(gang=gang)
         assert engine.submit(engine.plan(gang)) == Placed(gang=gang)
@@ -106,7 +106,7 @@ class EngineConformance:
     def test_a_node_that_does_not_exist_is_impossible_and_reserves_nothing(
         self, engine: Engine, shares: Shares
     ) -> None:
-        """All or nothing, and the sentence names the node."""
+        """An unknown node makes the whole gang impossible. The message names the node."""
         nowhere = Share(node="no-such-node", gpu_type=shares[0].gpu_type, count=1)
         answer = engine.submit(engine.plan(Gang(id="run:1", shares=(*shares, nowhere))))
         assert isinstance(answer, Impossible)
@@ -115,7 +115,7 @@ class EngineConformance:
         assert isinstance(engine.submit(engine.plan(Gang(id="run:2", shares=shares))), Placed)
 
     def test_what_is_full_waits_and_is_free_after_a_release(self, engine: Engine, full: Shares | None) -> None:
-        """A gang that finds no room waits, with a sentence, and reserves nothing."""
+        """A gang that does not fit waits with a message and reserves nothing."""
         if full is None:
             pytest.skip("this engine does not count devices; the scheduler does")
         assert isinstance(engine.submit(engine.plan(Gang(id="run:1", shares=full))), Placed)
@@ -127,14 +127,14 @@ class EngineConformance:
         assert isinstance(engine.submit(engine.plan(Gang(id="run:2", shares=full))), Placed)
 
     def test_a_release_may_come_twice_and_for_what_was_never_there(self, engine: Engine, shares: Shares) -> None:
-        """Releasing is idempotent."""
+        """Release is idempotent."""
         engine.submit(engine.plan(Gang(id="run:1", shares=shares)))
         for gang in ("run:1", "run:1", "never:1"):
             engine.release(gang)
         assert engine.recover() == []
 
     def test_another_attempt_of_a_run_is_another_gang(self, engine: Engine, shares: Shares) -> None:
-        """Giving back an old attempt does not touch the new one."""
+        """Releasing an old attempt does not affect the new one."""
         engine.submit(engine.plan(Gang(id="run:1", shares=shares)))
         engine.release("run:1")
         engine.submit(engine.plan(Gang(id="run:2", shares=shares)))
@@ -144,7 +144,7 @@ class EngineConformance:
     def test_a_restart_finds_what_was_reserved(
         self, engine: Engine, restarted: Callable[[], Engine], shares: Shares
     ) -> None:
-        """The next process recovers every gang, and goes on with it."""
+        """After a restart, the next process recovers and continues each gang."""
         gang = Gang(id="run:1", shares=shares)
         engine.submit(engine.plan(gang))
         engine.close()
@@ -156,7 +156,7 @@ class EngineConformance:
         again.close()
 
     def test_it_may_be_used_from_several_threads(self, engine: Engine, shares: Shares) -> None:
-        """One gang submitted and released by many is placed, or not there, and nothing in between."""
+        """Concurrent submits and releases of a gang leave the gang either placed or absent."""
         gang = Gang(id="run:1", shares=shares)
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda _: engine.submit(engine.plan(gang)), range(32)))
@@ -167,7 +167,7 @@ class EngineConformance:
     def test_more_than_a_node_has_is_impossible_and_not_waited_for(
         self, engine: Engine, too_many: Shares | None
     ) -> None:
-        """What never fits is refused at once, with the node's name, and reserves nothing."""
+        """The engine refuses a gang that never fits at once, names the node, and reserves nothing."""
         if too_many is None:
             pytest.skip("this engine does not count devices; the scheduler does")
         answer = engine.submit(engine.plan(Gang(id="run:1", shares=too_many)))
@@ -178,7 +178,7 @@ class EngineConformance:
     def test_a_gang_on_two_nodes_is_one_gang_to_the_next_process_too(
         self, engine: Engine, restarted: Callable[[], Engine], spread: Shares | None
     ) -> None:
-        """All shares are reserved together, found together, and given back together."""
+        """A gang on two nodes is reserved, recovered and released as a whole."""
         if spread is None:
             pytest.skip("this engine has one node")
         gang, parts = Gang(id="run:1", shares=spread), [Gang(id=f"part:{one.node}", shares=(one,)) for one in spread]
@@ -197,7 +197,7 @@ class EngineConformance:
         again.close()
 
     def test_half_a_gang_is_never_reserved(self, engine: Engine, spread: Shares | None) -> None:
-        """A gang whose one node is taken leaves the other one to others."""
+        """A gang that fits only partly reserves nothing, so its free node stays available."""
         if spread is None:
             pytest.skip("this engine has one node")
         first, second = (Gang(id=f"part:{one.node}", shares=(one,)) for one in spread)
@@ -211,9 +211,9 @@ class EngineConformance:
     def test_a_lost_node_is_told_once_keeps_its_gangs_and_may_come_back(
         self, engine: Engine, losing: Losing | None
     ) -> None:
-        """`NodeLost` means that nothing new goes there, and nothing else."""
+        """A lost node takes no new gangs, but keeps its current ones."""
         if losing is None:
-            pytest.skip("no node of this engine can be lost in a test")
+            pytest.skip("this engine cannot lose a node in a test")
         node = losing.shares[0].node
         others = [other for other in engine.nodes() if other.name != node]
         first, second = Gang(id="run:1", shares=losing.shares), Gang(id="run:2", shares=losing.shares)
@@ -235,23 +235,23 @@ class EngineConformance:
         (up,) = _heard(engine)
         assert isinstance(up, NodeUp) and up.node.name == node
         assert up.node in engine.nodes() and len(engine.nodes()) == len(others) + 1
-        _wait(lambda: engine.submit(engine.plan(second)) == Placed(gang=second), f"{node} is used again")
+        _wait(lambda: engine.submit(engine.plan(second)) == Placed(gang=second), f"{node} takes gangs again")
 
     def test_closing_twice_is_closing(self, engine: Engine) -> None:
-        """Leaving is idempotent, too."""
+        """Closing is idempotent, too."""
         engine.close()
         engine.close()
 
 
 def _heard(engine: Engine) -> list[NodeUp | NodeLost]:
-    """Return the events that come next."""
+    """Return the next events, at least one."""
     heard: list[NodeUp | NodeLost] = []
 
     def listen() -> bool:
         heard.extend(engine.events())
         return bool(heard)
 
-    _wait(listen, "the engine tells something")
+    _wait(listen, "the engine reports an event")
     return heard
 
 

@@ -1,27 +1,29 @@
-"""A fake MLflow server for tests: it remembers what it received, and misbehaves as it is asked to.
+"""A fake MLflow server for tests that records what it receives and fails on request.
 
     with FakeMlflow() as mlflow:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow.uri)
         ...
-        mlflow.behave("hangs")          # from here on, until the next call
+        mlflow.behave("hangs")          # until the next call
         mlflow.behave("answers")
         assert mlflow.run_of(run_id).series("loss") == [(0, 0.7), (1, 0.5)]
 
-It is a real HTTP server on a port of loopback: other processes can use it, MLflow's own clients among them. It
-speaks what runs need: experiments, runs, metrics, parameters, tags, search by one tag, files through the proxy. Like
-MLflow it refuses a whole request when one name, value or limit in it is wrong, takes the same point twice as one, and
-a parameter only with the value it has.
+The fake is a real HTTP server on a loopback port, so other processes can use it, including MLflow's own clients. The
+fake supports experiments, runs, metrics, parameters, tags, search by one tag, and files through the artifact proxy.
+Like MLflow it refuses a whole request with an invalid name, value or limit. The fake ignores duplicate points, and
+refuses a parameter with a changed value.
 
-What `behave` can ask for:
+Behaviours:
 
-    answers   as MLflow does
-    refuses   no process listens on the port, which stays taken
-    hangs     requests are taken and not answered; done, as a real server does, once it behaves otherwise
-    loses     requests are done, and the connection is closed before the answer
-    fails     500 to everything
-    forbids   401 to everything
-    foreign   a page of HTML to everything, as a proxy's login page
-    slow      answers after a while
+    answers   answers as MLflow does
+    refuses   no process listens on the port, but the port stays reserved
+    hangs     holds requests without an answer, and processes them when the behaviour changes
+    loses     processes requests and closes the connection before the answer
+    fails     answers 500 to all requests
+    forbids   answers 401 to all requests
+    foreign   answers an HTML page to all requests, like a proxy's login page
+    slow      answers after a delay
+
+A test selects a behaviour with `behave`.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ Asked = Mapping[str, Any]
 
 
 class Refusal(Exception):
-    """The answer to a request that breaks a rule."""
+    """The error answer to an invalid request."""
 
     def __init__(self, code: str, message: str, status: int = 400) -> None:
         self.code, self.message, self.status = code, message, status
@@ -61,7 +63,7 @@ class Refusal(Exception):
 
 
 class Point(NamedTuple):
-    """One point of a series, as it came."""
+    """A received point of a metric series."""
 
     key: str
     value: float
@@ -70,11 +72,11 @@ class Point(NamedTuple):
 
 
 class FakeRun:
-    """One run.
+    """An MLflow run of the fake.
 
     Attributes:
-        points: all of them, in the order in which they came, each once.
-        files: what was uploaded, by path below the run's artifacts.
+        points: all points in the order of arrival, without duplicates.
+        files: uploaded files by path below the run's artifacts.
     """
 
     def __init__(self, run_id: str, experiment_id: str, asked: Asked) -> None:
@@ -92,17 +94,17 @@ class FakeRun:
         self._seen: set[Point] = set()
 
     def series(self, key: str) -> list[tuple[int, float]]:
-        """Return step and value of the points of one series, in the order in which they came."""
+        """Return step and value of the points of one series, in the order of arrival."""
         return [(point.step, point.value) for point in self.points if point.key == key]
 
     def add(self, point: Point) -> None:
-        """Add a point, unless it is there."""
+        """Add a point unless it is a duplicate."""
         if point not in self._seen:
             self._seen.add(point)
             self.points.append(point)
 
     def shown(self) -> dict[str, Any]:
-        """Return it as MLflow shows it."""
+        """Return the run in MLflow's JSON format."""
         last = {point.key: point for point in sorted(self.points, key=lambda point: point.step)}
         info: dict[str, Any] = {
             "run_id": self.run_id,
@@ -126,11 +128,11 @@ class FakeRun:
 
 
 class FakeStore:
-    """Experiments and runs.
+    """The experiments and runs of the fake.
 
     Attributes:
         experiments: names by identifier.
-        runs: by identifier, oldest first.
+        runs: runs by identifier, oldest first.
     """
 
     def __init__(self) -> None:
@@ -139,15 +141,15 @@ class FakeStore:
         self.runs: dict[str, FakeRun] = {}
 
     def do(self, method: str, name: str, asked: Asked) -> dict[str, Any]:
-        """Carry a request out and return the answer.
+        """Execute a request and return the answer.
 
         Args:
-            method: of the request.
-            name: its path below ``mlflow/``.
-            asked: its body, or its query.
+            method: HTTP method of the request.
+            name: path of the request below ``mlflow/``.
+            asked: body of the request, or its query.
 
         Raises:
-            Refusal: it breaks a rule.
+            Refusal: the request is invalid.
         """
         verbs: dict[tuple[str, str], Callable[[Asked], dict[str, Any]]] = {
             ("GET", "experiments/get-by-name"): self._experiment_by_name,
@@ -167,19 +169,19 @@ class FakeStore:
         }
         verb = verbs.get((method, name))
         if verb is None:
-            raise Refusal("ENDPOINT_NOT_FOUND", f"the fake knows no {method} {name}", 404)
+            raise Refusal("ENDPOINT_NOT_FOUND", f"the fake does not support {method} {name}", 404)
         return verb(asked)
 
     def put_file(self, path: str, data: bytes) -> None:
-        """Take a file; its path is ``<experiment>/<run>/artifacts/<name>``."""
+        """Store a file; its path is ``<experiment>/<run>/artifacts/<name>``."""
         run, name = self._place(path)
         run.files[name] = data
 
     def file(self, path: str) -> bytes:
-        """Return a file.
+        """Return the content of a file.
 
         Raises:
-            Refusal: it is not there.
+            Refusal: the file does not exist.
         """
         run, name = self._place(path)
         if name not in run.files:
@@ -266,7 +268,7 @@ class FakeStore:
         if text:
             matched = _FILTER.match(text)
             if matched is None:
-                raise Refusal("INVALID_PARAMETER_VALUE", f"the fake knows no filter {text}")
+                raise Refusal("INVALID_PARAMETER_VALUE", f"the fake does not support the filter {text}")
             found = [run for run in found if run.tags.get(matched[1]) == matched[2]]
         found.sort(key=lambda run: run.start_time)
         return {"runs": [run.shown() for run in found[: int(asked.get("max_results", 1000))]]} if found else {}
@@ -283,7 +285,7 @@ class FakeStore:
     def _log(
         self, asked: Asked, metrics: list[Asked] | None = None, params: list[Asked] | None = None, tags: Any = None
     ) -> dict[str, Any]:
-        """Take all of it, or nothing."""
+        """Store all entries of a request, or none."""
         run = self._active(asked)
         points = [_point(entry) for entry in metrics or ()]
         for entry in params or ():
@@ -310,15 +312,15 @@ def _point(entry: Asked) -> Point:
 
 
 def check(key: str, value: str, characters_max: int) -> None:
-    """Look whether MLflow would take a name and its value.
+    """Refuse a name or value that MLflow would refuse.
 
     Args:
-        key: of a metric, parameter or tag.
-        value: of a parameter or tag.
-        characters_max: how long the value may be.
+        key: name of a metric, parameter or tag.
+        value: value of a parameter or tag.
+        characters_max: maximum length of the value.
 
     Raises:
-        Refusal: it would not.
+        Refusal: MLflow would refuse it.
     """
     parts = key.split("/")
     if not _NAME.match(key) or not key or any(part in ("", ".", "..") for part in parts):
@@ -338,16 +340,16 @@ _FILES = "mlflow-artifacts/artifacts/"
 
 
 class FakeMlflow:
-    """One server; start it with ``with``.
+    """A fake MLflow server; start it with ``with``.
 
     Args:
-        slow_s: how long "slow" takes.
+        slow_s: delay of the behaviour "slow" in seconds.
 
     Attributes:
-        uri: what ``MLFLOW_TRACKING_URI`` is set to.
-        store: what it received.
-        requests: method and path of every request that came in, in order; "hangs" and the like count.
-        authorizations: what the ``Authorization`` headers of these said.
+        uri: value for ``MLFLOW_TRACKING_URI``.
+        store: the received experiments and runs.
+        requests: method and path of all requests in the order of arrival, with any behaviour.
+        authorizations: the ``Authorization`` headers of these requests.
     """
 
     def __init__(self, *, slow_s: float = 0.2) -> None:
@@ -375,11 +377,11 @@ class FakeMlflow:
             self._placeholder.close()
 
     def behave(self, behaviour: Behaviour, *, only: str = "") -> None:
-        """Behave like that from now on.
+        """Change the behaviour from now on.
 
         Args:
-            behaviour: one of those above.
-            only: part of the paths for which it holds, "" for all; everything else is answered.
+            behaviour: one of the behaviours above.
+            only: part of the paths that it applies to, "" for all. The fake answers other paths normally.
         """
         with self._changed:
             self._behaviour, self._only = behaviour, only
@@ -395,40 +397,42 @@ class FakeMlflow:
         return list(self.store.runs.values())
 
     def run_of(self, run_id: str) -> FakeRun:
-        """Return the one run that is tagged as ours.
+        """Return the MLflow run whose tag names a serverless-gpu run.
 
         Raises:
-            AssertionError: no such run, or more than one.
+            AssertionError: there is no such run, or more than one.
         """
         found = [run for run in self.runs if run.tags.get("sgpu.run_id") == run_id]
         if len(found) != 1:
-            raise AssertionError(f"{len(found)} MLflow runs carry the tag sgpu.run_id={run_id}, not 1")
+            raise AssertionError(f"{len(found)} MLflow runs have the tag sgpu.run_id={run_id}, not 1")
         return found[0]
 
     def wait(self, condition: Callable[[FakeMlflow], bool], timeout_s: float = 30.0) -> None:
-        """Wait until something holds; it is looked at after every request.
+        """Wait for a condition, which the fake checks after every request.
 
         Args:
-            condition: what is waited for.
-            timeout_s: how long at most.
+            condition: function that returns True when the wait is over.
+            timeout_s: maximum wait in seconds.
 
         Raises:
-            AssertionError: it does not hold by then.
+            AssertionError: the condition is not true in time.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: condition(self), timeout_s):
-                raise AssertionError(f"it did not happen in {timeout_s:g} s; requests were {self.requests[-20:]}")
+                raise AssertionError(
+                    f"the condition was not true within {timeout_s:g} s; requests were {self.requests[-20:]}"
+                )
 
     # --- below ------------------------------------------------------------------------------------------------------
 
     def answer(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> _Reply | None:
-        """Return what is sent back for a request, or None when the connection is to be closed.
+        """Return the reply to a request, or None to close the connection.
 
         Args:
-            method: of the request.
+            method: HTTP method of the request.
             target: path and query.
-            headers: those of the request.
-            body: what came with it.
+            headers: headers of the request.
+            body: body of the request.
         """
         path = urlsplit(target).path
         with self._changed:
@@ -444,7 +448,7 @@ class FakeMlflow:
             if behaviour == "refuses":
                 return None
             if behaviour == "fails":
-                return _Reply(500, {"error_code": "INTERNAL_ERROR", "message": "the fake was asked to fail"})
+                return _Reply(500, {"error_code": "INTERNAL_ERROR", "message": "the test selected the behaviour fails"})
             if behaviour == "forbids":
                 return _Reply(401, "You are not authenticated.")
             if behaviour == "foreign":
@@ -490,7 +494,7 @@ class FakeMlflow:
         server.shutdown()
         server.server_close()
         server.hang_up()
-        # Bound and not listening: clients are refused, and no other process gets the port.
+        # Bound but not listening: the kernel refuses clients, and no other process gets the port.
         self._placeholder = socket.socket()
         self._placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._placeholder.bind(("127.0.0.1", self._port))
@@ -526,10 +530,10 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: the client has gone."""
+        """Ignore errors of clients that have disconnected."""
 
     def hang_up(self) -> None:
-        """Close connections that are kept open for the next request."""
+        """Close idle keep-alive connections."""
         for connection in list(self._connections):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -539,7 +543,7 @@ def _handler(fake: FakeMlflow) -> type[http.server.BaseHTTPRequestHandler]:
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         timeout = _HANG_S_MAX
-        wbufsize = -1  # head and body in one packet: two of them would wait for an acknowledgement, 40 ms
+        wbufsize = -1  # One packet for head and body. A second packet would wait 40 ms for an acknowledgement.
 
         def _any(self) -> None:
             length = min(int(self.headers.get("Content-Length") or 0), _BODY_BYTES_MAX)
@@ -556,6 +560,6 @@ def _handler(fake: FakeMlflow) -> type[http.server.BaseHTTPRequestHandler]:
         do_GET = do_POST = do_PUT = do_PATCH = _any
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing."""
+            """Write no request log."""
 
     return Handler

@@ -1,11 +1,11 @@
-"""What every store of environments has to do, as tests: for ours, and for stores of others.
+"""Conformance tests for environment stores, both of this package and of third parties.
 
     class TestMine(StoreConformance):
         @pytest.fixture
         def store(self): return MyStore(...)
 
-The store of each test is fresh and empty. Nothing here sleeps, and nothing depends on what a store's clock says. Units
-and packs are real ones: a store may look at what it is given.
+The store of each test is new and empty. No test sleeps or depends on a store's clock. Units and packs are valid,
+because a store may inspect them.
 """
 
 from __future__ import annotations
@@ -42,35 +42,35 @@ HOSTILE_KEYS = (
 
 
 def pack_key(data: bytes) -> str:
-    """Return the key under which bytes lie as a pack."""
+    """Return the key of bytes that are stored as a pack."""
     return f"packs/{blake3(data).hexdigest()}"
 
 
 def empty_unit(name: str) -> tuple[str, bytes]:
-    """Return the key and the bytes of a unit that is one empty directory."""
+    """Return the key and the bytes of a unit with one empty directory."""
     rows = (FileRow(f"site/{name}", "d"),)
     unit = Unit(address=unit_address(rows), rows=rows, packs=(), blocks=(), places=())
     return f"units/{unit.address}", encode(unit)
 
 
 class StoreConformance:
-    """Tests that take a fixture `store`, a store with nothing in it."""
+    """Conformance tests. The tests use the fixture `store`, an empty store."""
 
     def test_what_was_put_can_be_got(self, store: Store) -> None:
-        """Bytes come back as they were, also none, and also large ones that are no plain bytes object."""
+        """The store returns the same bytes, including empty content and large memoryviews."""
         for data in (b"", b"\0", b"half\r\n\xff" * 1000, bytes(range(256)) * 40_000):
             store.put({pack_key(data): memoryview(data)})
             assert store.get(pack_key(data)) == data
 
     def test_what_is_not_there_is_a_key_error(self, store: Store) -> None:
-        """A missing object says which one."""
+        """The error for a missing object names its key."""
         key = pack_key(b"never put")
         for read in (lambda: store.get(key), lambda: store.get(key, 3, 5), lambda: store.get("gc/condemned")):
             assert _raised(read, KeyError)
         assert key in str(_raised(lambda: store.get(key), KeyError))
 
     def test_ranges(self, store: Store) -> None:
-        """A range is cut at the end of the object, and nothing is beyond it."""
+        """A range ends at the end of the object, and beyond that it is empty."""
         data = bytes(range(256)) * 4
         key = pack_key(data)
         store.put({key: data})
@@ -81,20 +81,20 @@ class StoreConformance:
             assert store.get(key, start, length) == data[start:], (start, length)
 
     def test_ranges_that_no_object_has_are_refused(self, store: Store) -> None:
-        """A negative start or length never reaches the place where bytes lie."""
+        """The store refuses a negative start, a negative length and an excessive length."""
         store.put({pack_key(b"x"): b"x"})
         for start, length in ((-1, 1), (0, -1), (0, 1 << 40)):
             assert _raised(partial(store.get, pack_key(b"x"), start, length), EnvironmentRejected)
 
     def test_putting_again_replaces(self, store: Store) -> None:
-        """The last bytes count: longer, shorter and the same ones."""
+        """The last content wins, whether longer, shorter or equal."""
         for data in (b"first", b"second, which is longer", b"3", b"3"):
             store.put({"gc/condemned": data})
             assert store.get("gc/condemned") == data
         assert [stored.size for stored in store.list("gc")] == [1]
 
     def test_many_are_put_at_once(self, store: Store) -> None:
-        """Small and large ones, of several kinds, new ones and ones that are there; none of none is no error."""
+        """One put accepts small and large objects, new and existing ones, and an empty mapping."""
         objects: dict[str, bytes | memoryview] = {pack_key(b"%d" % number): b"%d" % number for number in range(150)}
         objects |= {pack_key(data): memoryview(data) for data in (b"", bytes(range(256)) * 8_000)}
         objects |= dict([empty_unit("many")]) | {"gc/condemned": b"list"}
@@ -106,7 +106,7 @@ class StoreConformance:
         assert len(list(store.list("packs"))) == 152
 
     def test_present_answers_for_many_at_once(self, store: Store) -> None:
-        """Only existing keys are present, and no keys have no answer."""
+        """The store reports exactly the existing keys, and none for an empty query."""
         there = [pack_key(b"%d" % number) for number in range(40)]
         for number, key in enumerate(there):
             store.put({key: b"%d" % number})
@@ -117,7 +117,7 @@ class StoreConformance:
         assert store.present([there[0].replace("packs", "units")]) == frozenset()
 
     def test_list_says_what_is_there(self, store: Store) -> None:
-        """Each object once, with its size and a time, by kind."""
+        """A listing has each object of a kind once, with its size and a time."""
         sizes = {pack_key(b"x" * size): size for size in range(30)}
         for key, size in sizes.items():
             store.put({key: b"x" * size})
@@ -133,7 +133,7 @@ class StoreConformance:
         assert [stored.key for stored in store.list("gc")] == ["gc/condemned"]
 
     def test_delete_is_idempotent(self, store: Store) -> None:
-        """What is gone is gone, and deleting it again is no error."""
+        """Deleting an absent object is not an error."""
         keys = [pack_key(b"%d" % number) for number in range(20)]
         for number, key in enumerate(keys):
             store.put({key: b"%d" % number})
@@ -146,7 +146,7 @@ class StoreConformance:
         store.delete(())
 
     def test_keys_lead_nowhere_else(self, store: Store) -> None:
-        """A key that is none is refused by every call, before anything is looked at."""
+        """Every call refuses an invalid key before it reads or writes."""
         for key in HOSTILE_KEYS:
             for call in (
                 lambda key=key: store.get(key),
@@ -155,11 +155,11 @@ class StoreConformance:
                 lambda key=key: store.delete([key]),
                 lambda key=key: list(store.list(key)),
             ):
-                if key != "packs":  # which can be listed
+                if key != "packs":  # Listing the kind "packs" is valid.
                     assert _raised(call, EnvironmentRejected), key
 
     def test_writers_of_one_key_at_once(self, store: Store) -> None:
-        """Readers see one writer's bytes or another's, whole."""
+        """Readers see the complete content of one writer."""
         versions = [bytes([number]) * (200_000 + number) for number in range(4)]
         store.put({"gc/condemned": versions[0]})
         seen: list[bytes] = []
@@ -179,12 +179,12 @@ class StoreConformance:
         assert store.get("gc/condemned") in versions
 
     def test_a_url_names_the_store(self, store: Store) -> None:
-        """It is what a person would type, and says nothing secret."""
+        """The URL is the one that a user would enter, and contains no secret."""
         assert "://" in store.url
         assert "@" not in store.url
 
     def test_free_bytes_is_a_number_or_unknown(self, store: Store) -> None:
-        """A store that does not know how much space is left says None."""
+        """A store that does not know its free space returns None."""
         free = store.free_bytes()
         assert free is None or free >= 0
 

@@ -1,4 +1,4 @@
-"""Tracking of runs in MLflow: the port (`base.py`), MLflow over REST, and deliveries that continue when it was away.
+"""Tracking of runs in MLflow: the interface (`base.py`), the REST client, and deliveries with retries.
 
-The monitor of a node runs a `delivery.py` for each attempt.
+The monitor of a node runs a delivery (`delivery.py`) for each attempt.
 """

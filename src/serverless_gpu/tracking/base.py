@@ -1,9 +1,9 @@
-"""The port to experiment trackers.
+"""The interface to experiment trackers.
 
-    Delivery ──▶ Tracker ──── MlflowTracker   MLflow's REST interface (`mlflow.py`); `mlflow` is never imported
+    Delivery ──▶ Tracker ──── MlflowTracker   MLflow's REST interface (`mlflow.py`), without the `mlflow` package
 
-A tracker is used by one thread at a time, blocks for a bounded time, and raises one of two things: `TrackerAway`, after
-which the same call may be made again later, or `TrackerRefused`, after which it may not.
+One thread at a time uses a tracker. A call blocks for a bounded time and raises one of two exceptions. After
+`TrackerAway` the caller may retry the call. After `TrackerRefused` a retry would fail again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from serverless_gpu.model.tracking_rules import Status
 
 
 class TrackerAway(Exception):
-    """The tracker does not answer, or cannot now; with `is_doubtful` it may have done what was asked nevertheless."""
+    """The tracker is unavailable; with `is_doubtful`, the tracker may have executed the request."""
 
     def __init__(self, text: str, *, is_doubtful: bool = False) -> None:
         self.is_doubtful = is_doubtful
@@ -27,11 +27,11 @@ class TrackerAway(Exception):
 
 
 class TrackerRefused(Exception):
-    """The tracker will never take this; the text says why."""
+    """The tracker will never accept the request. The message is the reason."""
 
 
 class Metric(NamedTuple):
-    """One point of a series."""
+    """One point of a metric series."""
 
     key: str
     value: float
@@ -40,25 +40,29 @@ class Metric(NamedTuple):
 
 
 class TrackerRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A tracked run as the tracker knows it."""
+    """A tracked run, as the tracker reports it."""
 
-    run_id: str  # MLflow's own identifier
+    run_id: str  # MLflow's own identifier.
     experiment_id: str
-    uri: str  # of the tracking server, without credentials
-    url: str  # what a person opens
-    artifacts: str = ""  # where its artifacts go, as the tracker says
-    had_ended: bool = False  # whether its maker had ended it when it was found; ranks that log to it open it again
+    uri: str  # Address of the tracking server, without credentials.
+    url: str  # Page of the run for users.
+    artifacts: str = ""  # Location of the artifacts, as the tracker reports it.
+    # True when the creator had ended the run before. Ranks that log to an ended run reopen the run.
+    had_ended: bool = False
 
 
 class Tracker(Protocol):
-    """What keeps experiments."""
+    """A server that stores experiments and runs."""
 
     def find(self, tracking: Tracking, run_id: str) -> TrackerRun | None:
-        """Return the tracked run that carries this run's tag, or None: made by another node, or before a restart."""
+        """Return the tracked run with this run's tag, or None.
+
+        Another node, or a process before a restart, may have created the tracked run.
+        """
         ...
 
     def begin(self, tracking: Tracking, run_id: str, *, tags: Mapping[str, str], at_ms: int) -> TrackerRun:
-        """Return the tracked run: made, or the one that `tracking` continues."""
+        """Return the tracked run: a new one, or the one that `tracking` continues."""
         ...
 
     def log(
@@ -69,19 +73,19 @@ class Tracker(Protocol):
         params: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        """Add points, parameters and tags; the same again changes nothing."""
+        """Add points, parameters and tags; repeating changes nothing."""
         ...
 
     def tags(self, tracked: TrackerRun) -> Mapping[str, str]:
-        """Return the tags it has now."""
+        """Return the current tags of the tracked run."""
         ...
 
     def upload(self, tracked: TrackerRun, name: str, data: bytes) -> None:
-        """Add a small file to its artifacts, or replace it."""
+        """Add a small file to the artifacts, or replace it."""
         ...
 
     def resume(self, tracked: TrackerRun) -> None:
-        """Mark the run as running again: another attempt of a run whose attempt before had ended."""
+        """Mark an ended run as running again, for another attempt."""
         ...
 
     def end(self, tracked: TrackerRun, status: Status, at_ms: int) -> None:
@@ -89,7 +93,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Give connections back."""
+        """Close all connections."""
         ...
 
 
@@ -100,5 +104,5 @@ def split_userinfo(uri: str) -> tuple[str, str]:
     except ValueError:
         return "", ""
     userinfo, _, host = parts.netloc.rpartition("@")
-    # A query or a fragment in the address of a server means nothing, and may be a secret.
+    # A server address needs no query or fragment, and these may contain a secret.
     return urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", "")), userinfo

@@ -1,25 +1,27 @@
-"""The delivery of one attempt on one node to MLflow: a thread of the monitor that takes as long as MLflow does.
+"""Delivers one attempt on one node to MLflow, in a monitor thread that retries while MLflow is away.
 
-    begin or find ─▶ parameters ─▶ files ─▶ points, as they come ─▶ failures, tags, status ─▶ receipt ─▶ over
+    begin or find ─▶ parameters ─▶ files ─▶ points, as they arrive ─▶ failures, tags, status ─▶ receipt ─▶ over
          │                                    ▲ logs/<node rank>.telemetry, from a cursor on
          └─▶ DeliveryListener.tracked        tracking-<node rank>.state: cursor and steps, for the next process
 
-The first node of an attempt makes the MLflow run, unless a tag says that it is there: made for an attempt before, by a
-process before, or by a request whose answer did not come. Every other node waits until it is. Each step may be done
-again without a change in MLflow, so a step in doubt is repeated. Only the last attempt sets the run's state: one that
-arrives when a later one has begun adds its points and files.
+The first node of an attempt creates the MLflow run, unless it finds one with the tag. An earlier attempt, an earlier
+process or an unanswered request may have created the run. All other nodes wait for the MLflow run. Repeating a step
+changes nothing in MLflow, so the delivery repeats uncertain steps. Only the last attempt sets the run's state. An
+attempt that arrives after a later one began only adds its points and files.
 
-While MLflow is away, the step is retried, more and more rarely, with one notice. The file of samples is the buffer;
-beyond 64 MB of it the oldest points are dropped, counted, with one notice. A refused item (a parameter that has another
-value, a run that was deleted) is left out; a parameter becomes a tag. Nothing but points is given up before 24 h after
-the end. Another process continues a killed one. No thread ever waits for this one.
+While MLflow is away, the delivery retries at growing intervals and sends one notice. The sample file is the buffer.
+Beyond 64 MB of unsent samples the delivery drops and counts the oldest points, with one notice. The delivery skips a
+refused item, such as an item for a deleted run. A parameter with another value becomes a tag. For 24 hours after the
+end of the attempt, the delivery drops nothing but points. If the delivery's process is killed, another process
+continues. No thread ever waits for the delivery.
 
-Files are small, and of bounded number: spec.json, environment.json and _air.py early; failures/<rank>.txt, hang.txt and
-the last lines of ranks that failed once the attempt has ended; receipt.json last. An unreadable file is left out, a
-long one is cut, invalid UTF-8 gets replacement characters. A result is never sent: it may be anything.
+All files are small, and their number is limited. The delivery sends spec.json, environment.json and _air.py early.
+After the end it sends failures/<rank>.txt, hang.txt and the last lines of failed ranks. The delivery sends receipt.json
+last. It skips an unreadable file, cuts a long file, and replaces invalid UTF-8. The delivery never sends results,
+because results may contain any data.
 
-Failure cases: with a full disk, a deleted directory or an unreadable state file the delivery continues in memory, and a
-later one repeats the steps in doubt, which changes nothing in MLflow.
+Failure cases: With a full disk, a deleted directory or an unreadable state file, the delivery continues in memory. A
+later process repeats the uncertain steps, which changes nothing in MLflow.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ from serverless_gpu.tracking.metric_points import BACKLOG_BYTES_MAX, MetricPoint
 FILE_BYTES_MAX = 1 << 20
 LOG_BYTES_MAX = 64 << 10
 RANKS_MAX = 8
-"""Of so many ranks that failed, the first by number and the one that is the cause."""
+"""Maximum number of failed ranks to report: the cause, then the lowest numbers."""
 
 _EARLY = ("spec.json", "environment.json", "_air.py")
 _guard = threading.Lock()
@@ -73,7 +75,7 @@ _BYTES_MAX = 1 << 20
 _POLL_S = 2.0
 _LOOK_S_MAX = 5.0
 _DOUBT_NS = 10 * 10**9
-_FRESH_NS = 5 * 10**9  # since the call: what was called now has no MLflow run yet
+_FRESH_NS = 5 * 10**9  # Time since the call. A recent run has no MLflow run yet.
 _SETTLE_NS = 3600 * 10**9
 _SUSPICIOUS = 3
 
@@ -83,31 +85,31 @@ class DeliveryJob(msgspec.Struct, frozen=True, kw_only=True):
 
     run_id: str
     fence: int
-    node_rank: int = 0  # the first node of the gang makes, describes and ends the MLflow run
+    node_rank: int = 0  # The first node of the gang creates, describes and ends the MLflow run.
     num_nodes: int = 1
     spec: RunSpec
-    environment: str = ""  # of the ranks, in words, or ""
-    called_ns: int  # the call of the run, nanoseconds since 1970
+    environment: str = ""  # Description of the ranks' environment, or "".
+    called_ns: int  # Time of the call in nanoseconds since 1970.
 
 
 class DeliveryListener(Protocol):
-    """Receives progress in the delivery's thread; its methods must not block."""
+    """Receives progress in the delivery's thread; the methods must not block."""
 
     def tracked(self, tracked: TrackerRun) -> None:
-        """Hear which MLflow run it is: once per process, also when it was known from before."""
+        """Receive the MLflow run, once per process, even if an earlier process created it."""
         ...
 
     def untracked(self, sentence: str, *, final: bool) -> None:
-        """Take the reason why there is no MLflow run, yet or (`final`) for good; called on changes."""
+        """Receive the reason why there is no MLflow run (`final`: and never will be), on each change."""
         ...
 
     def said(self, sentence: str, *, note: bool) -> None:
-        """Take a sentence for viewers of the run and, if `note`, for its receipt."""
+        """Receive a message for attached clients and, if `note`, for the run's receipt."""
         ...
 
 
 class MlflowDelivery:
-    """Delivery of one attempt on one node; `run` needs its own thread, and closes the tracker."""
+    """Delivery of one attempt on one node. `run` needs its own thread, and closes the tracker."""
 
     def __init__(
         self,
@@ -119,7 +121,7 @@ class MlflowDelivery:
         clock: Clock | None = None,
     ) -> None:
         if job.spec.tracker is None:
-            raise ValueError(f"run {job.run_id} is not to be tracked")
+            raise ValueError(f"run {job.run_id} has no tracking")
         self._directory = directory
         self._job = job
         self._tracking: Tracking = job.spec.tracker
@@ -148,16 +150,16 @@ class MlflowDelivery:
 
     @property
     def over(self) -> str:
-        """Return why there is nothing left to do, for example ``"delivered"``; "" while there is."""
+        """Return the reason why the delivery is over, for example ``"delivered"``; "" while it is not."""
         return self._memory.over
 
     @property
     def failures(self) -> int:
-        """Return how many times in a row MLflow was away."""
+        """Return the number of consecutive failures because MLflow was away."""
         return self._failures
 
     def run(self) -> None:
-        """Deliver until everything has arrived, or was given up, or `stop` is called."""
+        """Deliver until everything has arrived or was dropped, or until `stop` is called."""
         try:
             while not self._stopped and not self._memory.over:
                 seconds = self._turn()
@@ -176,18 +178,18 @@ class MlflowDelivery:
             self._changed.notify_all()
 
     def abandon(self, why: str) -> None:
-        """End the delivery for good, once `run` has returned."""
+        """End the delivery for good, after `run` has returned."""
         self._memory.over = why
         self._save()
 
     def wake(self) -> None:
-        """Try again now: MLflow may be there, or there are new samples."""
+        """Retry now, because MLflow may be back or new samples exist."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()
 
     def ending(self, state: State, reason: Reason, sentence: str = "") -> None:
-        """Note that the attempt has ended: logs and failures lie in its directory."""
+        """Record that the attempt has ended, so its directory has the final logs and failures."""
         ending = AttemptEnding(state=state, reason=reason, sentence=sentence, at_ns=self._clock.wall_ns())
         with self._changed:
             if self._memory.ending is None:
@@ -196,7 +198,7 @@ class MlflowDelivery:
             self._changed.notify_all()
 
     def settled(self) -> None:
-        """Note that the receipt is there, too, or never will be."""
+        """Record that the receipt exists or will never exist."""
         with self._changed:
             self._memory.is_settled = True
             self._woken = True
@@ -205,7 +207,7 @@ class MlflowDelivery:
     # --- below: the thread's --------------------------------------------------------------------------------------
 
     def _turn(self) -> float:
-        """Take steps until there is nothing to do or MLflow is away; return for how many seconds to wait then."""
+        """Take steps until none is left or MLflow is away; return the seconds to wait after that."""
         try:
             while not self._stopped and not self._memory.over and self._step():
                 self._failures = 0
@@ -239,7 +241,7 @@ class MlflowDelivery:
                 makes = self._is_first and not self._tracking.run_id
                 found = self._begun() if makes else self._tracker.find(self._tracking, self._job.run_id)
                 if found is None:
-                    raise _NotYet("the first node has not made the MLflow run yet")
+                    raise _NotYet("the first node has not created the MLflow run yet")
                 memory.tracked = found
                 self._save()
             self._resume()
@@ -253,7 +255,7 @@ class MlflowDelivery:
         return True
 
     def _begun(self) -> TrackerRun:
-        """Return the MLflow run, which is made unless it is there."""
+        """Return the MLflow run, and create it if it does not exist."""
         job, memory, shared = self._job, self._memory, self._together
         with shared.lock:
             now_ns = self._clock.wall_ns()
@@ -264,7 +266,7 @@ class MlflowDelivery:
                 if found is not None:
                     return found
                 if 0 <= now_ns - asked_ns < _DOUBT_NS:
-                    raise _NotYet("it may still make the run it was asked for")
+                    raise _NotYet("an earlier request may still create the MLflow run")
             memory.asked_ns = shared.asked_ns = now_ns
             self._save()
             tags = first_tags(self._tracking, job.run_id, job.fence, job.spec.tags)
@@ -276,23 +278,23 @@ class MlflowDelivery:
                 raise
 
     def _resume(self) -> None:
-        """Reopen the MLflow run where an attempt before has ended it."""
+        """Reopen an MLflow run that an earlier attempt ended."""
         if not self._is_first or self._job.fence == 1 or "end" in self._memory.done:
             return
         with self._together.lock:
             if not self._has_later():
-                # First: attempts before end it no more then.
+                # Set the tag first, so that earlier attempts do not end the run again.
                 tags = resumed_tags(self._tracking, self._job.run_id, self._job.fence)
                 self._refusable(lambda: self._tracker.log(self._known, tags=tags))
                 if not self._tracking.run_id and self._memory.ending is None:
                     self._tracker.resume(self._known)
 
     def _has_later(self) -> bool:
-        """Return whether a later attempt has begun, which then owns the MLflow run's state."""
+        """Return True when a later attempt has begun. The later attempt then owns the MLflow run's state."""
         if not self._is_superseded:
             tags = self._tags()
             attempt = tags.get(ATTEMPT_TAG, "")
-            is_ours = tags.get(RUN_TAG) == self._job.run_id  # its owner's run may hold several of ours
+            is_ours = tags.get(RUN_TAG) == self._job.run_id  # The MLflow run of a user may contain several of our runs.
             self._is_superseded = is_ours and attempt.isdecimal() and int(attempt) > self._job.fence
         return self._is_superseded
 
@@ -303,7 +305,9 @@ class MlflowDelivery:
         try:
             self._tracker.log(self._known, params=params)
         except TrackerRefused:
-            # One of them is there with another value, from an attempt before or by its owner: the others are fine.
+            # MLflow refuses a whole request when one parameter has another value, from an earlier attempt or the user.
+            # So send each
+            # parameter by itself.
             for key, value in params.items():
                 try:
                     self._tracker.log(self._known, params={key: value})
@@ -312,7 +316,7 @@ class MlflowDelivery:
         with self._together.lock:
             if not self._has_later():
                 tags = {ATTEMPT_TAG: str(self._job.fence), "sgpu.environment": self._job.environment}
-                if self._tracking.run_id:  # it was not made with them
+                if self._tracking.run_id:  # A user's run does not have these tags yet.
                     tags |= first_tags(self._tracking, self._job.run_id, self._job.fence, self._job.spec.tags)
                 self._log_tags(tags)
         self._memory.done.add("params")
@@ -333,7 +337,7 @@ class MlflowDelivery:
         return self._uploaded(failure_files(self._directory), "failures")
 
     def _uploaded(self, files: Iterable[tuple[str, bytes]], step: str) -> bool:
-        """Send files that were not sent yet, then note that the step is done."""
+        """Send the files that are not sent yet, then mark the step as done."""
         for name, data in files:
             if name not in self._memory.done:
                 self._upload(name, data)
@@ -343,8 +347,8 @@ class MlflowDelivery:
         return True
 
     def _upload(self, name: str, data: bytes) -> None:
-        """Send a file, or a tag with its text where MLflow takes no files from us; TrackerAway to retry."""
-        if self._suspicious.get(name):  # is it only files that it does not take?
+        """Send a file, or a tag with its text if MLflow refuses the file. Raises TrackerAway to retry."""
+        if self._suspicious.get(name):  # Check if MLflow answers other requests and only fails for files.
             self._refusable(lambda: self._tracker.tags(self._known))
         try:
             self._tracker.upload(self._known, f"{self._folder}{name}", data)
@@ -370,7 +374,7 @@ class MlflowDelivery:
         except TrackerRefused as error:
             self._memory.dropped += len(metrics)
             if not self._why_dropped:
-                self._why_dropped = f"did not take them: {error}"
+                self._why_dropped = f"refused them: {error}"
         self._points.sent()
         return True
 
@@ -395,7 +399,7 @@ class MlflowDelivery:
                     self._job.num_nodes > 1 and is_reported_elsewhere(ending.reason, self._tags())
                 ):
                     self._log_tags(last_tags(self._tracking, ending.state, ending.reason, ending.sentence))
-                    if not self._tracking.run_id or self._known.had_ended:  # else its maker ends it
+                    if not self._tracking.run_id or self._known.had_ended:  # Otherwise the creator ends the run.
                         at_ms = ending.at_ns // 1_000_000
                         self._refusable(lambda: self._tracker.end(self._known, status_of(ending.state), at_ms))
         self._memory.done.add("end")
@@ -409,11 +413,12 @@ class MlflowDelivery:
             if "receipt.json" not in self._memory.done:
                 self._upload("receipt.json", data)
                 self._memory.done.add("receipt.json")
-            with self._together.lock, contextlib.suppress(msgspec.MsgspecError):  # of another version
+            # The receipt may have the format of another version.
+            with self._together.lock, contextlib.suppress(msgspec.MsgspecError):
                 receipt = from_json(data, Receipt)
                 if not self._has_later():
                     self._log_tags(receipt_tags(self._tracking, receipt, self._job.node_rank, self._job.num_nodes))
-                    if self._job.num_nodes > 1:  # the last node has those of all
+                    if self._job.num_nodes > 1:  # The last node to finish sees the tags of all nodes.
                         self._log_tags(gang_tags(self._tracking, self._tags(), self._job.num_nodes))
         self._memory.done.add("receipt")
         return True
@@ -436,7 +441,7 @@ class MlflowDelivery:
     @property
     def _known(self) -> TrackerRun:
         if self._memory.tracked is None:
-            raise RuntimeError("a step was taken before the MLflow run was known")
+            raise RuntimeError("a step ran before the MLflow run was known")
         return self._memory.tracked
 
     def _tags(self) -> Mapping[str, str]:
@@ -450,7 +455,7 @@ class MlflowDelivery:
             self._refusable(lambda: self._tracker.log(self._known, tags=tags))
 
     def _refusable(self, act: Callable[[], object]) -> None:
-        """Try an optional action once MLflow answers; a refusal is ignored."""
+        """Try an optional action and ignore a refusal."""
         with contextlib.suppress(TrackerRefused):
             act()
 
@@ -460,7 +465,7 @@ class MlflowDelivery:
         save_state(self._path, memory)
 
     def _is_away(self, error: TrackerAway) -> float:
-        """Take note that MLflow is away; return for how many seconds to wait."""
+        """Record that MLflow is away and return the seconds to wait."""
         self._failures += 1
         self._memory.dropped += self._points.shorten()
         ending = self._memory.ending
@@ -478,9 +483,9 @@ class MlflowDelivery:
             if sentence != self._said_untracked:
                 self._said_untracked = sentence
                 self._listener.untracked(sentence, final=False)
-        elif self._failures > 1 and not self._said_away:  # one answer that did not come is no news
+        elif self._failures > 1 and not self._said_away:  # A single missing answer needs no notice.
             self._said_away = True
-            self._listener.said(f"{sentence}; system metrics wait on the node's disk until it is back", note=False)
+            self._listener.said(f"{sentence}; system metrics wait on the node's disk until MLflow is back", note=False)
 
 
 class _NotYet(TrackerAway):
@@ -488,7 +493,7 @@ class _NotYet(TrackerAway):
 
 
 class SharedDeliveryState:
-    """Shared state of a run's deliveries."""
+    """State that all deliveries of a run share."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -496,7 +501,7 @@ class SharedDeliveryState:
 
 
 def shared_delivery_state(run_id: str) -> SharedDeliveryState:
-    """Return the shared state of a run's deliveries; it is dropped with the last of them."""
+    """Return the shared state of a run's deliveries, which exists as long as any of the deliveries."""
     with _guard:
         shared = _of_runs.get(run_id)
         if shared is None:
@@ -505,7 +510,7 @@ def shared_delivery_state(run_id: str) -> SharedDeliveryState:
 
 
 class AttemptEnding(msgspec.Struct, frozen=True, kw_only=True):
-    """How an attempt ended, and when, nanoseconds since 1970."""
+    """The end of an attempt, with its time in nanoseconds since 1970."""
 
     state: State
     reason: Reason
@@ -514,21 +519,21 @@ class AttemptEnding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeliveryState(msgspec.Struct, kw_only=True):
-    """The state of one delivery."""
+    """The persistent state of one delivery."""
 
-    tracked: TrackerRun | None = None  # None while unknown
-    asked_ns: int = 0  # last unanswered request to make the run, nanoseconds since 1970, or 0
-    offset: int = 0  # in the file of samples: everything before is sent or dropped
-    sent_ns: int = 0  # last sample sent; earlier samples behind `offset` were sent, too
+    tracked: TrackerRun | None = None  # None while unknown.
+    asked_ns: int = 0  # Time of the last unanswered request to create the run, in nanoseconds since 1970, or 0.
+    offset: int = 0  # Offset in the sample file. All data before the offset is sent or dropped.
+    sent_ns: int = 0  # Time of the last sent sample. Earlier samples after `offset` are sent, too.
     dropped: int = 0  # points
     done: set[str] = msgspec.field(default_factory=set)  # steps
-    ending: AttemptEnding | None = None  # of the attempt; None before
-    is_settled: bool = False  # whether the receipt exists
-    over: str = ""  # why nothing is left to do, or ""
+    ending: AttemptEnding | None = None  # The end of the attempt. None before that.
+    is_settled: bool = False  # True when the receipt exists.
+    over: str = ""  # Reason why the delivery is over, or "".
 
 
 def state_path(directory: Path, node_rank: int) -> Path:
-    """Return where the delivery of an attempt on a node remembers."""
+    """Return the path of a delivery's state file."""
     return directory / f"tracking-{node_rank}.state"
 
 
@@ -540,7 +545,7 @@ def load_state(path: Path) -> DeliveryState:
 
 
 def save_state(path: Path, memory: DeliveryState) -> None:
-    """Write it down; a disk that is full, or a directory that is gone, is not worth ending a delivery for."""
+    """Write the state. A full disk or a missing directory does not end the delivery."""
     temporary = path.with_name(path.name + ".tmp")
     with contextlib.suppress(OSError):
         temporary.write_bytes(msgspec.json.encode(memory))
@@ -551,14 +556,14 @@ def save_state(path: Path, memory: DeliveryState) -> None:
 
 
 def early_files(directory: Path) -> Iterator[tuple[str, Path]]:
-    """Yield names and files that are there from the beginning."""
+    """Yield names and paths of the files that exist from the beginning."""
     for name in _EARLY:
         if (directory / name).exists():
             yield name, directory / name
 
 
 def failure_files(directory: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield names and texts of the failed ranks' files."""
+    """Yield names and contents of the failed ranks' files."""
     for rank in _failed(directory):
         text = _failure_text(directory, rank)
         if text:
@@ -567,7 +572,7 @@ def failure_files(directory: Path) -> Iterator[tuple[str, bytes]]:
             tail = _tail(directory / "logs" / f"{rank}.{stream}", LOG_BYTES_MAX)
             if tail:
                 yield f"logs/{rank}.{stream}.txt", tail
-    for path in sorted(directory.glob("hang-*.txt"))[-1:]:  # the last one has most
+    for path in sorted(directory.glob("hang-*.txt"))[-1:]:  # The last file has most stacks.
         yield "failures/hang.txt", _head(path)
 
 
@@ -586,7 +591,7 @@ class _Record(msgspec.Struct):
 
 
 def _failed(directory: Path) -> list[int]:
-    """Return ranks that failed: the cause first, then by number, not all of a thousand."""
+    """Return failed ranks: the cause first, then by number, up to `RANKS_MAX`."""
     ranks: set[int] = set()
     with contextlib.suppress(OSError):
         for path in (directory / "failures").iterdir():
@@ -612,7 +617,7 @@ def _failure_text(directory: Path, rank: int) -> str:
 
 
 def _head(path: Path) -> bytes:
-    """Return a file, cut at `FILE_BYTES_MAX`; nothing where it cannot be read."""
+    """Return the first `FILE_BYTES_MAX` bytes of a file; empty where it cannot be read."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         return file.read(FILE_BYTES_MAX)
     return b""
@@ -623,6 +628,6 @@ def _tail(path: Path, limit: int) -> bytes:
         size = file.seek(0, 2)
         file.seek(max(0, size - limit))
         data = file.read(limit)
-        # Begin with a whole line where something is left out.
+        # Start with a complete line.
         return data if size <= limit else data.partition(b"\n")[2] or data
     return b""

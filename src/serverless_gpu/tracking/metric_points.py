@@ -1,15 +1,15 @@
-"""From a growing file of samples to points of MLflow's series, in order and in bounded memory.
+"""Converts a growing file of samples to points of MLflow's series, in order and in bounded memory.
 
-    logs/<node rank>.telemetry ─▶ Samples ─▶ window (10 s, later more) ─▶ merged ─▶ series ─▶ one request's worth
+    logs/<node rank>.telemetry ─▶ Samples ─▶ window (10 s, later more) ─▶ merged ─▶ series ─▶ points of one request
     header, sample, sample, …       ▲                                                  │ sent(): the cursor moves
                                     └────────── SampleCursor, for the next process ◀───┘
 
-The file is the buffer: MLflow may be away for any time. The next points are returned again, unchanged, until they were
-sent. The samples' own times delimit windows, so that a restarted process makes the same ones.
+The file is the buffer, so MLflow may be away for any time. `next` returns the same points until `sent` is called. The
+samples' own times delimit windows, so that a restarted process creates the same windows.
 
-Failure cases: a missing file has nothing to read; half a line is read when it is whole, and skipped when its writer was
-killed; a reader that begins in the middle finds the header that applies there; the wall clock was set back: a window
-ends there.
+Failure cases: A missing file has no samples. The reader waits for the rest of an incomplete line, and skips it if the
+writer was killed. A reader that starts in the middle finds the header for that position. If the wall clock moves back,
+the window ends.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ BACKLOG_BYTES_MAX = 64 << 20
 _CHUNK_BYTES = 256 << 10
 _POINTS_MAX = 1000
 _WINDOW_MAX = 512
-_EARLY_NS = SECOND_NS // 2  # a sampler's seconds are not exact
+_EARLY_NS = SECOND_NS // 2  # Tolerance for the sampler's inexact intervals.
 
 
 class SampleCursor(NamedTuple):
-    """Up to where a file was sent: samples from `offset` on that are later than `sent_ns` were not."""
+    """Position up to which a file was sent: samples after `offset` and after `sent_ns` are unsent."""
 
     offset: int = 0
     sent_ns: int = 0
 
 
 def telemetry_path(directory: Path, node_rank: int) -> Path:
-    """Return where the samples of an attempt on a node are written."""
+    """Return the path of the samples of an attempt on a node."""
     return directory / "logs" / f"{node_rank}.telemetry"
 
 
 class MetricPoints:
-    """The points of one file, which may appear later; for one thread.
+    """The points of one sample file, which may not exist yet; for one thread.
 
-    The points of all `num_nodes` together stay below a run's limit; more than `backlog_bytes_max` of the file drops the
-    oldest.
+    The points of all `num_nodes` nodes together stay below a run's limit. A backlog of more than `backlog_bytes_max`
+    bytes drops the oldest points.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class MetricPoints:
         self._samples = SampleReader(path, cursor.offset)
         self._num_nodes = num_nodes
         self._backlog_bytes_max = backlog_bytes_max
-        self._known_ns = cursor.sent_ns  # rows up to here were sent by a process before
-        self._last_ns = cursor.sent_ns  # end of the last window
+        self._known_ns = cursor.sent_ns  # An earlier process has sent the rows up to this time.
+        self._last_ns = cursor.sent_ns  # End of the last window.
         self._cursor = cursor
         self._rows: deque[_Row] = deque()
         self._window: list[_Row] = []
@@ -67,11 +67,11 @@ class MetricPoints:
 
     @property
     def cursor(self) -> SampleCursor:
-        """Return up to where the file was sent."""
+        """Return the position up to which the file was sent."""
         return self._cursor
 
     def next(self, *, ended: bool) -> Sequence[Metric]:
-        """Return one request's points, the same again until `sent`; `ended` allows a window that is not full."""
+        """Return the points of one request, unchanged until `sent`; `ended` allows an incomplete window."""
         if self._batch:
             return self._batch
         room = _POINTS_MAX
@@ -84,18 +84,18 @@ class MetricPoints:
             before = len(self._batch)
             self._add(row)
             wide = len(self._batch) - before
-            room = room - wide if room - wide >= wide else 0  # the next one is as wide
+            room = room - wide if room - wide >= wide else 0  # The next row needs as many points.
         return self._batch
 
     def sent(self) -> None:
-        """Note that the points from `next` have arrived, or were given up."""
+        """Record that the points from `next` were sent or dropped."""
         self._batch = []
         waiting = self._window or self._rows
         offset = waiting[0].offset if waiting else self._samples.offset
         self._cursor = SampleCursor(offset, self._last_ns)
 
     def shorten(self) -> int:
-        """Give up the oldest points as long as too much waits; return how many."""
+        """Drop the oldest points while the backlog is too large; return their number."""
         dropped = 0
         while self._samples.backlog + self._samples.offset - self._cursor.offset > self._backlog_bytes_max:
             batch = self.next(ended=False)
@@ -119,7 +119,7 @@ class MetricPoints:
         return self._rows.popleft()
 
     def _add(self, row: _Row) -> None:
-        """Put a row into the window, and end the window where it is time."""
+        """Add a row to the window, and close the window at the end of its interval."""
         if self._window and self._window[-1].header != row.header:
             self._close()
         self._window.append(row)
@@ -153,7 +153,7 @@ class _Row(NamedTuple):
 
 
 class SampleReader:
-    """Reader of one file, from an earlier reader's offset on."""
+    """Reads one sample file, from an earlier reader's offset on."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self._path = path
@@ -162,19 +162,19 @@ class SampleReader:
 
     @property
     def offset(self) -> int:
-        """Return where reading goes on."""
+        """Return the offset of the next read."""
         return self._offset
 
     @property
     def backlog(self) -> int:
-        """Return how many bytes have not been read."""
+        """Return the number of unread bytes."""
         try:
             return max(0, os.stat(self._path).st_size - self._offset)
         except OSError:
             return 0
 
     def read(self, limit: int = _READ_BYTES) -> list[tuple[Header, Sample]]:
-        """Return the next samples with their headers, from `limit` bytes at most; a longer line is skipped."""
+        """Return the next samples with their headers, from at most `limit` bytes; longer lines are skipped."""
         data = _bytes(self._path, self._offset, limit)
         lines, used = decode(data)
         self._offset += used if used or len(data) < limit else len(data)
@@ -191,7 +191,7 @@ class SampleReader:
 
 
 def _header_before(path: Path, offset: int) -> Header | None:
-    """Return the last header that stands before an offset."""
+    """Return the last header before an offset."""
     found: Header | None = None
     at = 0
     while at < offset:

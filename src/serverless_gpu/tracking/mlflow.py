@@ -1,26 +1,29 @@
-"""MLflow over its REST interface; `mlflow` itself is never imported, so any version of it, or none, may be installed.
+"""Client of MLflow's REST interface.
+
+The client never imports `mlflow`, so any version of the package or none may be installed.
 
     begin, find   experiments/get-by-name, experiments/create, runs/search, runs/create, runs/get
     log           runs/log-batch, at most 1000 points, 100 parameters or 100 tags at once
-    upload        PUT mlflow-artifacts/artifacts/…, where the server takes files itself
+    upload        PUT mlflow-artifacts/artifacts/…, if the server stores files itself
     resume, end   runs/update
 
-The tag `sgpu.run_id` identifies an MLflow run of ours, so that it is not made twice: by another node, by a restarted
-process, or after a request whose answer did not come. Of two that make an experiment at once, the second looks again.
-A deleted experiment is refused, and so is `upload` to a server whose files lie in a bucket or on its disk.
+The tag `sgpu.run_id` identifies the MLflow run. So another node, a restarted process or a retry does not create a
+second run. If two processes create an experiment at the same time, the second one looks it up again. The client refuses
+a deleted experiment. The client refuses `upload` if the server's files are in a bucket or in a local directory.
 
-    RestClient.call, put ─▶ one request, at most 2 s (10 s where MLflow has work to do) ─▶ answer, at most 1 MiB
-                                                                                        ├▶ TrackerAway: ask later
-                                                                                        └▶ TrackerRefused: final
+    RestClient.call, put ─▶ one request, at most 2 s (10 s for slow operations) ─▶ answer, at most 1 MiB
+                                                                                 ├▶ TrackerAway: retry later
+                                                                                 └▶ TrackerRefused: final
 
-Failure cases: no listener, no answer in time, 408, 425, 429 and every 5xx but 501 mean away. An error about the request
-from MLflow itself is a refusal. All else depends on whether this server has ever answered as an MLflow does. If not,
-the client refuses at once, with a hint: a wrong address, a login page, a wrong password, an untrusted certificate. If
-it has, it is probably under maintenance, and away. A request is given up after twice its time; only the answer's head,
-of 100 kB at most, may take longer.
+Failure cases: A refused connection, a timeout, and the statuses 408, 425, 429 and 5xx except 501 mean that MLflow is
+away. An error from MLflow about the request is a refusal. Other errors depend on earlier answers of the server. If the
+server never answered like MLflow, the client refuses at once, with a hint. Reasons are a wrong address, a login page, a
+wrong password or an untrusted certificate. A server that answered before is probably under maintenance and counts as
+away. The client aborts a request after twice its timeout. Only the headers, of at most 100 kB, may take longer.
 
-Credentials are those of the caller's variables, as MLflow reads them, and go only to the server that these variables
-name. The client follows no redirect. Messages hold neither credentials nor control characters of a server.
+Credentials come from the caller's variables, in MLflow's format. The client sends credentials only to the server that
+these variables name. The client follows no redirects. Error messages contain neither credentials nor a server's control
+characters.
 """
 
 from __future__ import annotations
@@ -110,14 +113,15 @@ class _Runs(msgspec.Struct):
 
 
 class _Nothing(msgspec.Struct):
-    """An answer without content."""
+    """An answer whose content is ignored."""
 
 
 class MlflowTracker:
     """One MLflow server, for one thread at a time.
 
-    `address` is its URI, with optional user and password, or a function that returns it or raises `TrackerAway` while
-    it is unknown. `environ` has the caller's MLflow variables; none for a server that the caller did not choose.
+    `address` is its URI, with optional user and password. `address` can also be a function that returns the URI, or
+    raises `TrackerAway` while the URI is unknown. `environ` has the caller's MLflow variables. `environ` is empty for a
+    server that the caller did not choose.
     """
 
     def __init__(self, address: str | Callable[[], str], environ: Mapping[str, str]) -> None:
@@ -131,8 +135,8 @@ class MlflowTracker:
         experiment_id = self._experiment(tracking, make=False)
         if experiment_id is None:
             return None
-        if not run_id.isalnum():  # it stands between quotes in the filter
-            raise TrackerRefused(f"{run_id!r} is no identifier of a run")
+        if not run_id.isalnum():  # The filter contains the ID in quotes.
+            raise TrackerRefused(f"{run_id!r} is not a valid run identifier")
         wanted = {
             "experiment_ids": [experiment_id],
             "filter": f"tags.`{RUN_TAG}` = '{run_id}'",
@@ -143,9 +147,9 @@ class MlflowTracker:
         return min((self._tracked(run.info) for run in found), key=lambda tracked: tracked.run_id, default=None)
 
     def begin(self, tracking: Tracking, run_id: str, *, tags: Mapping[str, str], at_ms: int) -> TrackerRun:
-        """Return the MLflow run: made, or the continued one, which keeps its name and parent.
+        """Return the MLflow run: a new one, or the continued one, which keeps its name and parent.
 
-        A doubtful TrackerAway may have made the run nevertheless.
+        When TrackerAway is doubtful, MLflow may have created the run.
         """
         if tracking.run_id:
             tracked = self._continued(tracking.run_id)
@@ -154,7 +158,7 @@ class MlflowTracker:
         try:
             experiment_id = self._experiment(tracking, make=True)
         except TrackerAway as error:
-            raise TrackerAway(str(error)) from None  # it was not asked for a run yet
+            raise TrackerAway(str(error)) from None  # The client has not requested a run yet.
         body = {
             "experiment_id": experiment_id,
             "start_time": at_ms,
@@ -164,7 +168,7 @@ class MlflowTracker:
         try:
             made = self._rest.call("POST", "mlflow/runs/create", body, answer=_RunAnswer, timeout_s=LONG_TIMEOUT_S)
         except MlflowNotFound as error:
-            self._experiments.clear()  # deleted for good since we looked
+            self._experiments.clear()  # The experiment was permanently deleted in the meantime.
             raise _named(error, EXPERIMENT_VARIABLE if tracking.experiment_id else "") from None
         return self._tracked(made.run.info)
 
@@ -178,7 +182,8 @@ class MlflowTracker:
     ) -> None:
         """Add points, parameters and tags; repeating changes nothing.
 
-        After TrackerAway some may have arrived; TrackerRefused rejects the whole request that has a wrong item.
+        After TrackerAway some items may have arrived. After TrackerRefused, MLflow has stored no item of the refused
+        request.
         """
         for points in _batches(metrics, METRICS_MAX):
             rows = [{"key": at.key, "value": at.value, "timestamp": at.at_ms, "step": at.step} for at in points]
@@ -193,10 +198,10 @@ class MlflowTracker:
         return {tag.key: tag.value for tag in run.data.tags}
 
     def upload(self, tracked: TrackerRun, name: str, data: bytes) -> None:
-        """Add or replace an artifact at the relative path `name`; TrackerRefused where we cannot write."""
+        """Add or replace an artifact at the relative path `name`; TrackerRefused if the client cannot write."""
         root = _proxied(tracked.artifacts, tracked.uri)
         if root is None:
-            raise TrackerRefused(f"MLflow at {tracked.uri} takes no files for {tracked.artifacts or 'this run'}")
+            raise TrackerRefused(f"MLflow at {tracked.uri} accepts no files for {tracked.artifacts or 'this run'}")
         self._rest.put(f"{_ARTIFACTS}/{quote(root.strip('/'))}/{quote(name)}", data)
 
     def resume(self, tracked: TrackerRun) -> None:
@@ -208,16 +213,16 @@ class MlflowTracker:
         self._update(tracked, {"status": status, "end_time": at_ms})
 
     def close(self) -> None:
-        """Give the connection back."""
+        """Close the connection."""
         self._rest.close()
 
     # --- below ------------------------------------------------------------------------------------------------------
 
     def _experiment(self, tracking: Tracking, *, make: bool) -> str | None:
-        """Return the experiment's identifier; None when it is not there and not to be made."""
+        """Return the experiment's identifier, or None when it does not exist and `make` is False."""
         name = tracking.experiment
         if tracking.experiment_id or not name:
-            return tracking.experiment_id or "0"  # MLflow's own default
+            return tracking.experiment_id or "0"  # MLflow's default experiment.
         if name in self._experiments:
             return self._experiments[name]
         experiment_id = self._looked_up(name)
@@ -227,7 +232,7 @@ class MlflowTracker:
                     "POST", "mlflow/experiments/create", {"name": name}, answer=_Created, timeout_s=LONG_TIMEOUT_S
                 )
                 experiment_id = made.experiment_id
-            except MlflowExists:  # another process was faster
+            except MlflowExists:  # Another process created the experiment first.
                 experiment_id = self._looked_up(name)
         if experiment_id is not None:
             self._experiments = {name: experiment_id}
@@ -241,8 +246,8 @@ class MlflowTracker:
             return None
         if found.experiment.lifecycle_stage != "active":
             raise TrackerRefused(
-                f"the experiment {name} has been deleted in MLflow at {self._rest.uri}: "
-                "restore it there, or name another one in MLFLOW_EXPERIMENT_NAME"
+                f"the experiment {name} has been deleted in MLflow at {self._rest.uri}: restore it there, or set "
+                "MLFLOW_EXPERIMENT_NAME to another one"
             )
         return found.experiment.experiment_id
 
@@ -267,8 +272,9 @@ class MlflowTracker:
 
     def _tracked(self, info: _Info) -> TrackerRun:
         uri = self._rest.uri
-        if not (_is_id(info.run_id) and _is_id(info.experiment_id)):  # ranks get them as variables
-            raise TrackerRefused(f"MLflow at {uri} has identifiers that no MLflow has")
+        # Ranks receive the identifiers as environment variables.
+        if not (_is_id(info.run_id) and _is_id(info.experiment_id)):
+            raise TrackerRefused(f"MLflow at {uri} returned invalid identifiers")
         return TrackerRun(
             run_id=info.run_id,
             experiment_id=info.experiment_id,
@@ -285,7 +291,7 @@ def _named(error: TrackerRefused, variable: str) -> TrackerRefused:
 
 
 def _proxied(artifacts: str, uri: str) -> str | None:
-    """Return the path below the server's own store of files, or None when they lie somewhere else."""
+    """Return the path below the server's own file store, or None when the files are elsewhere."""
     parts, server = urlsplit(artifacts), urlsplit(uri)
     if parts.scheme == "mlflow-artifacts" and parts.netloc in ("", server.netloc):
         return parts.path
@@ -309,18 +315,18 @@ def _batches(entries: Sequence[T], size: int) -> Iterator[list[T]]:
 
 
 class MlflowProblem(msgspec.Struct):
-    """Error body of a refusal by MLflow."""
+    """Body of an error answer from MLflow."""
 
     error_code: str | int
     message: str = ""
 
 
 class MlflowNotFound(TrackerRefused):
-    """MLflow knows nothing by that name."""
+    """MLflow has no object with the requested name or identifier."""
 
 
 class MlflowExists(TrackerRefused):
-    """MLflow has something by that name."""
+    """MLflow already has an object with this name."""
 
 
 class _Answer(NamedTuple):
@@ -339,7 +345,7 @@ class RestClient:
         self._known = False
         self._clock = SystemClock()
         self.uri = ""
-        """Of the server, without credentials and without a slash at its end; "" until the first request."""
+        """Address of the server without credentials and trailing slash; "" until the first request."""
 
     def call(
         self,
@@ -351,7 +357,7 @@ class RestClient:
         query: Mapping[str, str] | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> T:
-        """Send a JSON request to a path below ``/api/2.0/`` and return the answer, after `timeout_s` at most."""
+        """Send a JSON request to a path below ``/api/2.0/`` and return the answer within `timeout_s`."""
         content = b"" if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"} if body is not None else {}
         found = self._send(method, path, content, headers, query or {}, timeout_s)
@@ -363,11 +369,11 @@ class RestClient:
         return decoded
 
     def put(self, path: str, data: bytes) -> None:
-        """Send bytes; as `call` otherwise."""
+        """Upload bytes with the errors of `call`."""
         self._send("PUT", path, data, {"Content-Type": "application/octet-stream"}, {}, LONG_TIMEOUT_S)
 
     def close(self) -> None:
-        """Give the connection back."""
+        """Close the connection."""
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -395,16 +401,16 @@ class RestClient:
             )
             found = self._received(client, request, timeout_s)
         except _UNSENDABLE as error:
-            # The message leaves out the faulty part, which may be a credential.
+            # The message leaves out the invalid part, which may be a credential.
             kind = type(error).__name__
-            why = f"its address, the credentials or the proxy have characters or parts that are not valid ({kind})"
+            why = f"its address, the credentials or the proxy have invalid characters or parts ({kind})"
             if isinstance(error, ImportError):
-                why = "a SOCKS proxy needs a package that is not installed beside serverless-gpu (socksio)"
-            raise TrackerRefused(f"MLflow at {self.uri} cannot be asked: {why}") from None
+                why = "a SOCKS proxy needs the package socksio, which is not installed"
+            raise TrackerRefused(f"cannot send a request to MLflow at {self.uri}: {why}") from None
         except httpx2.TransportError as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 raise self._strange(
-                    "its certificate is not trusted; MLFLOW_TRACKING_SERVER_CERT_PATH says whose is"
+                    "its certificate is not trusted; set MLFLOW_TRACKING_SERVER_CERT_PATH to its authority"
                 ) from None
             raise TrackerAway(
                 f"MLflow at {self.uri} does not answer ({_why(error, timeout_s)})",
@@ -421,27 +427,27 @@ class RestClient:
         size = 0
         response = client.send(request, stream=True)
         try:
-            for (
-                part
-            ) in response.iter_raw():  # as it comes: with a size given, a part would be waited for until it is full
+            for part in response.iter_raw():  # Without a size. With a size, each read would wait for a full chunk.
                 parts.append(part)
                 size += len(part)
                 if size > ANSWER_BYTES_MAX:
                     raise self._strange(f"its answer is longer than {ANSWER_BYTES_MAX} bytes")
                 if self._clock.boottime_ns() > deadline_ns:
-                    raise httpx2.ReadTimeout("its answer comes too slowly", request=request)
+                    raise httpx2.ReadTimeout("its answer arrives too slowly", request=request)
         finally:
             response.close()
         return _Answer(response.status_code, response.headers.get("location", ""), b"".join(parts))
 
     def _connected(self) -> httpx2.Client:
-        """Return the client for where the server is now."""
+        """Return the client for the server's current address."""
         uri, userinfo = split_userinfo(self._address if isinstance(self._address, str) else self._address())
         if self._client is not None and uri == self.uri:
             return self._client
         self.close()
         if urlsplit(uri).scheme not in ("http", "https"):
-            raise TrackerRefused(f"{uri or 'an empty address'} is not the address of an MLflow server (http or https)")
+            raise TrackerRefused(
+                f"{uri or 'an empty address'} is not a valid address of an MLflow server (http or https)"
+            )
         # Only the server that the caller's variables name gets their credentials.
         is_named = split_userinfo(self._environ.get("MLFLOW_TRACKING_URI", ""))[0] == uri
         environ = self._environ if is_named else {}
@@ -452,13 +458,13 @@ class RestClient:
             verify=_trust(uri, environ),
             proxy=proxy_for(uri, self._environ),
             follow_redirects=False,
-            trust_env=False,  # the caller's variables count, not this process's
+            trust_env=False,  # The caller's variables apply, not those of this process.
             limits=httpx2.Limits(max_connections=2, max_keepalive_connections=1, keepalive_expiry=30.0),
         )
         return self._client
 
     def _problem(self, found: _Answer) -> Exception:
-        """Return the exception for an answer of 300 or more."""
+        """Return the exception for an HTTP status of 300 or more."""
         try:
             problem = from_json(found.body, MlflowProblem)
         except msgspec.MsgspecError:
@@ -469,7 +475,7 @@ class RestClient:
             return TrackerAway(f"MLflow at {self.uri} answers {said}", is_doubtful=found.status >= 500)
         if found.status in (401, 403, 407):
             return self._strange(
-                f"it answers {said}; MLFLOW_TRACKING_USERNAME and _PASSWORD, or MLFLOW_TRACKING_TOKEN, say who you are"
+                f"it answers {said}; set MLFLOW_TRACKING_USERNAME and _PASSWORD, or MLFLOW_TRACKING_TOKEN"
             )
         if problem is None:
             elsewhere = f" (to {_shown(split_userinfo(found.location)[0])})" if found.location else ""
@@ -479,14 +485,17 @@ class RestClient:
         return kinds.get(str(problem.error_code), TrackerRefused)(f"MLflow at {self.uri} answers {said}")
 
     def _strange(self, what: str) -> Exception:
-        """Return the exception for an answer that is not MLflow's: final unless it answered well before."""
+        """Return the exception for an answer that is not MLflow's.
+
+        The exception is final unless the server answered like MLflow before.
+        """
         if self._known:
-            return TrackerAway(f"MLflow at {self.uri} is not itself: {what}")
+            return TrackerAway(f"MLflow at {self.uri} does not answer like MLflow: {what}")
         return TrackerRefused(f"MLflow at {self.uri} cannot be used: {what}")
 
 
 def make_ready() -> None:
-    """Load the modules of the first request (100 ms), for a process that will be in a hurry."""
+    """Load the modules of the first request (100 ms), for a process whose first request must be fast."""
     httpx2.Client(verify=False, trust_env=False).close()
 
 
@@ -516,7 +525,7 @@ def _headers(environ: Mapping[str, str], userinfo: str) -> dict[str, str]:
 
 
 def _trust(uri: str, environ: Mapping[str, str]) -> ssl.SSLContext | bool:
-    """Return the check of the server's certificate (20 ms to make); False for plain HTTP."""
+    """Return the TLS context for the server's certificate (takes 20 ms); False for plain HTTP."""
     if not uri.startswith("https://"):
         return False
     bundle = next((environ[name] for name in _BUNDLES if environ.get(name)), None)
@@ -563,6 +572,6 @@ def _why(error: httpx2.TransportError, timeout_s: float) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return the beginning of a foreign text, on one line and without control characters."""
+    """Return the start of an untrusted text, on one line and without control characters."""
     printable = "".join(char if char.isprintable() else " " for char in text)
     return " ".join(printable.split())[:_TEXT_CHARACTERS_MAX]

@@ -1,4 +1,4 @@
-"""Who may do what: users, teams, services and their tokens; secrets; usage policies; the audit.
+"""Access bodies: users, teams, services and their tokens, secrets, usage policies, the audit log.
 
     GET    /whoami                                         → PrincipalView
     GET    /users                                          → PrincipalList
@@ -12,22 +12,23 @@
     POST   /tokens                  TokenRequest           → TokenMade
     DELETE /tokens/{id}                                    → TokenView     (revoked)
 
-    GET    /secrets                                        → SecretList    those one may use
-    PUT    /secrets/{name}          SecretRequest          → SecretView    the next version; the same value: the same
-    DELETE /secrets/{name}?team                            → SecretView    every version; its values are gone
+    GET    /secrets                                        → SecretList    secrets that the caller may use
+    PUT    /secrets/{name}          SecretRequest          → SecretView    a new version; an equal value keeps the
+    version
+    DELETE /secrets/{name}?team                            → SecretView    deletes all versions and their values
 
-    GET    /policies?mine                                  → PolicyList    mine: those that one's own runs can be under
+    GET    /policies?mine                                  → PolicyList    mine: policies possible for the caller's runs
     GET    /policies/{name}                                → PolicyView
-    PUT    /policies/{name}         PolicyRequest          → PolicyView    whole: fields that are left out are unset
-    DELETE /policies/{name}                                → PolicyView    as it was; refused while it is attached
+    PUT    /policies/{name}         PolicyRequest          → PolicyView    replaces all; omitted fields become unset
+    DELETE /policies/{name}                                → PolicyView    the deleted policy; refused while attached
     PUT    /policies/{name}/holders/{kind}/{holder}        → PolicyView    kind: "user", "service", "team"
     DELETE /policies/{name}/holders/{kind}/{holder}        → PolicyView
 
     GET    /audit?after=&limit=&principal=&action=&subject=&newest=   → AuditPage
 
-Services are users of kind "service". No route shows a secret's value: it goes in here, and out with the order that
-starts an attempt (`wire/agents.py`), to the attempt's node alone. `after` is the number of the last audit entry that
-the reader has; entries are numbered and chained within a second or so after the request that they tell of was answered
+Services are users of kind "service". No route returns a secret's value. The server sends the value only to the
+attempt's node, in the order that starts the attempt (`wire/agents.py`). `after` is the number of the last audit entry
+that the reader has. The server numbers and chains an entry within about a second after it answered the request
 (`model/audit_chain.py`).
 """
 
@@ -48,7 +49,7 @@ OnDisabled = Literal["finish", "stop"]
 
 
 class PrincipalView(Answer, frozen=True, kw_only=True):
-    """A user or service."""
+    """A user or a service."""
 
     name: str
     kind: Kind
@@ -65,7 +66,7 @@ class PrincipalList(Answer, frozen=True, kw_only=True):
 
 
 class PrincipalRequest(Request, frozen=True, kw_only=True):
-    """Make a user or service; the answer has its first token."""
+    """Create a user or a service. The answer contains its first token."""
 
     name: str
     kind: Kind = "user"
@@ -74,11 +75,11 @@ class PrincipalRequest(Request, frozen=True, kw_only=True):
 
 
 class PrincipalChange(Request, frozen=True, kw_only=True):
-    """Change a principal; None leaves a thing as it is. Disabling revokes all tokens.
+    """Change a principal. None leaves a field unchanged. Disabling revokes all tokens.
 
     Attributes:
-        runs: of somebody who may start none any more: those that go on "finish", or are asked to "stop"; None for what
-            the server was told (`on_owner_disabled`).
+        runs: action for the runs of a principal who may start no more runs. They "finish" or the server asks them to
+            "stop". None uses the server's setting `on_owner_disabled`.
     """
 
     role: Role | None = None
@@ -87,19 +88,19 @@ class PrincipalChange(Request, frozen=True, kw_only=True):
 
 
 class TeamRequest(Request, frozen=True, kw_only=True):
-    """Make a team."""
+    """Create a team."""
 
     name: str
 
 
 class TeamChange(Request, frozen=True, kw_only=True):
-    """Change a team: the time zone of its budgets, as "Europe/Berlin"; "" for UTC."""
+    """Change the time zone of a team's budgets, such as "Europe/Berlin". "" means UTC."""
 
     time_zone: str
 
 
 class TeamView(Answer, frozen=True, kw_only=True):
-    """A team, who is in it, and the time zone of its budgets."""
+    """A team, its members, and the time zone of its budgets."""
 
     name: str
     members: tuple[str, ...]
@@ -113,11 +114,11 @@ class TeamList(Answer, frozen=True, kw_only=True):
 
 
 class TokenRequest(Request, frozen=True, kw_only=True):
-    """Make a token for oneself, or for `principal` where one may.
+    """Create a token for the caller, or for `principal` with the permission to do so.
 
     Attributes:
-        scopes: what it can be used for, within what its owner may do; none means everything.
-        expires_s: seconds from now; None for the server's default, 90 days.
+        scopes: permitted uses, within the permissions of the owner. An empty tuple permits everything.
+        expires_s: lifetime in seconds. None means the server's default, 90 days.
     """
 
     label: str = ""
@@ -140,14 +141,14 @@ class TokenView(Answer, frozen=True, kw_only=True):
 
 
 class TokenMade(Answer, frozen=True, kw_only=True):
-    """A new token; the secret is said this once."""
+    """A new token. The server returns the secret only in this answer."""
 
     token: TokenView
     secret: str
 
 
 class TokenList(Answer, frozen=True, kw_only=True):
-    """Tokens."""
+    """A list of tokens."""
 
     tokens: tuple[TokenView, ...]
 
@@ -157,14 +158,14 @@ class SecretRequest(Request, frozen=True, kw_only=True):
 
     Attributes:
         value: any bytes.
-        team: whose it is to be; "" for one's own.
+        team: team that owns the secret, or "" for the caller.
     """
 
     value: bytes
     team: str = ""
 
     def __repr__(self) -> str:
-        """Return it without its value: what is printed may be kept."""
+        """Return the text without the value, because logs may keep printed text."""
         return f"SecretRequest(team={self.team!r})"
 
 
@@ -172,11 +173,11 @@ class SecretView(Answer, frozen=True, kw_only=True):
     """A secret without its value.
 
     Attributes:
-        version: that the next attempt gets.
-        owner: whose it is; "" for one of a team.
-        team: whose it is; "" for a principal's.
-        created_ns: of this version, nanoseconds since 1970.
-        by: who set it.
+        version: version that the next attempt gets.
+        owner: principal that owns the secret, or "" for a secret of a team.
+        team: team that owns the secret, or "" for a secret of a principal.
+        created_ns: creation time of this version, in nanoseconds since 1970.
+        by: principal who set this version.
     """
 
     name: str
@@ -194,12 +195,13 @@ class SecretList(Answer, frozen=True, kw_only=True):
 
 
 class SecretValue(Answer, frozen=True, kw_only=True):
-    """A secret on its way to the node of an attempt.
+    """A secret that the server sends to the node of an attempt.
 
     Attributes:
-        text: name and version for people, ``HF_TOKEN@3``.
-        value: None where it was deleted after the attempt was placed: the attempt is refused, and the next one fails.
-        variable: that ranks have it as, or "".
+        text: name and version for display, such as ``HF_TOKEN@3``.
+        value: the value, or None if the secret was deleted after the placement. The node then refuses the attempt, and
+            the next attempt fails.
+        variable: environment variable that holds the value in ranks, or "".
     """
 
     name: str
@@ -208,16 +210,16 @@ class SecretValue(Answer, frozen=True, kw_only=True):
     variable: str = ""
 
     def __repr__(self) -> str:
-        """Return it without its value: what is printed may be kept."""
+        """Return the text without the value, because logs may keep printed text."""
         return f"SecretValue({self.text})"
 
 
 class PolicyView(Answer, frozen=True, kw_only=True):
-    """A usage policy; fields are those of `model.policy.UsagePolicy`.
+    """A usage policy with the fields of `model.policy.UsagePolicy`.
 
     Attributes:
-        pool: where runs go that name no pool; "" for any on-demand pool.
-        holders: whom it is attached to, as far as whoever asks may see that.
+        pool: pool for runs that name no pool. "" means any on-demand pool.
+        holders: principals and teams with this policy that the caller may see.
     """
 
     name: str
@@ -249,32 +251,32 @@ class PolicyList(Answer, frozen=True, kw_only=True):
 
 
 class PolicyRequest(UsagePolicy, Request, frozen=True, kw_only=True):
-    """Make a usage policy, or put another one in its place; fields are those of `model.policy.UsagePolicy`."""
+    """Create or replace a usage policy. The fields are those of `model.policy.UsagePolicy`."""
 
 
 def policy_of(said: PolicyRequest | PolicyView) -> UsagePolicy:
-    """Return the policy that travelled."""
+    """Convert a request or a view to a policy."""
     return UsagePolicy(**{name: getattr(said, name) for name in UsagePolicy.__struct_fields__})
 
 
 def request_of(policy: UsagePolicy) -> PolicyRequest:
-    """Return a policy as it is asked for."""
+    """Convert a policy to a request."""
     return PolicyRequest(**msgspec.structs.asdict(policy))
 
 
 def view_of(name: str, policy: UsagePolicy, holders: tuple[PolicySubject, ...] = ()) -> PolicyView:
-    """Return a policy as it is shown."""
+    """Convert a policy to a view."""
     return PolicyView(name=name, holders=holders, **msgspec.structs.asdict(policy))
 
 
 class AuditPage(Answer, frozen=True, kw_only=True):
-    """Some entries.
+    """A page of audit entries.
 
     Attributes:
-        entries: in the order of their numbers.
-        last: number of the last entry there is.
-        pending: entries that are written down and not in the chain yet.
-        pending_since_ns: when the oldest of those was written, nanoseconds since 1970; None when there is none.
+        entries: entries in the order of their numbers.
+        last: number of the newest entry.
+        pending: number of recorded entries that are not in the chain yet.
+        pending_since_ns: time of the oldest pending entry, in nanoseconds since 1970, or None.
         now_ns: the server's time.
     """
 

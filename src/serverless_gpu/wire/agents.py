@@ -1,25 +1,26 @@
-"""Nodes and attempts: an agent joins, gets its orders, and reports its attempts.
+"""Bodies between agents and the server: joining, orders, and reports about attempts.
 
-The agent dials out; nothing on a node listens, but a crew's supervisor while its gang meets
-(`node/supervisor/rendezvous.py`).
+The agent opens all connections. Nothing on a node listens, except the supervisor of a crew during the rendezvous of its
+gang (`node/supervisor/rendezvous.py`).
 
     POST /agents                            AgentHello → AgentWelcome    (scope `agent`; again after a reconnect)
     POST /agents/{node}/heartbeat           Heartbeat  → HeartbeatAnswer
-    GET  /agents/{node}/orders?instance&process  → stream of `Order`, those not acknowledged first
+    GET  /agents/{node}/orders?instance&process  → stream of `Order`, unacknowledged orders first
     POST /agents/{node}/orders/ack          OrdersTaken
     POST /attempts/{run}/{fence}/report     Report → ReportAnswer; also the heartbeat, every `heartbeat_s`
     GET  /attempts/{run}/{fence}/blobs/{digest}      → a part of the payload
     PUT  /blobs/{digest}, POST /blobs/missing        as for users (`blobs.py`)
 
-A token is good for one node, which has one name and one home. A node whose token was not made for it by a join
-(`wire/nodes.py`) waits for an administrator: its hello is refused (NotAllowed) until then.
+A token is valid for one node, which has one name and one home. A join creates a token for its node (`wire/nodes.py`).
+With any other token, the server refuses the hello (NotAllowed) until an administrator approves the node.
 
-An order may come again until it is acknowledged; it is taken once, by its gang. `Start` is acknowledged when the
-attempt's directory says durably that it is being started.
+The server may send an order again until the node acknowledges it. The node executes each order once per gang. The node
+acknowledges `Start` after the attempt's directory durably records the start.
 
-Reports are made with the attempt's own token; on several nodes, each reports its crew. A report is applied whole or not
-at all, and may come twice: logs by their offset, facts and files by their name, states because nothing goes backwards.
-An answer with `stale` means that the attempt is over for the server: stop it, keep nothing running, report no more.
+A report uses the attempt's own token. If the attempt has several nodes, each node reports about its crew. The server
+applies a report completely or not at all, and accepts repeated reports. Logs are identified by their offset, facts and
+files by their name. States never go backwards. An answer with `stale` means that the attempt has ended for the server.
+The node must then stop the attempt and send no more reports.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from serverless_gpu.wire.access import SecretValue
 from serverless_gpu.wire.base import Answer, Json, Request
 
 CLOCK_OFF_S = 0.5
-"""A node's clock that is further off than this, and than the measurement may be wrong, is reported as off."""
+"""Threshold in seconds for reports about a node's clock. The measurement error is subtracted first."""
 
 
 class AttemptSeen(Request, frozen=True, kw_only=True):
-    """An attempt that a node looks after, or has news of that the server has not taken yet."""
+    """An attempt that runs on a node or has results that the server has not accepted yet."""
 
     run_id: str
     fence: int
@@ -54,22 +55,23 @@ class AttemptSeen(Request, frozen=True, kw_only=True):
 
 
 class AgentHello(Request, frozen=True, kw_only=True):
-    """A node as it introduces itself.
+    """The first message of a node, which describes the node.
 
     Attributes:
-        name: what people call it; the host name unless configured.
+        name: display name, by default the host name.
         machine: `ambient.machine()`.
-        instance: of the node's home, made at random once: two homes of one machine are two nodes.
-        pythons: versions it can restore a captured environment for, as ``"3.11"``; none when it does not say.
-        boot_id: another one than before proves that nothing of before still runs.
-        draining: why it is to be given nothing new, though what runs there goes on, or "".
-        degraded: why nobody knows how its devices are, or ""; it is given nothing new until that is over.
-        findings: what else a person should know of its devices, a sentence each.
-        problem: why it can run nothing now, or "".
-        takes: what it understands beyond its protocol: "renewal" of attempts' tokens, "secrets", devices to do
-            "without", a spec's "max_run", "crews": a part of a gang that has others on other nodes.
-        protocol: of `wire.base`; the server refuses what it does not speak by name.
-        process: random, made by the uplink at its start: of two processes of a home, one is admitted.
+        instance: random identifier of the node's home, created once. Two homes of one machine are two nodes.
+        pythons: Python versions, such as ``"3.11"``, for which the node can restore a captured environment. Empty if
+            unknown.
+        boot_id: boot identifier. A new value proves that no process of the previous boot is running.
+        draining: reason why the node accepts no new attempts while its runs continue, or "".
+        degraded: reason why the state of the devices is unknown, or "". The server places nothing on a degraded node.
+        findings: other remarks about the devices for operators, one sentence each.
+        problem: reason why the node can run nothing now, or "".
+        takes: optional features that the node supports: "renewal" of attempts' tokens, "secrets", "without" (excluded
+            devices), "max_run" in a spec, and "crews" (gangs on several nodes).
+        protocol: version from `wire.base`. The server refuses an unsupported version with an error that names it.
+        process: random identifier of the uplink process. The server admits one of two processes of a home.
     """
 
     name: str
@@ -95,11 +97,11 @@ class AgentHello(Request, frozen=True, kw_only=True):
 
 
 class AgentWelcome(Answer, frozen=True, kw_only=True):
-    """The node's identifier, and how often it is to be heard of.
+    """The node's identifier, and the interval of its heartbeats.
 
     Attributes:
-        stale: gangs (`run:fence`) among those it named that are over for the server: stop and forget them.
-        at_ns: the server's time when it answered, nanoseconds since 1970; 0 from one of protocol 1.
+        stale: gangs (`run:fence`) from the hello that have ended for the server. The node must stop and forget them.
+        at_ns: the server's time of the answer, in nanoseconds since 1970. A server with protocol 1 sends 0.
     """
 
     node: str
@@ -110,11 +112,11 @@ class AgentWelcome(Answer, frozen=True, kw_only=True):
 
 
 class ClockReading(Request, frozen=True, kw_only=True):
-    """How far a node's clock is from its server's, as the node has measured it.
+    """The difference between the clocks of a node and its server, as the node measured it.
 
     Attributes:
-        ahead_ns: its wall clock less the server's, nanoseconds.
-        error_ns: by how much that may be wrong: half of the time an answer took.
+        ahead_ns: wall clock of the node minus wall clock of the server, in nanoseconds.
+        error_ns: maximum error of the measurement: half of the round-trip time.
     """
 
     ahead_ns: Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
@@ -122,12 +124,12 @@ class ClockReading(Request, frozen=True, kw_only=True):
 
 
 def is_off(clock: ClockReading | None) -> bool:
-    """Return whether a node's clock is certainly so far off that times it writes mislead."""
+    """Return True if a node's clock is certainly wrong by more than `CLOCK_OFF_S`."""
     return clock is not None and abs(clock.ahead_ns) - clock.error_ns > CLOCK_OFF_S * 1e9
 
 
 def clock_text(clock: ClockReading | None) -> str:
-    """Return the remark about a node's clock that is off, to follow its name, or ""."""
+    """Return a remark about a wrong clock that follows the node's name, or ""."""
     if clock is None or not is_off(clock):
         return ""
     apart = format_duration_ms(abs(clock.ahead_ns) // 1_000_000)
@@ -135,11 +137,13 @@ def clock_text(clock: ClockReading | None) -> str:
 
 
 class Heartbeat(Request, frozen=True, kw_only=True):
-    """A node is there; its devices as they are now (`unavailable`: uuids taken by others, or in quarantine).
+    """A sign of life from a node, with the current state of its devices.
+
+    `unavailable` has the UUIDs of devices that other users hold or that are in quarantine.
 
     Attributes:
-        renew: gangs whose tokens were refused, for which it wants others.
-        clock: how far its clock is off; None while that is not known.
+        renew: gangs whose tokens the server refused and that need new tokens.
+        clock: clock difference, or None if unknown.
         process: as in `AgentHello`.
     """
 
@@ -158,11 +162,11 @@ class Heartbeat(Request, frozen=True, kw_only=True):
 
 
 class HeartbeatAnswer(Answer, frozen=True, kw_only=True):
-    """What the server makes of a sign of life.
+    """The server's answer to a heartbeat.
 
     Attributes:
-        stale: gangs that are over for the server: stop and forget them.
-        tokens: new tokens by gang, of those that were wanted and are this node's.
+        stale: gangs that have ended for the server. The node must stop and forget them.
+        tokens: new tokens by gang, for the gangs in `renew` that belong to this node.
         at_ns: as in `AgentWelcome`.
     """
 
@@ -175,20 +179,20 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
     """Start an attempt.
 
     Attributes:
-        seq: of the order.
-        token: the attempt's own; it can report about this attempt and nothing else. It ends soon after the attempt's
-            lease where the node takes "renewal", and a report is answered with the next one.
-        gpu_type: chosen by the scheduler.
-        world_size: devices of the gang, on all of its nodes.
+        seq: number of the order.
+        token: token of the attempt, which permits only reports about this attempt. If the node supports "renewal", the
+            token expires soon after the attempt's lease, and answers to reports contain the next token.
+        gpu_type: GPU type that the scheduler chose.
+        world_size: number of devices of the gang on all of its nodes.
         context: as in `RunRequest`.
-        call: as in `RunRequest`; None when it is a blob.
-        submitted_ns: when the client asked, nanoseconds since 1970.
-        secrets: the attempt's; none where the node does not take "secrets".
-        without: uuids of devices that it is not to get, whatever the node thinks of them.
-        tariff: what it pays; None from a server that does not say: the node has prices of its own.
-        crews: of the gang, by their numbers, where it is on several nodes; none where it is on one.
-        crew: which of them this node is to start.
-        nonce: of the gang, by which its crews know each other; "" where it is on one node.
+        call: as in `RunRequest`. None if the call is a blob.
+        submitted_ns: time of the client's request, in nanoseconds since 1970.
+        secrets: secrets of the attempt. Empty if the node does not support "secrets".
+        without: UUIDs of devices that the attempt must not get, whatever the node reports about them.
+        tariff: price of the attempt. None from an old server. The node then uses its own prices.
+        crews: crews of a gang on several nodes, in order. Empty for a gang on one node.
+        crew: number of the crew that this node must start.
+        nonce: random text by which the crews of a gang recognize each other, or "" on one node.
     """
 
     seq: int
@@ -213,17 +217,18 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
 
     @property
     def gpus(self) -> int:
-        """Return how many devices it is to have on this node."""
+        """The number of devices of the attempt on this node."""
         return self.crews[self.crew].gpus if self.crews else self.world_size
 
 
 class ReportNow(Answer, frozen=True, kw_only=True, tag="look"):
-    """Report about an attempt now, for the answer has something for it; `seq` is 0, and it is not acknowledged.
+    """Ask the node to report about an attempt now, because the answer has news for it.
 
-    What the answer would say of the meeting and of the end comes along, so that nothing waits for the report.
+    `seq` is 0, and the node does not acknowledge this order. The message itself contains the news about the rendezvous
+    and the end of the gang. The node therefore need not wait for the answer to its report.
 
     Attributes:
-        offers: as in `ReportAnswer`; likewise `chosen`, `release` and `peer_failed`.
+        offers: as in `ReportAnswer`, like `chosen`, `release` and `peer_failed`.
     """
 
     run_id: str
@@ -239,8 +244,8 @@ class Stop(Answer, frozen=True, kw_only=True, tag="stop"):
     """Stop an attempt in order.
 
     Attributes:
-        released: all of its ranks had returned before that was asked, on every node: those here may exit, and it has
-            succeeded, if only its results come.
+        released: True if all ranks on all nodes had returned before the stop request. The ranks may then exit, and the
+            attempt succeeds when its results arrive.
     """
 
     seq: int
@@ -254,17 +259,20 @@ Order = Start | Stop | ReportNow
 
 
 class OrdersTaken(Request, frozen=True, kw_only=True):
-    """Orders that need not come again, by `seq`."""
+    """Numbers (`seq`) of orders that the server need not send again."""
 
     seqs: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)], ...]
 
 
 NOT_SENT = "results do not get to the server: "
-"""How a sentence begins that says so, and why: clients that wait for the run show it."""
+"""Prefix of a sentence with the reason why results do not arrive. Waiting clients show such sentences."""
 
 
 class LogPiece(Request, frozen=True, kw_only=True):
-    """Bytes of a file from `offset` on: what a rank wrote, or the samples of a node (`rank` is its number then)."""
+    """Bytes of a file from `offset` on: output of a rank, or samples of a node.
+
+    For samples, `rank` is the number of the node.
+    """
 
     rank: int
     stream: Literal["stdout", "stderr", "telemetry"]
@@ -273,7 +281,7 @@ class LogPiece(Request, frozen=True, kw_only=True):
 
 
 class File(Request, frozen=True, kw_only=True):
-    """An output of the attempt: its bytes, or where they were put as a blob before."""
+    """An output of the attempt: its bytes, or the reference of a blob that the node has already uploaded."""
 
     name: str
     size: int
@@ -282,14 +290,14 @@ class File(Request, frozen=True, kw_only=True):
 
 
 class Ending(Request, frozen=True, kw_only=True):
-    """How the attempt ended; every file it has was reported before or with it.
+    """The ending of an attempt. The node reports all files with the ending or before it.
 
     Attributes:
-        began: whether user code had started.
-        stopped: `node.protocol.Stopped` as JSON; unset when its supervisor was lost.
-        log_ends: where logs end on the node that the server had no room for: ``"<rank>.<stream>"`` → bytes.
-        proven: whether the node's kernel says that no process of it is left; if not, there is no other attempt, and
-            nothing is placed on the node until it is.
+        began: True if user code had started.
+        stopped: `node.protocol.Stopped` as JSON. Unset if the supervisor was lost.
+        log_ends: end offset of each log that the server did not store completely: ``"<rank>.<stream>"`` → bytes.
+        proven: True if the node's kernel confirms that no process of the attempt is running. Otherwise the server
+            starts no other attempt and places nothing on the node until the confirmation.
     """
 
     state: State
@@ -301,26 +309,26 @@ class Ending(Request, frozen=True, kw_only=True):
 
 
 class Report(Request, frozen=True, kw_only=True):
-    """What is new about an attempt since the last report that was answered.
+    """News about an attempt since the last report that the server answered.
 
     Attributes:
-        state: STARTING, RUNNING or STOPPING as the node sees it.
-        sentence: what it waits for, or says about itself.
-        world_size: ranks, once known.
-        exec_ns: when user code began, nanoseconds since 1970 in the server's time, as far as the node knows that; None
-            while it has not.
-        ending: set once no rank runs any more.
-        receipt: `model.receipt.Receipt` as JSON, once devices are given back; with it the attempt is settled.
-        freed: no process of it is left, and its devices are given back; outputs may still be on their way.
+        state: STARTING, RUNNING or STOPPING from the view of the node.
+        sentence: reason for a wait, or a remark about the attempt.
+        world_size: number of ranks, once known.
+        exec_ns: start of user code in the server's time, in nanoseconds since 1970, as exactly as the node knows it.
+            None before the start.
+        ending: the ending, once no rank is running.
+        receipt: `model.receipt.Receipt` as JSON, once the devices are handed back. The receipt settles the attempt.
+        freed: True if no process is running and the devices are handed back. Outputs may still be missing.
         tracked: link to the run in MLflow, once known.
-        offer: where this crew can be tried by the others, before they have met.
-        reach: what it reached of the others, once all offers were told to it.
-        returned: all of its ranks have returned, and wait for those on other nodes.
-        halt: why it ends before its end, as soon as that is known: its ending may take a while.
-        silence: of its ranks, of a gang on several nodes; None while they say something.
-        seen: what it saw of its ranks when it was asked last.
-        idle: how far its devices are from being idle for too long, of a gang on several nodes.
-        saved: number of the newest attempt of the run whose checkpoints this node sees; 0 for none, or not known.
+        offer: addresses at which other crews can try to reach this crew before the rendezvous.
+        reach: results of this crew's attempts to reach the other crews, once it has all offers.
+        returned: True if all ranks of the crew have returned and wait for ranks on other nodes.
+        halt: reason of an early end, sent at once, because the ending may take longer.
+        silence: silence of the ranks of a gang on several nodes. None while they produce output.
+        seen: observations of the ranks at the last inspection request.
+        idle: the action that the crew's idle time requires, for a gang on several nodes.
+        saved: number of the newest attempt with checkpoints that this node can see, or 0 without any or if unknown.
     """
 
     state: State
@@ -346,23 +354,23 @@ class Report(Request, frozen=True, kw_only=True):
 
 
 class ReportAnswer(Answer, frozen=True, kw_only=True):
-    """What the server makes of a report.
+    """The server's answer to a report.
 
     Attributes:
-        stale: the attempt is over for the server.
-        stop: the run is to be stopped, and why.
-        offsets: where a log piece did not continue what the server has: `"<rank>.<stream>"` → the offset it wants.
-        partition_grace_s: seconds from the *start* of the request for which the attempt may go on without another
+        stale: True if the attempt has ended for the server.
+        stop: reason of a stop request, or None.
+        offsets: required offsets for log pieces that did not continue the server's copy: `"<rank>.<stream>"` → offset.
+        partition_grace_s: seconds from the *start* of the request for which the attempt may continue without another
             answer.
-        heartbeat_s: report at least this often.
-        token: to be used from now on, or "": the one that was used is good for a while.
-        offers: of all crews, once they are there, until this one has said what it reached.
-        chosen: how the gang meets, once that is decided; user code waits for it.
-        release: all ranks have returned, on every node: those here may exit.
-        peer_failed: what failed on another node, for people, or "": this crew is to end, too.
-        ask: the ranks of all nodes are silent, and to be looked at.
-        judgement: what came of that, or of the last time.
-        idle: how far devices of all nodes are; None where that is not known.
+        heartbeat_s: maximum interval between two reports, in seconds.
+        token: next token, or "" if the current token stays valid.
+        offers: offers of all crews, once complete and until this crew has reported its reach.
+        chosen: rendezvous of the gang, once decided. User code waits for it.
+        release: True if all ranks on all nodes have returned. The ranks of this crew may then exit.
+        peer_failed: failure on another node as a sentence, or "". This crew must then end, too.
+        ask: request to inspect the ranks, because the ranks of all nodes are silent.
+        judgement: result of the current or the last inspection.
+        idle: the action that the idle time of all nodes requires. None if unknown.
     """
 
     stale: bool = False

@@ -1,8 +1,8 @@
-"""What every body has in common: names of the protocol, its limits, and errors as they travel.
+"""The common parts of all bodies: protocol versions, limits, and errors.
 
-Bodies are JSON objects under `/api/v1`; a request with a field that this version does not know is refused, an answer
-with one is read without it, so that a newer server can talk to an older client. Streams are server-sent events whose
-data is one tagged object each.
+Bodies are JSON objects under `/api/v1`. The server refuses a request with an unknown field. A client ignores unknown
+fields of an answer, so that a newer server can answer an older client. Streams are server-sent events, and the data of
+each event is one tagged object.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import msgspec
 
 API = "/api/v1"
 PROTOCOL = 2
-"""What nodes and clients of this version speak. A node says it in its hello, every request in `SGPU-Protocol`."""
+"""Protocol version of nodes and clients. Each hello of a node has it, and each request in `SGPU-Protocol`."""
 PROTOCOLS = (1, 2)
-"""What a server takes: its own and the one before. Servers are upgraded first, nodes and clients when it suits.
+"""Protocol versions that a server accepts: its own and the previous one. Servers are upgraded first, nodes and clients
+later.
 
-    1    as it was first used; recorded in tests/support/server/recorded/, which every server after it is tried with
-    2    a node tells how far its clock is off (`Heartbeat.clock`), and `Report.exec_ns` in the server's time
+    1    first version; every later server is tested with its recording in tests/support/server/recorded/
+    2    a node reports its clock difference (`Heartbeat.clock`), and `Report.exec_ns` in the server's time
 """
 BODY_BYTES_MAX = 8 << 20
 INLINE_BYTES_MAX = 1 << 20
-"""A payload, and the outputs of one report together, up to this size travel inside of a body; larger ones are blobs."""
+"""Maximum size of an inline payload, and of the inline outputs of one report. Larger ones are blobs."""
 INLINE_OUTPUT_BYTES_MAX = 64 << 10
 LOG_REPORT_BYTES_MAX = 1 << 20
 LABEL_CHARACTERS_MAX = 256
@@ -28,28 +29,28 @@ NAME_CHARACTERS_MAX = 64
 PAGE_MAX = 500
 PAGE_DEFAULT = 50
 LIVE_STREAMS_MAX = 128
-"""Streams of output (a rank has two) that one event stream carries."""
+"""Maximum number of output streams in one event stream. A rank has two."""
 
 Json = msgspec.Raw | msgspec.UnsetType
-"""JSON as it came, or `msgspec.UNSET`, which is false and not sent: `Raw | None` is a type msgspec cannot decode."""
+"""Unparsed JSON, or `msgspec.UNSET`, which is false and not sent. msgspec cannot decode `Raw | None`."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of what is sent to the server."""
+    """Base class of bodies that the server receives."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of what the server sends."""
+    """Base class of bodies that the server sends."""
 
 
 class ShortageView(Answer, frozen=True, kw_only=True):
-    """What a run asked for that no node could ever serve, and what some node could.
+    """Requirements of a run that no node can ever meet, and similar requirements that a node can meet.
 
     Attributes:
-        gpus: how many devices, or None for all of a node's.
-        gpu_type: of which type, or None.
-        pool: in which pool, or "".
-        choices: similar requests: each has ``gpus``, ``gpu_type``, ``pool`` and ``env`` only where they differ.
+        gpus: requested number of devices, or None for all devices of a node.
+        gpu_type: requested type, or None.
+        pool: requested pool, or "".
+        choices: similar requests. Each has ``gpus``, ``gpu_type``, ``pool`` and ``env`` only if they differ.
     """
 
     gpus: int | None = None
@@ -59,14 +60,14 @@ class ShortageView(Answer, frozen=True, kw_only=True):
 
 
 class Problem(Answer, frozen=True, kw_only=True):
-    """Any answer of 400 or more.
+    """An answer with status 400 or higher.
 
     Attributes:
-        code: of an exception class in `errors.py`; the client raises that.
-        message: what happened, to which thing.
-        hint: what to do next.
-        run_id: the run it is about, or "".
-        shortage: with the code ``no_suitable_node``: what would work.
+        code: code of an exception class in `errors.py`, which the client raises.
+        message: the failure and the affected object.
+        hint: advice for the next step.
+        run_id: the affected run, or "".
+        shortage: requirements that would work, for the code ``no_suitable_node``.
     """
 
     code: str

@@ -1,23 +1,23 @@
-"""Money and use: budgets, prices, use by group, rows of the ledger.
+"""Billing bodies: budgets, prices, use by group, and rows of the ledger.
 
-    GET    /budgets                                   → BudgetList    as far as the caller may see it
+    GET    /budgets                                   → BudgetList    budgets that the caller may see
     GET    /budgets/{name}                            → BudgetView
-    PUT    /budgets/{name}          BudgetRequest     → BudgetView    made, or put in the place of another
-    POST   /budgets/{name}/reopen                     → BudgetView    one that has stopped runs lets others start again
-    DELETE /budgets/{name}                            → BudgetView    as it was
+    PUT    /budgets/{name}          BudgetRequest     → BudgetView    creates or replaces the budget
+    POST   /budgets/{name}/reopen                     → BudgetView    allows new runs after the budget stopped runs
+    DELETE /budgets/{name}                            → BudgetView    the deleted budget
 
-    GET    /prices?all                                → PriceList     in force and planned; `all`: those that ended, too
-    PUT    /prices/{resource}       PriceRequest      → PriceSet      from a time on; the one before ends there
-    DELETE /prices/{resource}?pool&at_ns              → PriceSet      from then on it has no price
+    GET    /prices?all                                → PriceList     in force and planned; `all`: also ended prices
+    PUT    /prices/{resource}       PriceRequest      → PriceSet      from a time on, which ends the previous price
+    DELETE /prices/{resource}?pool&at_ns              → PriceSet      the resource has no price from this time on
 
     GET    /usage?by&from_day&until_day&where&limit   → UsageView     sums by user, team, tag, month …
-    GET    /usage/prices                              → ListPrices    the price book, to join those with
-    GET    /usage/records?after&from_day&until_day&limit              → RecordPage   rows, as billing tables have them
-    GET    /usage/demand?from_ns&to_ns&team&pool&gpu_type&limit&cursor → DemandPage  rows, as `sgpu advise` reads them
+    GET    /usage/prices                              → ListPrices    the price list, to join with the records
+    GET    /usage/records?after&from_day&until_day&limit              → RecordPage   rows in the form of billing tables
+    GET    /usage/demand?from_ns&to_ns&team&pool&gpu_type&limit&cursor → DemandPage  rows that `sgpu advise` reads
 
-A resource is a GPU type, "core" or "memory"; its price is for one hour of a device, a core or a GiB. Amounts are
-micros: millionths of the currency unit, or of a DBU. Days are of UTC, numbered from 1970-01-01; `until_day` is the
-first that is not among them. Rows that the caller may not see are in no sum.
+A resource is a GPU type, "core" or "memory". Its price applies to one hour of a device, a core or a GiB. Amounts are in
+micros: millionths of the currency unit, or of a DBU. Days are UTC days, numbered from 1970-01-01. `until_day` is the
+first day after the range. Sums omit rows that the caller may not see.
 """
 
 from __future__ import annotations
@@ -34,24 +34,26 @@ from serverless_gpu.wire.base import NAME_CHARACTERS_MAX, Answer, Request
 
 
 class BudgetView(Answer, frozen=True, kw_only=True):
-    """A budget, and how it stands now. Money is millionths of `currency`, GPU time is GPU-milliseconds.
+    """A budget and its current state.
+
+    Money is in millionths of `currency`, GPU time in GPU-milliseconds.
 
     Attributes:
-        kind: whose use counts: "everything", "user", "team", "pool", "policy", "tag".
-        scope: their name; of a tag ``key=value``, or ``key`` for each run that has it.
-        limit_micros: exactly one of the two limits is there; `limit_gpu_ms` the other.
-        hard: whether runs are stopped when it is used up; else they finish, and nothing new starts.
-        start_ns: when its period began, nanoseconds since 1970; `end_ns` when the next one begins.
-        used: in the unit of the limit; `held` what goes on holds beside that.
-        percent: of the limit that is used.
-        unpriced_ms: device-milliseconds of its runs that have no price, and count nothing for a budget of money.
-        going_on: how many attempts count for it now.
-        forecast: what will be used at the end of the period at the rate of the last days.
-        per_day: that rate.
-        reached_ns: when it is used up at that rate; None: not in this period.
-        basis: what the forecast rests on, in words.
-        sentence: how it stands, in words.
-        time_zone: of its periods.
+        kind: type of the scope: "everything", "user", "team", "pool", "policy" or "tag".
+        scope: name within the type. For a tag, ``key=value``, or ``key`` for each run that has the tag.
+        limit_micros: limit in money. A budget has either this limit or `limit_gpu_ms`.
+        hard: True if the server stops runs when the budget is used up. Otherwise they finish, and no new run starts.
+        start_ns: start of the period, in nanoseconds since 1970. `end_ns` is the start of the next period.
+        used: use in the unit of the limit. `held` is the additional reservation of running attempts.
+        percent: used percentage of the limit.
+        unpriced_ms: device-milliseconds of runs without a price, which do not count toward a budget of money.
+        going_on: number of running attempts that count toward the budget.
+        forecast: expected use at the end of the period, at the rate of the last days.
+        per_day: the rate of the forecast.
+        reached_ns: time at which the budget is used up at that rate. None means after this period.
+        basis: basis of the forecast as a sentence.
+        sentence: state of the budget as a sentence.
+        time_zone: time zone of the periods.
     """
 
     name: str
@@ -78,12 +80,12 @@ class BudgetView(Answer, frozen=True, kw_only=True):
 
 
 class AlarmView(Answer, frozen=True, kw_only=True):
-    """Somebody who spent far more than they are used to.
+    """An alarm about a user or a team that spent far more than usual.
 
     Attributes:
-        at_ns: when that was seen, nanoseconds since 1970.
-        subject: who: "run <id>" or "team <name>".
-        sentence: what was seen.
+        at_ns: time of the alarm, in nanoseconds since 1970.
+        subject: affected object: "run <id>" or "team <name>".
+        sentence: the observation as a sentence.
     """
 
     at_ns: int
@@ -99,7 +101,7 @@ class BudgetList(Answer, frozen=True, kw_only=True):
 
 
 class BudgetRequest(Request, frozen=True, kw_only=True):
-    """Make a budget, or put another one in its place; one of the two limits. Money is in the server's currency."""
+    """Create or replace a budget. Exactly one limit is set. Money is in the server's currency."""
 
     kind: ScopeKind
     scope: str = ""
@@ -115,16 +117,16 @@ Moment = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class PriceView(Answer, frozen=True, kw_only=True):
-    """One row of the price book.
+    """One row of the price list.
 
     Attributes:
-        resource: a GPU type, or a family of them; "core", "memory".
-        pool: where it holds; "" for every pool that has none of its own.
-        micros_per_hour: of one device, core or GiB.
-        dbu_micros_per_hour: DBUs of one device, where the price is made of those; else 0.
-        from_ns: since when, nanoseconds since 1970; `until_ns` until when, None for as long as nothing else is said.
-        set_ns: when that was written.
-        in_force: whether it holds now.
+        resource: a GPU type, a family of GPU types, "core" or "memory".
+        pool: pool of the price, or "" for every pool without its own price.
+        micros_per_hour: price per hour of one device, core or GiB.
+        dbu_micros_per_hour: DBUs per hour of one device if the price is set in DBUs, else 0.
+        from_ns: start of the price, in nanoseconds since 1970. `until_ns` is its end, or None for an open end.
+        set_ns: time at which the price was set.
+        in_force: True if the price is in force now.
     """
 
     resource: str
@@ -138,10 +140,10 @@ class PriceView(Answer, frozen=True, kw_only=True):
 
 
 class PriceList(Answer, frozen=True, kw_only=True):
-    """The price book, by resource, pool and time.
+    """The price list, by resource, pool and time.
 
     Attributes:
-        currency: of all of them.
+        currency: currency of all prices.
     """
 
     prices: tuple[PriceView, ...]
@@ -149,13 +151,14 @@ class PriceList(Answer, frozen=True, kw_only=True):
 
 
 class PriceRequest(Request, frozen=True, kw_only=True):
-    """Set a price: either so much for one hour, or so many DBUs at so much each.
+    """Set a price, either as an amount per hour, or as DBUs per hour and an amount per DBU.
 
     Attributes:
-        micros_per_hour: of one device, core or GiB.
-        dbu_micros_per_hour: DBUs of one device; `micros_per_dbu` what one DBU costs.
-        pool: "" for every pool that has none of its own.
-        from_ns: from when on; None for now. The past only as long as nothing was placed since that could have paid it.
+        micros_per_hour: price per hour of one device, core or GiB.
+        dbu_micros_per_hour: DBUs per hour of one device. `micros_per_dbu` is the price of one DBU.
+        pool: pool of the price, or "" for every pool without its own price.
+        from_ns: start of the price. None means now. A past time is accepted only if no run placed since then could have
+            paid the price.
     """
 
     micros_per_hour: Micros | None = None
@@ -166,14 +169,14 @@ class PriceRequest(Request, frozen=True, kw_only=True):
 
 
 class PriceSet(Answer, frozen=True, kw_only=True):
-    """What has changed in the book.
+    """Changes of the price list.
 
     Attributes:
-        price: that was set; None where one was ended.
-        ended: prices that end by it, as they were.
-        withdrawn: prices that were planned, and are gone.
-        is_known: whether the catalogue, or a node, has something of this name.
-        currency: of all of them.
+        price: the new price, or None if a price was ended.
+        ended: prices that the change ends, in their previous form.
+        withdrawn: planned prices that the change removes.
+        is_known: True if the catalogue or a node has a resource of this name.
+        currency: currency of all prices.
     """
 
     price: PriceView | None
@@ -190,16 +193,17 @@ SKUS_MAX = 500
 
 
 class UsageView(Answer, frozen=True, kw_only=True):
-    """A report.
+    """A usage report.
 
     Attributes:
-        by: what it is grouped by.
-        from_day: the first day; `until_day` the first that is not in it any more.
-        groups: those that cost most; periods in their order.
-        totals: of all there are, shown or not, one for each currency.
-        is_cut: whether there are more groups.
-        going: how many attempts go on, or ended and are not in the ledger yet: computed from what their nodes told.
-        is_going_cut: whether there are more of those than were looked at.
+        by: grouping of the report.
+        from_day: first day of the report. `until_day` is the first day after the report.
+        groups: groups with the highest cost, or periods in their order.
+        totals: sums of all groups, shown or not, with one row per currency.
+        is_cut: True if there are more groups.
+        going: number of attempts that are running or not in the ledger yet. Their use is computed from reports of their
+            nodes.
+        is_going_cut: True if the report omits some of these attempts.
     """
 
     by: tuple[str, ...]
@@ -213,10 +217,10 @@ class UsageView(Answer, frozen=True, kw_only=True):
 
 
 class RecordPage(Answer, frozen=True, kw_only=True):
-    """Some rows of the ledger, in the order in which they were posted.
+    """A page of ledger rows in their order of posting.
 
     Attributes:
-        after: what to ask with for those that follow; None where these are the last.
+        after: value of `after` for the next page, or None on the last page.
     """
 
     records: tuple[BillingRow, ...]
@@ -224,10 +228,10 @@ class RecordPage(Answer, frozen=True, kw_only=True):
 
 
 class ListPrices(Answer, frozen=True, kw_only=True):
-    """The price book as billing tables have it.
+    """The price list in the form of billing tables.
 
     Attributes:
-        is_cut: whether more was used than is looked at.
+        is_cut: True if the list omits some used resources.
     """
 
     prices: tuple[ListPrice, ...]
@@ -235,22 +239,22 @@ class ListPrices(Answer, frozen=True, kw_only=True):
 
 
 class DemandRow(Answer, frozen=True, kw_only=True):
-    """What one attempt used on one day (UTC), as it holds now.
+    """The current use of one attempt on one UTC day.
 
     Attributes:
         day: days since 1970-01-01.
-        name: of the run.
-        owner: whose run it was.
-        reserved: whether the pool was.
-        start_ns: nanoseconds since 1970; `end_ns` likewise.
-        gpus: the most devices lent at once.
-        queued_ms: for which the attempt waited; 0 but on its first day.
-        gpu_ms: device-milliseconds that count as use; `billed_ms` those that cost something, or would.
-        lent_ms: device-milliseconds for which devices were lent, all segments together.
-        micros: millionths of the currency unit; None where there is no price.
-        used_ms: device-milliseconds of the whole attempt, on each of its days; so are the next three.
-        observed_ms: device-milliseconds that telemetry saw; `busy_ms` those in which a device worked.
-        peak_memory_bytes: the most of one device; None where that is not known.
+        name: name of the run.
+        owner: owner of the run.
+        reserved: True if the pool was reserved.
+        start_ns: start in nanoseconds since 1970. `end_ns` is the end.
+        gpus: maximum number of devices lent at the same time.
+        queued_ms: waiting time of the attempt. Only its first day has a value above 0.
+        gpu_ms: device-milliseconds that count as use. `billed_ms` has those that are billed at a price.
+        lent_ms: device-milliseconds of lent devices, for all segments together.
+        micros: cost in millionths of the currency unit, or None without a price.
+        used_ms: device-milliseconds of the whole attempt, repeated on each of its days, like the next three fields.
+        observed_ms: device-milliseconds with telemetry. `busy_ms` has those of busy devices.
+        peak_memory_bytes: maximum memory of one device, or None if unknown.
     """
 
     run_id: str
@@ -278,10 +282,10 @@ class DemandRow(Answer, frozen=True, kw_only=True):
 
 
 class DemandPage(Answer, frozen=True, kw_only=True):
-    """A page of rows; those of one attempt are in the order of their days.
+    """A page of rows. The rows of one attempt are in the order of their days.
 
     Attributes:
-        cursor: what the next page is asked for with; "" when there is none.
+        cursor: cursor of the next page, or "" on the last page.
     """
 
     rows: tuple[DemandRow, ...]

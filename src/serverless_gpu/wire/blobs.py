@@ -1,23 +1,23 @@
-"""Bytes: parts of payloads and outputs, and the objects of captured environments.
+"""Bodies for bytes: parts of payloads and outputs, and the objects of captured environments.
 
-    POST /blobs/missing        DigestList → DigestList      which of these parts have to be sent
+    POST /blobs/missing        DigestList → DigestList      the parts that the client must send
     PUT  /blobs/{digest}       bytes, up to BLOB_PART_BYTES → 204; durable, and checked against its name (BLAKE3)
 
-A blob is sent as parts and named by the list of them (`BlobReference`), so an upload that breaks off goes on with the
-parts that are missing. No route gives a part by its digest: payloads are read through their attempt, outputs through
-their run. But a run that names parts as its payload gets their bytes, so the server shows no digests.
+A client sends a blob as parts and names it by the list of parts (`BlobReference`). An interrupted upload therefore
+continues with the missing parts. No route returns a part by its digest. Payloads are read through their attempt,
+outputs through their run. The server shows no digests, because a run that names parts as its payload gets their bytes.
 
     GET    /environments/objects/{key}?start&length          → bytes
     PUT    /environments/objects/{key}                       bytes → 204
-    POST   /environments/present         KeyList → KeyList   which of these are there
-    POST   /environments/repair          KeyList → KeyList   check these; what no restore can use is removed, and named
-    POST   /environments/condemned       KeyList → CondemnedAnswer             which of these are condemned
+    POST   /environments/present         KeyList → KeyList   the existing keys
+    POST   /environments/repair          KeyList → KeyList   checks keys; removes and returns unusable objects
+    POST   /environments/condemned       KeyList → CondemnedAnswer             the condemned keys
     GET    /environments/list/{prefix}                       → StoredList      (operators)
     POST   /environments/delete          KeyList → 204                         (operators)
     GET    /environments/free                                → Free
 
-Keys are those of `environment.stores.base`. A key is all it takes to read an object, so no route lists keys to members:
-what garbage collection noted (`gc/…`) is read by operators, too.
+Keys have the form of `environment.stores.base`. A caller with a key can read its object, so no route lists keys to
+members. Only operators read the notes of garbage collection (`gc/…`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from __future__ import annotations
 from serverless_gpu.wire.base import Answer, Request
 
 NAMES_MAX = 10_000
-"""Digests or keys in one request."""
+"""Maximum number of digests or keys in one request."""
 
 
 class DigestList(Request, frozen=True, kw_only=True):
@@ -41,11 +41,11 @@ class KeyList(Request, frozen=True, kw_only=True):
 
 
 class CondemnedAnswer(Answer, frozen=True, kw_only=True):
-    """What garbage collection is about to do with the keys that were asked about.
+    """The plans of garbage collection for the requested keys.
 
     Attributes:
-        keys: those that are condemned.
-        collecting: whether a collection may be deleting at this moment.
+        keys: condemned keys, which a collection will delete.
+        collecting: True if a collection may be deleting objects now.
     """
 
     keys: tuple[str, ...]
@@ -67,6 +67,6 @@ class StoredList(Answer, frozen=True, kw_only=True):
 
 
 class Free(Answer, frozen=True, kw_only=True):
-    """How much more fits, or None where that is not known."""
+    """Free space of the store in bytes, or None if unknown."""
 
     bytes: int | None

@@ -1,12 +1,14 @@
-"""The connection of clients and nodes to a server: bodies in, bodies out, problems as our own exceptions.
+"""The connection of clients and nodes to a server, which sends and returns bodies.
 
-    ask     one request, one answer            tried again while the server is away, for as long as `patience_s` says
-    put     bytes of a part or an object       tried again, too
-    get     bytes, or a range of them          tried again, too
-    stream  server-sent events, one by one     not tried again: only the reader knows where to go on
+Problems are raised as exceptions of `errors`.
 
-Failure cases: those of `http_client.py`; a stream that is silent for longer than the server ever is →
-`ServerUnavailable`.
+    ask     one request, one answer            retried for `patience_s` while the server is unreachable
+    put     bytes of a part or an object       retried like `ask`
+    get     bytes, or a range of them          retried like `ask`
+    stream  server-sent events, one by one     not retried, because only the reader knows the position
+
+Failure cases: the cases of `http_client.py`, and a silent stream. The server sends a comment at least every 10 s. After
+a longer silence (`SILENCE_S`) the connection raises `ServerUnavailable`.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from serverless_gpu.wire.base import API, Request
 from serverless_gpu.wire.http_client import ANSWER_S, CONNECT_S, HttpClient, Reply, problem_of, trust
 
 SILENCE_S = 30.0
-"""A stream says something, if only a comment, every 10 s."""
+"""Seconds of silence until a stream counts as broken. The server sends data or a comment every 10 s."""
 EVENT_BYTES_MAX = 32 << 20
 
 
 class Connection(HttpClient):
-    """One server and one token; safe to use from several threads, not after a fork.
+    """One server and one token. Several threads may share a connection, but not a forked process.
 
     The arguments are those of `HttpClient`.
     """
@@ -47,7 +49,7 @@ class Connection(HttpClient):
             timeout=httpx2.Timeout(ANSWER_S, connect=CONNECT_S),
             limits=httpx2.Limits(max_connections=64, max_keepalive_connections=16, keepalive_expiry=60.0),
             verify=trust(ca) if self.url.startswith("https://") else False,
-            trust_env=False,  # a proxy from the environment would see the token
+            trust_env=False,  # A proxy from the environment would see the token.
         )
 
     def stream(
@@ -59,9 +61,9 @@ class Connection(HttpClient):
         answer: Any,
         query: Mapping[str, str] | None = None,
     ) -> Iterator[Any]:
-        """Yield the events of a stream until the server ends it; `answer` is their type or tagged union.
+        """Yield the events of a stream until the server ends it. `answer` is their type or tagged union.
 
-        Raises ServerUnavailable when the connection breaks: only the reader knows where to go on.
+        Raises ServerUnavailable if the connection breaks, because only the reader knows the position to continue from.
         """
         decode = decoder(answer).decode
         headers = {**self._headers(), "Accept": "text/event-stream"}
@@ -85,10 +87,10 @@ class Connection(HttpClient):
         except httpx2.TransportError as error:
             raise self._broken(error) from None
         except msgspec.MsgspecError as error:
-            raise ServerProblem(f"what {self.url}{API}{path} says cannot be understood: {error}") from None
+            raise ServerProblem(f"an event of {self.url}{API}{path} cannot be understood: {error}") from None
 
     def close(self) -> None:
-        """Close all connections; waits for the server in other threads end."""
+        """Close all connections. Other threads stop waiting for the server."""
         super().close()
         self._client.close()
 
@@ -101,7 +103,7 @@ class Connection(HttpClient):
             )
         except httpx2.TransportError as error:
             raise self._broken(error) from None
-        except RuntimeError as error:  # closed in another thread meanwhile
+        except RuntimeError as error:  # Another thread has closed the client.
             raise ServerUnavailable(f"the connection to {self.url} was closed: {error}") from None
         return _reply(response)
 

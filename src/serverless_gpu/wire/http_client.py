@@ -1,16 +1,18 @@
-"""HTTP requests to a server, retried while it is away; subclasses carry the bytes.
+"""HTTP requests to a server, with retries while it is unreachable. Subclasses send the bytes.
 
-    Connection        `connection.py`: many requests, threads, streams; by httpx2
-    BriefConnection   here: a few requests of a command, by the standard library: importing httpx2 and its dependencies
-                      takes more CPU time than the rest of such a command. No streams, no threads
+    Connection        `connection.py`: many requests, threads, streams; with httpx2
+    BriefConnection   here: a few requests of a command, with the standard library, because importing httpx2 and its
+                      dependencies takes more CPU time than the rest of such a command. No streams, no threads
 
-Everything that is tried again must mean the same twice; that is so for every route of `wire` (identifiers are made by
-the client, reports and parts are idempotent). Plain `http://` is for loopback: a token goes with every request.
+A retried request must have the same meaning as the first one. All routes of `wire` are idempotent: clients create the
+identifiers, and reports and parts may be repeated. Plain `http://` is only for loopback, because each request contains
+a token.
 
-Failure cases: no listener, a broken connection, 502 to 504, or a problem whose class is retryable → `ServerUnavailable`
-once patience is over, and one line when the wait begins and ends (the wait follows a server that restarted on another
-port, or with another token, if `url` and `token` are functions); an answer that is not our JSON (a proxy's page) →
-`ServerProblem` with its status.
+Failure cases: without a listener, after a broken connection, or for status 502 to 504, the client retries for
+`patience_s`. The same applies to a problem with a retryable class. Then the client raises `ServerUnavailable`. It
+prints one line when the wait starts and one when the wait ends. If `url` and `token` are functions, the wait follows a
+server that restarted on another port or with another token. An answer that is not valid JSON of this protocol, such as
+the page of a proxy, raises `ServerProblem` with its status.
 """
 
 from __future__ import annotations
@@ -54,21 +56,21 @@ _TEXT_CHARACTERS_MAX = 200
 
 
 class Reply(NamedTuple):
-    """A whole answer of a server."""
+    """A complete answer of a server."""
 
     status: int
     content: bytes
     headers: Mapping[str, str]
-    url: str  # without parameters
+    url: str  # Address without query parameters.
 
 
 class HttpClient(abc.ABC):
     """One server and one token.
 
-    `url` and `token` are texts, or functions for their current values: the exchange calls `url` again, also in other
-    threads, when the server does not answer, and `token` when the server rejects it. `patience_s` bounds the wait for a
-    server that is away, in seconds; `announce` gets a line at its start and end. `ca` is a file with certificates to
-    trust, "" for the system's.
+    `url` and `token` are texts, or functions that return the current values. If the server does not answer, the client
+    calls `url` again, possibly in another thread. If the server rejects the token, the client calls `token`.
+    `patience_s` limits the wait for an unreachable server, in seconds. `announce` gets a line at the start and the end
+    of the wait. `ca` is a file with trusted certificates, or "" for the system's certificates.
     """
 
     def __init__(
@@ -99,9 +101,10 @@ class HttpClient(abc.ABC):
         answer: type[T],
         query: Mapping[str, str] | None = None,
     ) -> T:
-        """Send a request and return the answer's body; `path` is below ``/api/v1``, `answer` None for no body.
+        """Send a request and return the answer's body.
 
-        Raises ServerUnavailable once patience is over, or the ServerlessGpuError of the refusal's code.
+        `path` is below ``/api/v1``. `answer` is None for an answer without a body. Raises ServerUnavailable after
+        `patience_s`, or the ServerlessGpuError with the code of the refusal.
         """
         content = None if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"} if content is not None else {}
@@ -114,27 +117,27 @@ class HttpClient(abc.ABC):
             raise ServerProblem(f"the answer of {reply.url} cannot be understood: {error}") from None
 
     def health(self) -> Health:
-        """Return how the server is, also when it is not well; as `ask` otherwise."""
+        """Return the health of the server, even if it is not healthy. Raise the same errors as `ask`."""
         reply = self._patiently("GET", "/health", fine=(503,))
         try:
             return from_json(reply.content, Health)
-        except msgspec.MsgspecError:  # a proxy in front of the server answered for it
+        except msgspec.MsgspecError:  # A proxy in front of the server has answered.
             raise problem_of(reply) from None
 
     def put(self, path: str, data: bytes | memoryview) -> None:
-        """Send bytes; as `ask` otherwise."""
+        """Send bytes. Raise the same errors as `ask`."""
         self._patiently("PUT", path, content=bytes(data), headers={"Content-Type": "application/octet-stream"})
 
     def get(
         self, path: str, *, query: Mapping[str, str] | None = None, start: int = 0, length: int | None = None
     ) -> bytes:
-        """Return bytes, or a range of them: fewer where they end before; as `ask` otherwise."""
+        """Return bytes or a range of bytes, which may be shorter at the end. Raise the same errors as `ask`."""
         return self.fetch(path, query=query, start=start, length=length)[0]
 
     def fetch(
         self, path: str, *, query: Mapping[str, str] | None = None, start: int = 0, length: int | None = None
     ) -> tuple[bytes, Mapping[str, str]]:
-        """Return bytes, and the headers they came with; as `get`."""
+        """Return bytes with the headers of the answer. Raise the same errors as `get`."""
         headers = {}
         if start or length is not None:
             headers["Range"] = f"bytes={start}-" + ("" if length is None else str(start + length - 1))
@@ -142,7 +145,7 @@ class HttpClient(abc.ABC):
         return (b"" if reply.status == 416 else reply.content), reply.headers
 
     def renew(self) -> bool:
-        """Take the current token; return whether it is another one."""
+        """Read the current token. Return True if the token has changed."""
         token = self._whose()
         if token == self._token:
             return False
@@ -150,7 +153,7 @@ class HttpClient(abc.ABC):
         return True
 
     def close(self) -> None:
-        """Refuse further requests; waits for the server in other threads end."""
+        """Refuse further requests. Other threads stop waiting for the server."""
         self._closed.set()
 
     # --- below ---------------------------------------------------------------------------------------------------
@@ -159,7 +162,7 @@ class HttpClient(abc.ABC):
     def _send(
         self, method: str, path: str, *, content: bytes | None, headers: Mapping[str, str], params: Mapping[str, str]
     ) -> Reply:
-        """Send a request to `self.url` with `self._headers()`; without an answer raise `_away`'s exception."""
+        """Send a request to `self.url` with `self._headers()`. Raise `_away`'s exception without an answer."""
 
     def _headers(self) -> dict[str, str]:
         """Return the headers of every request."""
@@ -170,7 +173,7 @@ class HttpClient(abc.ABC):
         }
 
     def _patiently(self, method: str, path: str, *, fine: tuple[int, ...] = (), **request: Any) -> Reply:
-        """Send a request, again and again while the server is away."""
+        """Send a request, and repeat it while the server is unreachable."""
         began_ns, pause_s, waiting = self._clock.boottime_ns(), _PAUSE_S, False
         while True:
             try:
@@ -178,7 +181,7 @@ class HttpClient(abc.ABC):
             except ServerlessGpuError as error:
                 waited_s = (self._clock.boottime_ns() - began_ns) / 1e9
                 if (error.retryable or isinstance(error, NotAuthenticated)) and self._has_moved():
-                    continue  # another server may listen by now where ours was
+                    continue  # Another server may now listen at the old address.
                 if isinstance(error, NotAuthenticated) and self.renew():
                     continue
                 if not error.retryable or waited_s + pause_s > self._patience_s:
@@ -192,16 +195,16 @@ class HttpClient(abc.ABC):
                 continue
             if waiting:
                 waited_ms = (self._clock.boottime_ns() - began_ns) // 1_000_000
-                self._announce(f"the server is back, after {format_duration_ms(waited_ms)}")
+                self._announce(f"the server answers again after {format_duration_ms(waited_ms)}")
             return reply
 
     def _has_moved(self) -> bool:
-        """Take the server's current address; return whether it is another one."""
+        """Read the server's current address. Return True if the address has changed."""
         url = self._address().rstrip("/")
         if url == self.url or url.partition(":")[0] != self.url.partition(":")[0]:
             return False
         self.url = url
-        self.renew()  # a token belongs to an address: both may have changed
+        self.renew()  # A token belongs to an address, so both may have changed.
         return True
 
     def _once(
@@ -220,31 +223,34 @@ class HttpClient(abc.ABC):
         return reply
 
     def _away(self, error: Exception, *, is_no_http: bool = False) -> ServerUnavailable:
-        """Return the exception for a transport error; `is_no_http` if another protocol answers."""
+        """Return the exception for a transport error. `is_no_http` means that another protocol answered."""
         said = str(error)
         if _UNTRUSTED in said:
-            hint = "of an authority of your own? `sgpu login URL --ca FILE`, with the authority's certificate"
+            hint = (
+                "for a certificate of your own authority, run `sgpu login URL --ca FILE` with the authority's "
+                "certificate"
+            )
             if "mismatch" in said:
-                hint = "use a name that it has; whoever runs the server sees them where `sgpu up` says `others:`"
+                hint = "use a name in the certificate; `sgpu up` prints the server's names after `others:`"
             elif "expired" in said or "not yet valid" in said:
-                hint = "is the clock of this machine right? whoever runs the server renews the certificate"
+                hint = "check the clock of this machine, or ask the server's operator to renew the certificate"
             why = said.partition("certificate verify failed: ")[2].partition(" (_ssl")[0] or said
             return ServerUnavailable(
-                f"the certificate of the server at {self.url} is not trusted here ({_UNTRUSTED}: {why})",
+                f"this machine does not trust the certificate of the server at {self.url} ({_UNTRUSTED}: {why})",
                 hint=hint,
             )
-        hint = "is `sgpu up` running there? `sgpu doctor` looks"
+        hint = "start the server with `sgpu up` on its machine; check it with `sgpu doctor`"
         if proxy := proxy_variable(self.url, os.environ):
-            hint += f"; {proxy} is not used for a server: reach it directly, or through `ssh -L`"
+            hint += f"; connections to a server ignore {proxy}: connect directly or through `ssh -L`"
         if self.url.startswith("http://") and is_no_http:
-            hint = "it may speak TLS: then its address begins with https://"
+            hint = "if the server uses TLS, use an address that begins with https://"
         return ServerUnavailable(
             f"the server at {self.url} does not answer ({type(error).__name__}: {error})", hint=hint
         )
 
 
 class BriefConnection(HttpClient):
-    """One server and one token, for a few requests in sequence; the arguments are `HttpClient`'s."""
+    """One server and one token, for a few requests in sequence. The arguments are those of `HttpClient`."""
 
     def _send(
         self, method: str, path: str, *, content: bytes | None, headers: Mapping[str, str], params: Mapping[str, str]
@@ -268,16 +274,17 @@ class BriefConnection(HttpClient):
         try:
             host, port = parts.hostname or "", parts.port
         except ValueError as error:
-            raise InvalidValue(f"{self.url} is not an address: {error}") from None
+            raise InvalidValue(f"{self.url} is not a valid address: {error}") from None
         if parts.scheme != "https":
             return http.client.HTTPConnection(host, port, timeout=CONNECT_S)
         return http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=trust(self._ca))
 
 
 def proxy_variable(url: str, environ: Mapping[str, str]) -> str:
-    """Return the variable that names a proxy for a remote address, or ""; lower case wins, as in curl.
+    """Return the variable that names a proxy for a remote address, or "". Lower case wins, as in curl.
 
-    Connections to a server bypass proxies, which would see the token. A user behind one may expect otherwise.
+    Connections to a server bypass proxies, because a proxy would see the token. A user behind a proxy may not expect
+    this.
     """
     parts = urlsplit(url)
     if parts.hostname in ("localhost", "127.0.0.1", "::1"):
@@ -291,7 +298,7 @@ def _always(text: str) -> Callable[[], str]:
 
 
 def problem_of(reply: Reply) -> ServerlessGpuError:
-    """Return the exception for an answer of 400 or more."""
+    """Return the exception for an answer with status 400 or higher."""
     try:
         problem = from_json(reply.content, Problem)
     except msgspec.MsgspecError:
@@ -308,11 +315,14 @@ def problem_of(reply: Reply) -> ServerlessGpuError:
 
 
 def trust(ca: str) -> ssl.SSLContext:
-    """Return the context that checks a server's certificate (20 ms to make); "" is the system's."""
+    """Return the TLS context that checks a server's certificate. `ca` is "" for the system's certificates.
+
+    The creation takes 20 ms.
+    """
     try:
         return ssl.create_default_context(cafile=ca or None)
     except OSError as error:
         raise InvalidValue(
-            f"{ca or 'the system'} has no certificate that can be read: {error.strerror or error}",
-            hint="`sgpu login URL --ca FILE`: the certificate of the server's authority, PEM",
+            f"{ca or 'the system'} has no readable certificate: {error.strerror or error}",
+            hint="set the PEM certificate of the server's authority with `sgpu login URL --ca FILE`",
         ) from error

@@ -1,7 +1,7 @@
-"""Nodes and pools as people see and rule them; and how a machine joins.
+"""Bodies for nodes and pools, for the rules that operators set, and for joining machines.
 
     GET    /nodes                                      → NodeList
-    POST   /nodes/{node}/forget      ForgetRequest     → NodeView         its attempts are given up at once
+    POST   /nodes/{node}/forget      ForgetRequest     → NodeView         gives up its attempts at once
     PUT    /nodes/{node}/drain       NodeDrainRequest  → NodeView
     PUT    /nodes/{node}/calendar    CalendarRequest   → NodeView
     PUT    /nodes/{node}/quarantine  QuarantineRequest → NodeView
@@ -9,17 +9,17 @@
     PUT    /pools/{name}             PoolRequest       → PoolView
 
     POST   /agents/join              JoinRequest       → JoinAnswer       (a join token)
-    GET    /agents/ray                                 → RayPool          (a node's own token: it has joined before)
+    GET    /agents/ray                                 → RayPool          (the token of a node that has joined)
     POST   /nodes/invite             InviteRequest     → InviteAnswer     (administrators)
     POST   /nodes/approve            ApproveRequest    → NodeView         (administrators)
 
-Rules are the server's: they outlive it, the node's agent and the machine; `sgpu nodes` shows them. Operators may change
-them, and the owner that a node's calendar names.
+The server stores the rules of a node, so that they survive restarts of the server, the node's agent and the machine.
+`sgpu nodes` shows them. Operators may change them, and so may the owner that a node's calendar names.
 
-A join token (scope "joining") is good for this and nothing else, for as many homes as it was made for, and for a short
-time. The token that the answer has is an agent's, made for one name and one home, and is revoked alone. A home that
-asks again with the same join token, since the answer was lost, gets another agent's token and costs no further use. The
-token of Ray goes along: it is not in the join file.
+A join token (scope "joining") permits only joins, for a limited time and a limited number of homes. The answer to a
+join contains an agent's token for one name and one home, which can be revoked separately. If an answer is lost, the
+home asks again with the same join token and gets another agent's token. The repeated request does not count as another
+use. The answer also contains Ray's token, which is not in the join file.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ from serverless_gpu.wire.agents import ClockReading
 from serverless_gpu.wire.base import Answer, Request
 
 INVITED_S = 86_400.0
-"""How long a join token is good by default."""
+"""Default lifetime of a join token in seconds."""
 
 
 class NodeDrain(Answer, frozen=True, kw_only=True):
-    """Who drains a node, since when (nanoseconds since 1970) and why; `stop`: what runs there is stopped, too."""
+    """The principal who drains a node, the start time (nanoseconds since 1970) and the reason.
+
+    `stop` means that the runs on the node are stopped, too.
+    """
 
     by: str
     since_ns: int
@@ -42,7 +45,7 @@ class NodeDrain(Answer, frozen=True, kw_only=True):
 
 
 class NodeCalendar(Answer, frozen=True, kw_only=True):
-    """Whose a node is, and when others may use it; as in `CalendarRequest`."""
+    """The owner of a node, and the times at which others may use it, as in `CalendarRequest`."""
 
     owner: str = ""
     owner_first: bool = False
@@ -51,7 +54,10 @@ class NodeCalendar(Answer, frozen=True, kw_only=True):
 
 
 class LeftOut(Answer, frozen=True, kw_only=True):
-    """A device that is not given to runs of the server; who said so, when (nanoseconds since 1970) and why."""
+    """A device that runs of the server do not get.
+
+    The other fields are the principal who excluded the device, the time (nanoseconds since 1970) and the reason.
+    """
 
     uuid: str
     by: str
@@ -60,11 +66,11 @@ class LeftOut(Answer, frozen=True, kw_only=True):
 
 
 class NodeRules(Answer, frozen=True, kw_only=True):
-    """Everything that people decided about a node.
+    """All rules that operators and the owner have set for a node.
 
     Attributes:
-        drain: None while it is not drained.
-        quarantined: devices that are left out, beside those that the node itself has in quarantine.
+        drain: the drain request, or None.
+        quarantined: excluded devices, in addition to those that the node itself has in quarantine.
     """
 
     drain: NodeDrain | None = None
@@ -73,17 +79,18 @@ class NodeRules(Answer, frozen=True, kw_only=True):
 
 
 class NodeView(Answer, frozen=True, kw_only=True):
-    """A node as people see it.
+    """A node as the API shows it.
 
     Attributes:
-        state: UP, or DRAINING or DEGRADED (`sentence`: why nothing is placed there), or SILENT with `sentence` since
-            when, or GONE; or PENDING while an administrator has to approve it: then `id` is that of its token.
-        busy: devices that runs of the server have now.
-        clock: how far its clock is from the server's, as it said last; None where it has not.
-        rules: what people decided about it.
-        shared: whether its calendar lets others than its owner use it now.
-        turns_ns: when that is the other way round, nanoseconds since 1970; None for never.
-        findings: what else a person should know of its devices, a sentence each.
+        state: UP, DRAINING, DEGRADED, SILENT, GONE or PENDING. `sentence` gives the reason for DRAINING and DEGRADED,
+            and the start of the silence for SILENT. PENDING means that an administrator must approve the node, and `id`
+            is then the identifier of its token.
+        busy: number of devices that runs of the server currently use.
+        clock: last reported difference between the clocks of the node and the server, or None.
+        rules: rules that operators and the owner have set.
+        shared: True if the calendar currently lets users other than the owner use the node.
+        turns_ns: time at which `shared` changes, in nanoseconds since 1970, or None for never.
+        findings: other remarks about the devices for operators, one sentence each.
     """
 
     id: str
@@ -111,10 +118,10 @@ class NodeList(Answer, frozen=True, kw_only=True):
 
 
 class NodeDrainRequest(Request, frozen=True, kw_only=True):
-    """Whether a node is given nothing new, and why.
+    """Set or lift the drain of a node, with a reason.
 
     Attributes:
-        stop: whether what runs there is stopped in order, too: it goes on elsewhere if it can.
+        stop: True to also stop the runs on the node in order. They continue on other nodes if possible.
     """
 
     on: bool
@@ -123,13 +130,13 @@ class NodeDrainRequest(Request, frozen=True, kw_only=True):
 
 
 class CalendarRequest(Request, frozen=True, kw_only=True):
-    """Whose a node is, and when others may use it; it takes the place of what was said before.
+    """Set the owner of a node, and the times at which others may use it. Replaces the previous calendar.
 
     Attributes:
-        owner: who may always use it, or "" for nobody in particular.
-        owner_first: whether runs of others leave for the owner's also while the node is shared.
-        shared: times at which others may use it, as ``"mon-fri 19:00-07:00"``; none for always.
-        zone: whose time that is, as ``"Europe/Berlin"``; "" for UTC.
+        owner: principal who may always use the node, or "" for none.
+        owner_first: True if runs of other users make way for the owner's runs even while the node is shared.
+        shared: times at which others may use the node, such as ``"mon-fri 19:00-07:00"``. Empty means always.
+        zone: time zone of these times, such as ``"Europe/Berlin"``. "" means UTC.
     """
 
     owner: str = ""
@@ -139,10 +146,10 @@ class CalendarRequest(Request, frozen=True, kw_only=True):
 
 
 class QuarantineRequest(Request, frozen=True, kw_only=True):
-    """Whether a device of a node is left out until somebody takes that back, and why.
+    """Exclude a device of a node until further notice, or lift the exclusion, with a reason.
 
     Attributes:
-        uuid: of the device.
+        uuid: UUID of the device.
     """
 
     uuid: str
@@ -151,18 +158,18 @@ class QuarantineRequest(Request, frozen=True, kw_only=True):
 
 
 class ForgetRequest(Request, frozen=True, kw_only=True):
-    """`POST /nodes/{node}/forget`: an operator knows that the machine is dead; its attempts are given up at once."""
+    """Confirm that a node's machine is dead. The server gives up the node's attempts at once."""
 
     i_know_it_is_dead: bool
 
 
 class PoolView(Answer, frozen=True, kw_only=True):
-    """Nodes under one policy; `free` and `total` devices by type.
+    """Nodes under one policy. `free` and `total` count devices by type.
 
     Attributes:
-        lends: whether it is reserved and lends idle devices to runs of `BEST_EFFORT` that name no pool.
-        return_s: seconds within which they are back.
-        isolation: "none" where an administrator accepts that runs of several principals share a uid, else "unset".
+        lends: True if the pool is reserved and lends idle devices to `BEST_EFFORT` runs that name no pool.
+        return_s: seconds within which lent devices return.
+        isolation: "none" if an administrator accepts that runs of several principals share a uid, else "unset".
     """
 
     name: str
@@ -183,13 +190,15 @@ class PoolList(Answer, frozen=True, kw_only=True):
 
 
 class PoolRequest(Request, frozen=True, kw_only=True):
-    """`PUT /pools/{name}`: make or change a pool; None leaves a thing as it is, or is what is usual in a new one.
+    """`PUT /pools/{name}`: create or change a pool.
+
+    None leaves a field unchanged, or means the default in a new pool.
 
     Attributes:
         kind: "on-demand" or "reserved".
-        nodes: are moved into it.
+        nodes: nodes to move into the pool.
         lends: as in `PoolView`.
-        return_s: likewise.
+        return_s: as in `PoolView`.
         isolation: "none" or "unset", as in `PoolView`.
     """
 
@@ -201,13 +210,13 @@ class PoolRequest(Request, frozen=True, kw_only=True):
 
 
 class JoinRequest(Request, frozen=True, kw_only=True):
-    """A machine that wants to join.
+    """A machine that requests to join.
 
     Attributes:
-        name: what people call it.
+        name: display name.
         machine: `ambient.machine()`.
-        instance: of its home.
-        ray: whether it is to join the Ray cluster of the server.
+        instance: identifier of its home.
+        ray: True if the machine also joins the server's Ray cluster.
     """
 
     name: str
@@ -220,12 +229,12 @@ class RayPool(Answer, frozen=True, kw_only=True):
     """The Ray cluster of a server.
 
     Attributes:
-        address: of its head.
-        port: the first of the ports on the server's machine.
-        token: of the cluster.
-        version: of Ray; every machine needs the same.
-        python: its interpreter; every machine needs the same minor version.
-        problem: why its head does not answer the server either, or "": it may be on its way.
+        address: address of its head.
+        port: first port of Ray's port range on the server's machine.
+        token: token of the cluster.
+        version: Ray version. Every machine needs the same version.
+        python: Python version of the cluster. Every machine needs the same minor version.
+        problem: reason why the head does not answer the server, or "". The head may still be starting.
     """
 
     address: str
@@ -237,11 +246,11 @@ class RayPool(Answer, frozen=True, kw_only=True):
 
 
 class JoinAnswer(Answer, frozen=True, kw_only=True):
-    """What is its own.
+    """The credentials of a machine that has joined.
 
     Attributes:
-        token: an agent's, for this machine.
-        ray: how it joins the cluster; None where it did not ask.
+        token: agent's token for this machine.
+        ray: data for joining the Ray cluster, or None if not requested.
     """
 
     token: str
@@ -249,12 +258,12 @@ class JoinAnswer(Answer, frozen=True, kw_only=True):
 
 
 class InviteRequest(Request, frozen=True, kw_only=True):
-    """Make a join token.
+    """Create a join token.
 
     Attributes:
-        name: the only name it lets in, or "" for any.
-        uses: how many machines it lets in.
-        expires_s: how long, in seconds.
+        name: the only permitted name, or "" for any name.
+        uses: number of machines that may join.
+        expires_s: lifetime in seconds.
     """
 
     name: str = ""
@@ -263,12 +272,12 @@ class InviteRequest(Request, frozen=True, kw_only=True):
 
 
 class InviteAnswer(Answer, frozen=True, kw_only=True):
-    """A join token; its secret is said this once.
+    """A join token. The server returns its secret only in this answer.
 
     Attributes:
-        id: of the token, with which it is revoked.
+        id: identifier of the token, for its revocation.
         token: the secret.
-        expires_ns: nanoseconds since 1970.
+        expires_ns: expiry time in nanoseconds since 1970.
     """
 
     id: str
@@ -278,10 +287,10 @@ class InviteAnswer(Answer, frozen=True, kw_only=True):
 
 
 class ApproveRequest(Request, frozen=True, kw_only=True):
-    """Let in a node that waits.
+    """Approve a waiting node.
 
     Attributes:
-        name: of the node, or the identifier of its token where several have the name.
+        name: name of the node, or the identifier of its token if several nodes have the name.
     """
 
     name: str

@@ -1,12 +1,12 @@
-"""The queue, why each run in it waits, and shares: use by team and user, and their weights.
+"""Bodies for the queue, the reasons of waits, and the shares of teams and users with their weights.
 
-    GET    /queue?limit                                    → QueueView    as far as the caller may see it
+    GET    /queue?limit                                    → QueueView    runs that the caller may see
     GET    /shares                                         → ShareList
     PUT    /shares/{kind}/{name}    ShareRequest           → ShareView    kind: "team", "user"
-    DELETE /shares/{kind}/{name}                           → ShareView    it has 1 again, as all that were not named
+    DELETE /shares/{kind}/{name}                           → ShareView    restores the default weight of 1
 
-`WaitView` is `Wait` of `model/scheduling/values.py` as it travels. The reader makes the sentence from its parts, with
-its own clock; times are nanoseconds since 1970 by the server's clock.
+`WaitView` is the wire form of `Wait` in `model/scheduling/values.py`. The reader composes the sentence from its parts,
+in its own time zone. Times are nanoseconds since 1970 by the server's clock.
 """
 
 from __future__ import annotations
@@ -21,53 +21,53 @@ from serverless_gpu.model.spec import Priority
 from serverless_gpu.wire.base import Answer, Request
 
 HOLDERS_MAX = 16
-"""So many of those who have devices are named; `others` counts the devices of the rest."""
+"""Maximum number of named holders. `others` counts the devices of the remaining holders."""
 _REASONS = frozenset(reason.value for reason in WaitReason)
 
 
 class HolderView(DeviceHolder, frozen=True, kw_only=True):
-    """Somebody who has devices that are waited for.
+    """A run that holds devices for which another run waits.
 
     Attributes:
-        title: owner and name of their run.
-        until_ns: when they give them back; None where nobody can say.
-        is_bound: whether that is the latest time, as declared.
-        is_leaving: whether it was asked to stop.
-        asked_ns: when it is asked to make room, if it is still there; None for never, and where it is asked already.
-        node: where, of what is waited for on several nodes; else "".
-        likely_ns: when they likely do, where earlier runs of that name say so and it is before `until_ns`.
+        title: owner and name of the holding run.
+        until_ns: time at which the run hands the devices back, or None if unknown.
+        is_bound: True if `until_ns` is the latest time, from a declared limit.
+        is_leaving: True if the server has asked the run to stop.
+        asked_ns: time of the planned preemption request. None for never, or if the request was already sent.
+        node: node of these devices if the waiting gang needs several nodes, else "".
+        likely_ns: likely time of the hand-back, from earlier runs of that name, if it is before `until_ns`.
     """
 
 
 class PartView(GangPart, frozen=True, kw_only=True):
-    """What a gang on several nodes waits for on one of them: devices that it would have there, and that are free."""
+    """One node for which a gang on several nodes waits: its devices for the gang, and the free ones."""
 
 
 class WaitView(Answer, frozen=True, kw_only=True):
-    """Why a run is not placed.
+    """The reason why a run is not placed.
 
     Attributes:
-        reason: of `WaitReason`; a newer server may have others.
-        count: devices that it needs; 0 where that depends on the node.
-        gpu_type: their type; "" where that depends on the node.
-        one_node: whether they have to be on one node.
-        whole: whether it asks for all devices of a node, however many these are.
-        nodes: those where it fits soonest, of a gang on several.
-        node: name of the node where it fits soonest, or "".
-        free: devices of its kind that are free there.
-        outside: those that others than this server use there, or that are in quarantine.
-        holders: who has the others, those who leave first first; `HOLDERS_MAX` of them.
-        others: devices of those who are not named.
-        ahead: title of the run for which what is free is kept, or "".
-        kept_ns: from when on that run has it; None for now.
-        spare_s: a run that declares no more than that would start now; 0 for none.
-        place: its place among those that want the same kind of devices; 1 is the next, 0 is none: it is not in line.
-        at_ns: when it starts, where that is known; `is_bound`: at the latest.
-        owner: whose `node` it is, where a calendar is the reason.
-        turns_ns: when that node changes hands by its calendar.
-        words: what is to be said beyond that, or in place of it.
-        likely_ns: when it likely starts, where earlier runs of those names say so and it is before `at_ns`.
-        ends_ns: when it ends without a start if nothing that could serve it joins; None for never.
+        reason: value of `WaitReason`. A newer server may send other values.
+        count: number of required devices, or 0 if it depends on the node.
+        gpu_type: required type, or "" if it depends on the node.
+        one_node: True if all devices must be on one node.
+        whole: True if the run requests all devices of a node, whatever their number.
+        nodes: nodes on which a gang on several nodes fits soonest.
+        node: name of the node on which the run fits soonest, or "".
+        free: number of free devices of the required type on that node.
+        outside: number of devices in quarantine or in use by programs outside this server.
+        holders: runs that hold the other devices, sorted by their expected end, at most `HOLDERS_MAX`.
+        others: number of devices of the holders that are not named.
+        ahead: title of the run for which the free devices are reserved, or "".
+        kept_ns: start of that reservation, or None for now.
+        spare_s: maximum declared duration with which a run would start now, or 0 for none.
+        place: position among runs that need the same type of devices. 1 is the next, and 0 means not in line.
+        at_ns: expected start time, if known. `is_bound` means that it is the latest time.
+        owner: owner of `node` if a calendar is the reason.
+        turns_ns: time at which that node's calendar changes its users.
+        words: additional sentence, or a sentence in place of the other parts.
+        likely_ns: likely start time, from earlier runs of those names, if it is before `at_ns`.
+        ends_ns: time at which the run ends without a start if no suitable node joins. None for never.
     """
 
     reason: str
@@ -95,14 +95,14 @@ class WaitView(Answer, frozen=True, kw_only=True):
 
 
 def wait_view(wait: Wait) -> WaitView:
-    """Return why a run waits, as it travels."""
+    """Convert the scheduler's wait to its wire form."""
     view = from_builtins(wait, WaitView, from_attributes=True)
     rest = wait.holders[HOLDERS_MAX:]
     return msgspec.structs.replace(view, holders=view.holders[:HOLDERS_MAX], others=sum(each.count for each in rest))
 
 
 def wait_of(view: WaitView, run_id: str) -> Wait | None:
-    """Return a view as the scheduler's wait; None for a reason that this version does not know."""
+    """Convert a view to the scheduler's wait. Return None for an unknown reason."""
     if view.reason not in _REASONS:
         return None
     wait = from_builtins(msgspec.to_builtins(view) | {"run_id": run_id}, Wait)
@@ -111,24 +111,25 @@ def wait_of(view: WaitView, run_id: str) -> Wait | None:
 
 
 LIMIT_MAX = 50
-"""Entries of one answer: why somebody waits costs a look at the queue, for anybody who may ask."""
+"""Maximum number of entries in one answer, because each explanation of a wait needs a scan of the queue."""
 ShareKind = Literal["team", "user"]
 
 
 class QueueEntry(Answer, frozen=True, kw_only=True):
-    """A run that waits.
+    """A waiting run.
 
     Attributes:
-        run: its identifier; "" for one that whoever asks may not see. So are `name` and `sentence`, and `place` is 0.
-        waiting: `sentence`, part by part; None while nobody has looked, and for one that is not to be seen.
-        place: its place among those that want the same kind of devices; 1 is the next, 0 is none: it is not in line.
-        gpus: how many devices it wants; None for all of a node's.
-        gpu_type: of what type; "" for whatever there is.
-        pool: "" for any on-demand one.
-        since_ns: since when it waits, nanoseconds since 1970.
-        sentence: what for, for whom, and until when.
-        reserved_ns: when the devices that are reserved for it are free; None where none are, or nobody can say.
-        is_bound: whether that is the latest time.
+        run: identifier of the run, or "" if the caller may not see the run. `name` and `sentence` are then also "", and
+            `place` is 0.
+        waiting: parts of `sentence`. None before the first look of the scheduler, or if the caller may not see the run.
+        place: position among runs that need the same type of devices. 1 is the next, and 0 means not in line.
+        gpus: number of requested devices, or None for all devices of a node.
+        gpu_type: requested type, or "" for any type.
+        pool: requested pool, or "" for any on-demand pool.
+        since_ns: start of the wait, in nanoseconds since 1970.
+        sentence: the awaited devices, their holders, and the expected time.
+        reserved_ns: time at which the reserved devices are free, or None if unknown or without a reservation.
+        is_bound: True if `reserved_ns` is the latest time.
     """
 
     run: str
@@ -148,10 +149,10 @@ class QueueEntry(Answer, frozen=True, kw_only=True):
 
 
 class QueueView(Answer, frozen=True, kw_only=True):
-    """Those that wait, in the order in which they are looked at; those that nothing can ever serve come last.
+    """The waiting runs in the order of scheduling. Runs that no node can ever serve come last.
 
     Attributes:
-        waiting: how many there are altogether.
+        waiting: total number of waiting runs.
     """
 
     entries: tuple[QueueEntry, ...]
@@ -159,17 +160,17 @@ class QueueView(Answer, frozen=True, kw_only=True):
 
 
 class ShareView(Answer, frozen=True, kw_only=True):
-    """How much of the devices somebody gets while others want them, too.
+    """The part of the devices that a team or user gets while others also want devices.
 
     Attributes:
-        kind: "team", or "user": one among the users of their team, or, without a team, among the teams.
-        weight: against those of the others; who was not named has 1.
-        due: part of all devices that is theirs while everybody in this list wants some; None for a user in a team.
-        used_gpu_s: device-seconds they have used, older use counting less, and a CPU slot as 1/32 of a GPU; None for a
+        kind: "team" or "user". A user shares within a team, or competes with the teams if the user has no team.
+        weight: weight against other teams or users. The default is 1.
+        due: fair part of all devices while all teams and users in this list want devices. None for a user in a team.
+        used_gpu_s: device-seconds used, with less weight for older use. A CPU slot counts as 1/32 of a GPU. None for a
             user in a team.
-        counted_gpu_s: what the scheduler counts against them: `used_gpu_s`, and a minute in advance
-            (`queue_entry_penalty`) of the devices of each run that has any now; None for a user in a team.
-        part: part of all use; None for a user in a team.
+        counted_gpu_s: use that the scheduler counts: `used_gpu_s`, and one minute in advance (`queue_entry_penalty`)
+            for each device of each running run. None for a user in a team.
+        part: part of all use. None for a user in a team.
     """
 
     kind: ShareKind
@@ -182,10 +183,10 @@ class ShareView(Answer, frozen=True, kw_only=True):
 
 
 class ShareList(Answer, frozen=True, kw_only=True):
-    """Shares.
+    """All shares.
 
     Attributes:
-        half_life_s: after so long, use counts half.
+        half_life_s: time in seconds after which use counts half.
     """
 
     shares: tuple[ShareView, ...]
@@ -193,6 +194,6 @@ class ShareList(Answer, frozen=True, kw_only=True):
 
 
 class ShareRequest(Request, frozen=True, kw_only=True):
-    """Set a share."""
+    """Set the weight of a share."""
 
     weight: float

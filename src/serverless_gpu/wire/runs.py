@@ -1,19 +1,21 @@
-"""Runs: how they are estimated, asked for, listed, watched and stopped.
+"""Bodies for runs: estimate, submit, list, follow and stop.
 
-POST   /estimates                       EstimateRequest  → EstimateView; nothing of it is kept
-POST   /runs                            RunRequest → RunView, or with `Accept: text/event-stream` its stream at once
-GET    /runs?state&owner&team&name&tag&limit&cursor&costs → RunPage
-GET    /runs/{run}                                       → RunView
-GET    /runs/{run}/events?after&offsets&ranks            → stream of `StreamMessage`
-POST   /runs/{run}/stop                 StopRequest      → RunView
-GET    /runs/{run}/logs/{rank}/{stream}?fence&offset&limit → bytes; `SGPU-Next-Offset`, `-Complete`, `-Size`
-                                                           `stream`: stdout, stderr, or telemetry of node `rank`
-GET    /runs/{run}/results                               → FileList of `results/<rank>.pkl`
-GET    /runs/{run}/files?fence                           → FileList
-GET    /runs/{run}/files/{name}?fence                    → bytes, with Range
-GET    /runs/{run}/receipt?fence&crew                    → the receipt; of several nodes, one for all, or of one
-GET    /runs/{run}/attempts                              → AttemptList
-GET    /runs/{run}/cost                                  → CostView
+Routes:
+
+    POST   /estimates                       EstimateRequest  → EstimateView; the server stores nothing
+    POST   /runs                            RunRequest → RunView, or with `Accept: text/event-stream` its stream at once
+    GET    /runs?state&owner&team&name&tag&limit&cursor&costs → RunPage
+    GET    /runs/{run}                                       → RunView
+    GET    /runs/{run}/events?after&offsets&ranks            → stream of `StreamMessage`
+    POST   /runs/{run}/stop                 StopRequest      → RunView
+    GET    /runs/{run}/logs/{rank}/{stream}?fence&offset&limit → bytes; `SGPU-Next-Offset`, `-Complete`, `-Size`
+                                                               `stream`: stdout, stderr, or telemetry of node `rank`
+    GET    /runs/{run}/results                               → FileList of `results/<rank>.pkl`
+    GET    /runs/{run}/files?fence                           → FileList
+    GET    /runs/{run}/files/{name}?fence                    → bytes, with Range
+    GET    /runs/{run}/receipt?fence&crew                    → the receipt; for several nodes, the sum or one node's
+    GET    /runs/{run}/attempts                              → AttemptList
+    GET    /runs/{run}/cost                                  → CostView
 """
 
 from __future__ import annotations
@@ -31,20 +33,20 @@ from serverless_gpu.wire.queue import WaitView, wait_of, wait_view
 
 
 class CostView(Answer, frozen=True, kw_only=True):
-    """What a run used so far, over all of its attempts, and what that costs."""
+    """The use and cost of all attempts of a run so far."""
 
     id: str
     cost: Cost
 
 
 class Target(Request, frozen=True, kw_only=True):
-    """What the node has to be like.
+    """Requirements for the node of a run.
 
     Attributes:
-        machine: `ambient.machine()` of the caller when ranks import its files where they lie; "" for any node.
-        caller: `ambient.machine()` of the caller in any case: its interpreter is there.
-        python: version of the caller's interpreter, as ``"3.11"``.
-        platform: for example ``"linux-x86_64"``.
+        machine: `ambient.machine()` of the caller if ranks import the caller's files directly, or "" for any node.
+        caller: `ambient.machine()` of the caller, where the caller's interpreter is installed.
+        python: version of the caller's interpreter, such as ``"3.11"``.
+        platform: platform of the caller, such as ``"linux-x86_64"``.
     """
 
     machine: str = ""
@@ -54,17 +56,17 @@ class Target(Request, frozen=True, kw_only=True):
 
 
 class RunRequest(Request, frozen=True, kw_only=True):
-    """A run as it is asked for. The same identifier and the same body again mean the same run.
+    """A submitted run. A repeated request with the same identifier and body refers to the same run.
 
     Attributes:
-        id: made by the client (`ambient.new_run_id`) and written to its disk before this is sent.
-        spec: what to run.
-        target: what the node has to be like.
-        context: `node.protocol.Context` as JSON: what ranks take on of the caller. Opaque to the server, which keeps it
-            encrypted (it holds variables) and gives it to the node only.
-        call: the pickled call, up to `INLINE_BYTES_MAX`; None when `spec.payload` has it as a blob, or has none.
-        snapshot: address of the environment ranks import from; "" for the caller's own files.
-        version: of the client's package.
+        id: identifier from `ambient.new_run_id`. The client writes it to disk before it sends the request.
+        spec: specification of the run.
+        target: requirements for the node.
+        context: `node.protocol.Context` as JSON, which ranks inherit from the caller. The server stores it encrypted,
+            because it has environment variables, and sends it only to the node.
+        call: the pickled call, up to `INLINE_BYTES_MAX`. None if `spec.payload` refers to a blob or has no call.
+        snapshot: address of the environment that ranks import, or "" for the caller's own files.
+        version: version of the client's package.
     """
 
     id: str
@@ -77,16 +79,16 @@ class RunRequest(Request, frozen=True, kw_only=True):
 
 
 class CrewView(Answer, frozen=True, kw_only=True):
-    """What an attempt on several nodes has on one of them.
+    """The part of an attempt on one of several nodes.
 
     Attributes:
-        number: of the node within the attempt, from 0 on: NODE_RANK.
-        node: its name.
-        state: what it says of the run, UNREACHABLE while nothing is heard of it, or how it ended there.
-        first_rank: the lowest global rank there, where each device has a rank.
-        gpus: how many devices it has there.
-        sentence: what the node says about it.
-        heard_ns: when it was heard of last, up to 15 s behind.
+        number: number of the node within the attempt, starting at 0 (NODE_RANK).
+        node: name of the node.
+        state: last reported state, UNREACHABLE without recent reports, or the final state on this node.
+        first_rank: lowest global rank on this node, for runs with one rank per device.
+        gpus: number of devices on this node.
+        sentence: message of the node about the run.
+        heard_ns: time of the last report, up to 15 s late.
         Times are nanoseconds since 1970.
     """
 
@@ -103,19 +105,19 @@ class CrewView(Answer, frozen=True, kw_only=True):
 
 
 class RunView(Answer, frozen=True, kw_only=True):
-    """A run as everybody who may see it sees it.
+    """A run as the API shows it to permitted callers.
 
     Attributes:
-        fence: number of the current attempt; 0 before the first.
-        sentence: what it waits for, and who has it; or why it ended.
-        node: name of the node it is on, of several all of them with commas, or "".
-        world_size: ranks; 0 while that is not known.
-        stop: why it is asked to stop, or None.
-        deduplicated: whether this answers a request that had come before.
-        finished: whether state, files and receipt are final.
-        tracked: link to it in MLflow, once known.
-        waiting: what it waits for, part by part, while it does and somebody has looked; `sentence` says the same.
-        crews: what it has on each of its nodes, where it is on several.
+        fence: number of the current attempt, or 0 before the first.
+        sentence: the reason of a wait with the holders of the devices, or the reason of the end.
+        node: name of the node, names of several nodes separated by commas, or "".
+        world_size: number of ranks, or 0 while unknown.
+        stop: reason of the stop request, or None.
+        deduplicated: True if the server had already received this request.
+        finished: True if state, files and receipt are final.
+        tracked: link to the run in MLflow, once known.
+        waiting: parts of `sentence` during a wait, after the first look of the scheduler.
+        crews: parts of the attempt by node, for an attempt on several nodes.
         Times are nanoseconds since 1970.
     """
 
@@ -145,18 +147,18 @@ class RunView(Answer, frozen=True, kw_only=True):
 
     @property
     def processes(self) -> int | None:
-        """Return how many processes of the user's it has, one for each device or node; None while that is not known."""
+        """The number of user processes: one per device, or one per node. None while unknown."""
         if self.spec.per_node:
             return len(self.crews) or (1 if self.node else None)
         return self.world_size or self.spec.resources.gpus
 
 
 class RunPage(Answer, frozen=True, kw_only=True):
-    """Runs, newest first.
+    """A page of runs, newest first.
 
     Attributes:
-        cursor: asks for the next page, "" when there is none.
-        costs: what each used so far, where that was asked for.
+        cursor: cursor of the next page, or "" on the last page.
+        costs: use and cost of each run so far, if requested.
     """
 
     runs: tuple[RunView, ...]
@@ -165,18 +167,18 @@ class RunPage(Answer, frozen=True, kw_only=True):
 
 
 class StopRequest(Request, frozen=True, kw_only=True):
-    """Stop a run. `preempt` and `drain` let a run that asked for `resume` continue as a new attempt."""
+    """Stop a run. After `preempt` or `drain`, a run with `resume` continues as a new attempt."""
 
     reason: StopReason = StopReason.CANCEL
 
 
 class FileView(Answer, frozen=True, kw_only=True):
-    """One output of an attempt, as it lies in the attempt's directory on the node.
+    """One output of an attempt, with its name in the attempt's directory on the node.
 
     Attributes:
         name: `results/<rank>.pkl`, `failures/<rank>.json`, `.pkl`, `.stack`, `hang-<n>.txt`, `receipt.json` …
-            Of several nodes, whose files lie side by side, `hang-<number of the node>-<n>.txt`.
-        inline: its bytes, when they are few; else they are read from `/runs/{run}/files/{name}`.
+            With several nodes, whose files share one directory, `hang-<number of the node>-<n>.txt`.
+        inline: bytes of a small file. Larger files are read from `/runs/{run}/files/{name}`.
     """
 
     name: str
@@ -192,12 +194,12 @@ class FileList(Answer, frozen=True, kw_only=True):
 
 
 class AttemptView(Answer, frozen=True, kw_only=True):
-    """One try at a run.
+    """One attempt of a run.
 
     Attributes:
-        secrets: which versions it has, as ``HF_TOKEN@3``.
-        sentence: why it was asked to stop, where that is what ended it.
-        crews: what it has on each of its nodes, where it is on several.
+        secrets: versions of its secrets, such as ``HF_TOKEN@3``.
+        sentence: reason of the stop request, if the request ended the attempt.
+        crews: parts of the attempt by node, for an attempt on several nodes.
     """
 
     fence: int
@@ -213,26 +215,26 @@ class AttemptView(Answer, frozen=True, kw_only=True):
 
 
 class AttemptList(Answer, frozen=True, kw_only=True):
-    """All tries at a run, in order."""
+    """All attempts of a run in order."""
 
     attempts: tuple[AttemptView, ...]
 
 
 # --- the stream -------------------------------------------------------------------------------------------------------
 #
-# A reader that lost its connection asks again with `after` = the last `seq` it has, and `offsets` =
-# "<fence>.<rank>.<stream>:<next byte>,…": then nothing is missing and nothing comes twice. `ranks` = "all" or
-# "0,3,…" asks for the output of these instead of those that the run shows live (`spec.ranks_log`); either way no more
-# than `LIVE_STREAMS_MAX` streams come.
+# A reader that lost its connection sends `after`, the last `seq` that it has, and `offsets` =
+# "<fence>.<rank>.<stream>:<next byte>,…". The server then resumes without gaps and without repeats. `ranks` = "all" or
+# "0,3,…" requests the output of these ranks instead of the live ranks of the run (`spec.ranks_log`). A stream carries
+# at most `LIVE_STREAMS_MAX` output streams.
 
 
 class StateMessage(Answer, frozen=True, kw_only=True, tag="state"):
-    """The run's state, or the sentence about it, is another one.
+    """A change of the run's state or of its message.
 
     Attributes:
-        seq: number of the event; 0 where it is none: only the sentence, or the link, is news.
-        tracked: link to the run in MLflow; "" where that is not known, or was said before.
-        waiting: the parts of a sentence about a wait.
+        seq: number of the event, or 0 if only the message or the link has changed.
+        tracked: link to the run in MLflow, or "" if it is unknown or already sent.
+        waiting: parts of the message about a wait.
     """
 
     seq: int
@@ -247,7 +249,7 @@ class StateMessage(Answer, frozen=True, kw_only=True, tag="state"):
 
 
 class LogMessage(Answer, frozen=True, kw_only=True, tag="log"):
-    """Bytes a rank wrote, from `offset` of its stream on."""
+    """Bytes that a rank wrote, from `offset` of its stream on."""
 
     fence: int
     rank: int
@@ -257,7 +259,7 @@ class LogMessage(Answer, frozen=True, kw_only=True, tag="log"):
 
 
 class GapMessage(Answer, frozen=True, kw_only=True, tag="gap"):
-    """A flood: so many bytes from `offset` on are not shown here; they are in the log."""
+    """A gap in the live output of `size` bytes from `offset` on. The log has these bytes."""
 
     fence: int
     rank: int
@@ -267,13 +269,13 @@ class GapMessage(Answer, frozen=True, kw_only=True, tag="gap"):
 
 
 class EndedMessage(Answer, frozen=True, kw_only=True, tag="ended"):
-    """No rank runs any more; this is final.
+    """The final message about the ending: no rank is running.
 
-    Of a run on several nodes one with `seq` 0 may come before it, while nodes still clean up: what ended the run is
-    known, and nothing is tried again. What failed on others meanwhile is in the last one.
+    For a run on several nodes, a message with `seq` 0 may precede it while nodes still clean up. At that time the cause
+    of the ending is known, and the run gets no further attempt. The last message also has the failures on other nodes.
 
     Attributes:
-        ending: `node.protocol.Stopped` as JSON; unset when no node could tell: state and reason are all there is.
+        ending: `node.protocol.Stopped` as JSON. Unset if no node could report. Then only state and reason are known.
         files: outputs of the last attempt.
     """
 
@@ -287,10 +289,10 @@ class EndedMessage(Answer, frozen=True, kw_only=True, tag="ended"):
 
 
 class SettledMessage(Answer, frozen=True, kw_only=True, tag="settled"):
-    """Devices were checked and given back; the last message of a stream.
+    """The last message of a stream: the devices are verified and handed back.
 
     Attributes:
-        receipt: `model.receipt.Receipt` as JSON; unset when there is none.
+        receipt: `model.receipt.Receipt` as JSON. Unset for a run without a receipt.
     """
 
     receipt: Json = msgspec.UNSET
@@ -306,12 +308,12 @@ StreamMessage = AcceptedMessage | StateMessage | LogMessage | GapMessage | Ended
 
 
 class EstimateRequest(Request, frozen=True, kw_only=True):
-    """A run that is not asked for: when would it start?
+    """A request for the start time of a run, without submitting the run.
 
     Attributes:
-        spec: what it would run, as for `RunRequest`, without what it would call.
-        target: what the node has to be like.
-        snapshot: whether its ranks would import a captured environment.
+        spec: specification of the run, as in `RunRequest`, without its call.
+        target: requirements for the node.
+        snapshot: True if the ranks would import a captured environment.
     """
 
     spec: RunSpec
@@ -320,21 +322,21 @@ class EstimateRequest(Request, frozen=True, kw_only=True):
 
 
 class EstimateView(Answer, frozen=True, kw_only=True):
-    """When a run would start if it were asked for now.
+    """The estimated start of a run that the caller would submit now.
 
     Attributes:
-        at_ns: the expected time; None where it is unknown.
-        is_bound: whether that is the latest time.
-        node: where, by name, or "".
-        nodes: where, by name, of a gang on several nodes.
-        basis: what that rests on, or why it is unknown, in words.
-        place: how many runs are ahead of it for the same kind of devices, plus one; 0 when it starts at once.
-        impossible: whether nothing that has joined can ever serve it.
+        at_ns: expected start time, or None if unknown.
+        is_bound: True if `at_ns` is the latest possible time.
+        node: name of the node, or "".
+        nodes: names of the nodes of a gang on several nodes.
+        basis: the facts behind the estimate, or the reason why the start is unknown.
+        place: number of runs ahead for the same type of devices, plus one. 0 means a start at once.
+        impossible: True if no node that has joined can ever serve the run.
         now_ns: the server's time.
-        waiting: what it would wait for, part by part; None where it would not.
-        cost: what it would cost.
-        policy: the usage policy that it would be under, or "".
-        budgets: in words, what is left of the budgets that it would count for.
+        waiting: parts of the expected wait, or None without a wait.
+        cost: estimated cost.
+        policy: usage policy of the run, or "".
+        budgets: sentences about the remaining amount of each budget that the run counts toward.
     """
 
     at_ns: int | None
@@ -352,14 +354,14 @@ class EstimateView(Answer, frozen=True, kw_only=True):
 
 
 def estimate_view(estimate: StartEstimate, now_ns: int) -> EstimateView:
-    """Return when a run would start, as it travels."""
+    """Convert the scheduler's estimate to its wire form."""
     parts = msgspec.structs.asdict(estimate)
     wait = parts.pop("wait")
     return EstimateView(now_ns=now_ns, waiting=None if wait is None else wait_view(wait), **parts)
 
 
 def estimate_of(view: EstimateView) -> StartEstimate:
-    """Return a view as the scheduler's estimate."""
+    """Convert a view to the scheduler's estimate."""
     wait = None if view.waiting is None else wait_of(view.waiting, "")
     parts = {name: getattr(view, name) for name in StartEstimate.__struct_fields__ if name != "wait"}
     return StartEstimate(**parts, wait=wait)

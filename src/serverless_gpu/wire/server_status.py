@@ -1,10 +1,12 @@
-"""The server itself. Nothing here is about anybody's work; the first two routes are public.
+"""Bodies about the server itself, without data of users. The first two routes are public.
 
-GET /health    → Health     503 with the same body while something is wrong
-GET /version   → Version
-GET /metrics   → the text format of Prometheus
-GET /drain     → DrainView        who may see nodes
-PUT /drain       DrainRequest → DrainView
+Routes:
+
+    GET /health    → Health     503 with the same body while a check fails
+    GET /version   → Version
+    GET /metrics   → the text format of Prometheus
+    GET /drain     → DrainView        for callers who may see nodes
+    PUT /drain       DrainRequest → DrainView
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ class HealthCheck(Answer, frozen=True, kw_only=True):
 
     Attributes:
         name: database, store, environments, disk, mlflow, claim, server, or a loop: scheduler, reconciler, …
-        problem: what is wrong with it, in words that name no one, or "".
-        ms: how long it took to find out, or has taken so far.
+        problem: the failure as a sentence without names of users, or "".
+        ms: duration of the check so far, in milliseconds.
     """
 
     name: str
@@ -28,7 +30,7 @@ class HealthCheck(Answer, frozen=True, kw_only=True):
 
 
 class Health(Answer, frozen=True, kw_only=True):
-    """Whether the server can do its work; `problems` in words that name no one, `checks` part by part."""
+    """The health of the server: a list of problems without names of users, and the result of each check."""
 
     ok: bool
     problems: tuple[str, ...] = ()
@@ -36,13 +38,15 @@ class Health(Answer, frozen=True, kw_only=True):
 
 
 class Version(Answer, frozen=True, kw_only=True):
-    """What the server speaks.
+    """Version and protocol of the server.
 
     Attributes:
-        protocol: its own; `protocols` are all that it takes, none said by one of protocol 1.
-        machine: `ambient.machine()` of the server, so that a client knows whether it is on the same one.
-        mlflow: where runs whose caller configured no MLflow are tracked, as clients and nodes reach it; "" for nowhere.
-        joinable: whether other machines join it: then a run may be on one that has none of its caller's files.
+        protocol: protocol version of the server. `protocols` has all versions that it accepts, and is empty from a
+            server of protocol 1.
+        machine: `ambient.machine()` of the server, by which a client detects that it runs on the same machine.
+        mlflow: address of the server's MLflow for clients and nodes. It tracks runs whose caller configured no MLflow.
+            "" for none.
+        joinable: True if other machines can join. A run may then be on a machine without the caller's files.
     """
 
     version: str
@@ -54,18 +58,18 @@ class Version(Answer, frozen=True, kw_only=True):
 
 
 class DrainRequest(Request, frozen=True, kw_only=True):
-    """Whether nothing new is to be started, and why, for those who wait."""
+    """Start or end the drain of the server, with a reason for users who wait."""
 
     on: bool
     note: str = ""
 
 
 class DrainView(Answer, frozen=True, kw_only=True):
-    """Whether nothing new is started: who said so, when (nanoseconds since 1970) and why.
+    """The drain of the server, with its principal, its start time (nanoseconds since 1970) and its reason.
 
     Attributes:
-        going: runs that go on.
-        waiting: runs that wait.
+        going: number of running runs.
+        waiting: number of waiting runs.
     """
 
     on: bool

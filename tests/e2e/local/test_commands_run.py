@@ -202,7 +202,7 @@ def test_torchrun_once_per_node_makes_one_gang(warm: Path, tmp_path: Path) -> No
     [
         ((), "a command needs a program"),
         (("",), "a command needs a program"),
-        (("echo", "a\0b"), "holds a zero byte"),
+        (("echo", "a\0b"), "contains a zero byte"),
         (("echo", "\udcff"), "is not UTF-8"),
         (("echo",) * 10_001, "up to 10000 arguments, not 10001"),
     ],

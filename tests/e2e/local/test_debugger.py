@@ -25,7 +25,7 @@ def test_23C2_breakpoint_in_a_rank_says_what_works_and_that_works(warm: Path) ->
     with pytest.raises(bdb.BdbQuit) as raised:
         distributed(gpus=1, gpu_type="CPU", quiet=True)(stop_in_the_middle).distributed()
     note = raised.value.__notes__[-1]
-    assert note.startswith("a rank has no terminal, so breakpoint() and pdb end at once; what works: `python /")
+    assert note.startswith("a rank has no terminal, so breakpoint() and pdb end at once; run `python /")
     program = re.findall(r"`python (.*)`", note)[0]
     command = [sys.executable, program]
     done = subprocess.run(command, input="p value + 1000\nc\n", capture_output=True, text=True, check=True, timeout=60)

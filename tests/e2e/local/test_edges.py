@@ -209,7 +209,7 @@ def test_runs_beyond_the_agents_bound_wait_in_the_agent_and_can_be_cancelled(own
     waiting = distributed(gpus=1, quiet=True)(len).map(["ab"] * (ATTEMPTS_MAX + 1))
     last = waiting[-1]
     wait_for(lambda: golden("local.edges.ahead-one") in last.waiting_for(), "the last one waits in the agent")
-    with pytest.raises(AgentUnavailable, match="still waits behind"):
+    with pytest.raises(AgentUnavailable, match="is still queued behind"):
         attach(last.id)
     last.cancel()
     with pytest.raises(RunCancelled):

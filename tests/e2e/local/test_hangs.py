@@ -262,7 +262,7 @@ def test_a_run_that_gets_on_after_a_warning_says_so_once(
     follower.join(30)
     assert run.results(timeout=50) == [b"word", b""]
     lines = capfd.readouterr().err.splitlines()
-    assert any(line.startswith("serverless-gpu: the ranks get on again, after ") for line in lines), lines
+    assert any(line.startswith("serverless-gpu: the ranks make progress again, after ") for line in lines), lines
     assert "serverless-gpu:" not in [line.strip() for line in lines]
 
 

@@ -110,7 +110,7 @@ def test_an_attempt_whose_lock_is_free_and_that_has_begun_does_not_begin_again(o
     again, _ = connect(Home(own))
     protocol.send(again, message)
     refused = stopped(again)
-    assert isinstance(refused, protocol.Refused) and "has begun before" in refused.message
+    assert isinstance(refused, protocol.Refused) and "has already begun" in refused.message
     lock = try_lock(directory)
     assert lock >= 0
     os.close(lock)

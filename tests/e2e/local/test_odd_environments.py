@@ -135,7 +135,7 @@ def test_23C3_places_for_backups_and_copies_of_the_audit_are_named(own: Path, tm
     command = [*refusing("no-flock"), sys.executable, "-c", code, str(tmp_path / "audit"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     refused = "cannot be used: its file system refuses file locks (flock: Function not implemented)"
-    hint = "hint: name a place on a local disk"
+    hint = "hint: give a path on a local disk"
     expected = [f"{tmp_path} {refused}", hint, f"{tmp_path / 'audit'} {refused}", hint]
     assert done.stdout.splitlines() == expected, done.stderr
 
@@ -315,7 +315,7 @@ def test_23C9_a_disk_without_inodes_is_not_called_full(few_files: Path, tmp_path
     use_up_inodes(few_files)
     first, second = call(tmp_path).splitlines()
     assert first.startswith(f"StorageError: no inodes left for {few_files}/")
-    assert first.endswith(": its disk has room, and cannot hold one more file")
+    assert first.endswith(": its disk has space, but cannot store one more file")
     assert second.startswith("hint: delete files there (`sgpu clean` removes old runs, `sgpu env gc` environments)")
     report = sgpu("doctor", "--limit", "3", before=()).stdout
     assert golden("local.odd_environments.failed-disk-space", few_files=few_files) in report

@@ -187,7 +187,7 @@ def test_an_idle_session_warns_and_gives_back(warm: Path, capsys: pytest.Capture
     with pytest.raises(SessionEnded, match=golden("local.session.session-idle-ended")):
         session.distributed(where_am_i)
     said = capsys.readouterr().err
-    assert golden("local.session.gives-h100-back") in said and "has ended" in said
+    assert golden("local.session.gives-h100-back") in said and "the session ended after" in said
     session.close()
 
 
@@ -484,5 +484,5 @@ def test_a_dirty_device_of_a_killed_run_does_not_hold_up_the_others(own: Path, w
 def test_an_ended_session_is_not_entered_again(warm: Path) -> None:
     session = serverless_gpu.session(gpus=1, gpu_type="H100", quiet=True)
     session.close()
-    with pytest.raises(SessionEnded, match="it was closed"), session:
+    with pytest.raises(SessionEnded, match="the caller closed it"), session:
         raise AssertionError("not reached")

@@ -104,11 +104,19 @@ def test_an_interrupt_cancels_the_cell(magic: Kernel) -> None:
         ("%%distributed --gpuz 2\n1", "InvalidOption", "%%distributed has no option '--gpuz' (did you mean --gpus?)"),
         ("%%distributed --gpus two\n1", "InvalidOption", "--gpus needs a whole number, not 'two'"),
         ("%%distributed --gpu-type H1000\n1", "UnknownGpuType", "unknown GPU type 'H1000'"),
-        (f"{LINE}\n1\n%pip install x", "UsageError", "line 3 of the cell is for the notebook, not for ranks: %pip in"),
-        (f"{LINE}\nfiles = !ls", "UsageError", "line 2 of the cell is for the notebook, not for ranks: files = !ls"),
-        (f"{LINE}\nawait x", "UsageError", "line 2 of the cell: ranks do not await at the top level: await x"),
+        (
+            f"{LINE}\n1\n%pip install x",
+            "UsageError",
+            "line 3 of the cell is notebook syntax, which ranks cannot run: %pip in",
+        ),
+        (
+            f"{LINE}\nfiles = !ls",
+            "UsageError",
+            "line 2 of the cell is notebook syntax, which ranks cannot run: files = !ls",
+        ),
+        (f"{LINE}\nawait x", "UsageError", "line 2 of the cell: ranks cannot await at the top level: await x"),
         (f"{LINE}\nreturn 1", "UsageError", "line 2 of the cell: a cell cannot return or yield: return 1"),
-        (f"{LINE}\nx = = 1", "UsageError", "line 2 of the cell is not Python: invalid syntax: x = = 1"),
+        (f"{LINE}\nx = = 1", "UsageError", "line 2 of the cell is not valid Python: invalid syntax: x = = 1"),
         (f"{LINE} --remote\n1", "ServerNotConfigured", "remote=True needs a server"),
     ],
 )

@@ -107,7 +107,7 @@ def test_a_machine_joins_runs_leaves_and_its_run_goes_on(
     command = joining(second, first)
     join = second.start(*command)
     second.wait_said(f"two gives 2 H100, {len(os.sched_getaffinity(0))} CPU to the pool of https://127.0.0.2:", join)
-    wait_for(lambda: "two" in first.run("nodes").stdout, "its agent is there", limit_s=START_S)
+    wait_for(lambda: "two" in first.run("node", "list").stdout, "its agent is there", limit_s=START_S)
 
     before = {"one": first.rays(), "two": second.rays()}
     look = first.program(LOOK, str(PYTHON))
@@ -121,14 +121,14 @@ def test_a_machine_joins_runs_leaves_and_its_run_goes_on(
 
     done = tmp_path / "done"
     stay = first.program(STAY, str(done))
-    wait_for(lambda: "2 busy" in first.run("nodes").stdout, "it runs", limit_s=RUN_S)
+    wait_for(lambda: "2 busy" in first.run("node", "list").stdout, "it runs", limit_s=RUN_S)
     join.send_signal(signal.SIGINT)
     assert join.wait(60) == 0
     assert second.said.endswith(
         "two has left the pool and is given nothing new; 1 run goes on here, and the server hears how it ends\n"
     )
     assert second.rays() == []
-    wait_for(lambda: golden("ray.joining.left-pool") in first.run("nodes").stdout, "the server knows", limit_s=60)
+    wait_for(lambda: golden("ray.joining.left-pool") in first.run("node", "list").stdout, "the server knows", limit_s=60)
     done.touch()
     output, errors = stay.communicate(timeout=RUN_S)
     assert golden("ray.joining.went-went") in output, errors

@@ -28,7 +28,7 @@ from tests.support.remote.commands import sgpu
 @pytest.fixture
 def joined(served: Path) -> Path:
     """Return the home of a server that its node has joined."""
-    wait_for(lambda: '"UP"' in sgpu("nodes", "--json").stdout, "the node has joined")
+    wait_for(lambda: '"UP"' in sgpu("node", "list", "--json").stdout, "the node has joined")
     return served
 
 
@@ -42,7 +42,7 @@ def test_status_says_how_the_server_is(joined: Path) -> None:
 
 
 def test_prometheus_gets_a_token_that_is_good_for_figures_only(joined: Path) -> None:
-    assert sgpu("user", "add", "prometheus", "--service", "--role", "viewer").exit_code == 0
+    assert sgpu("user", "create", "prometheus", "--service", "--role", "viewer").exit_code == 0
     made = sgpu("token", "create", "--for", "prometheus", "--scope", "metrics:read", "--expires", "365d")
     headers = {"Authorization": f"Bearer {made.stdout.strip()}"}
     with httpx2.Client(base_url=find_profile(joined, os.environ).url + API, headers=headers, timeout=60) as client:
@@ -76,11 +76,11 @@ def test_the_doctor_finds_a_token_that_is_not_taken(served: Path) -> None:
 
 def test_people_teams_and_tokens(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = find_profile(served, os.environ).url
-    made = sgpu("user", "add", "carol", "--role", "viewer")
+    made = sgpu("user", "create", "carol", "--role", "viewer")
     assert made.exit_code == 0
     assert "carol" in sgpu("user", "list").stdout
     assert "carol" in {each["name"] for each in json.loads(sgpu("user", "list", "--json").stdout)}
-    assert sgpu("team", "add", "search").exit_code == 0
+    assert sgpu("team", "create", "search").exit_code == 0
     assert sgpu("team", "join", "search", "carol").stdout == "search: carol\n"
     assert "carol" in sgpu("team", "list").stdout
     assert json.loads(sgpu("team", "list", "--json").stdout)
@@ -100,23 +100,23 @@ def test_people_teams_and_tokens(served: Path, tmp_path: Path, monkeypatch: pyte
         assert json.loads(sgpu("whoami", "--json").stdout)["role"] == "viewer"
     assert sgpu("team", "leave", "search", "carol").stdout == "search: nobody\n"
     assert sgpu("token", "revoke", again["token"]["id"]).stdout.endswith("is revoked\n")
-    assert sgpu("user", "change", "carol", "--disable").stdout == golden("remote.commands_around.carol-viewer-disabled")
+    assert sgpu("user", "set", "carol", "--disable").stdout == golden("remote.commands_around.carol-viewer-disabled")
     with monkeypatch.context() as patched:
         patched.setenv("SERVERLESS_GPU_HOME", str(hers))
         with pytest.raises(NotAuthenticated):
             sgpu("whoami")
     with pytest.raises(NotFound):
-        sgpu("user", "change", "nobody-of-that-name", "--enable")
-    assert sgpu("user", "change", "carol").exit_code == 2
-    assert sgpu("user", "add", "dave", "--role", "king").exit_code == 2
+        sgpu("user", "set", "nobody-of-that-name", "--enable")
+    assert sgpu("user", "set", "carol").exit_code == 2
+    assert sgpu("user", "create", "dave", "--role", "king").exit_code == 2
 
 
 def test_nodes_and_pools(joined: Path) -> None:
-    name = json.loads(sgpu("nodes", "--json").stdout)[0]["name"]
-    assert f"{name}  " in sgpu("nodes").stdout
-    assert sgpu("pools").exit_code == 0
+    name = json.loads(sgpu("node", "list", "--json").stdout)[0]["name"]
+    assert f"{name}  " in sgpu("node", "list").stdout
+    assert sgpu("pool", "list").exit_code == 0
     assert sgpu("pool", "set", "spare", "--reserved").stdout == golden("remote.commands_around.spare-reserved-nodes")
-    assert "spare" in {each["name"] for each in json.loads(sgpu("pools", "--json").stdout)}
+    assert "spare" in {each["name"] for each in json.loads(sgpu("pool", "list", "--json").stdout)}
     assert sgpu("node", "forget", name).exit_code == 2
     with pytest.raises(InvalidValue, match=re.escape(golden("remote.commands_around.node-nowhere"))):
         sgpu("node", "forget", "nowhere", "--i-know-it-is-dead")
@@ -151,8 +151,8 @@ def test_clean_deletes_copies_too_and_the_server_still_has_what_they_are_copies_
 
 NEED_A_SERVER = (
     ("whoami",),
-    ("nodes",),
-    ("pools",),
+    ("node", "list"),
+    ("pool", "list"),
     ("node", "forget", "n", "--i-know-it-is-dead"),
     ("pool", "set", "p"),
     ("queue",),
@@ -161,10 +161,10 @@ NEED_A_SERVER = (
     ("policy", "list"),
     ("policy", "set", "p"),
     ("user", "list"),
-    ("user", "add", "bob"),
-    ("user", "change", "bob", "--disable"),
+    ("user", "create", "bob"),
+    ("user", "set", "bob", "--disable"),
     ("team", "list"),
-    ("team", "add", "t"),
+    ("team", "create", "t"),
     ("team", "join", "t", "bob"),
     ("team", "leave", "t", "bob"),
     ("token", "list"),

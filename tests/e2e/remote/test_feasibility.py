@@ -25,7 +25,7 @@ from tests.support.remote.stream import pickled
 
 
 def test_23B1_python_reads_what_would_work_in_options_of_python(served: Path) -> None:
-    wait_for(lambda: " UP " in sgpu("nodes").stdout, "the node has said hello")
+    wait_for(lambda: " UP " in sgpu("node", "list").stdout, "the node has said hello")
     before = set((served / "remote").glob("*"))
     with pytest.raises(NoSuitableNode) as refused:
         distributed(gpus=9, gpu_type="H100", remote=True)(len).submit("x")
@@ -37,7 +37,7 @@ def test_23B1_python_reads_what_would_work_in_options_of_python(served: Path) ->
 
 
 def test_23B1_sgpu_submit_reads_what_would_work_in_options_of_the_command(served: Path) -> None:
-    wait_for(lambda: " UP " in sgpu("nodes").stdout, "the node has said hello")
+    wait_for(lambda: " UP " in sgpu("node", "list").stdout, "the node has said hello")
     ended = spawn("submit", "--gpus", "2", "--gpu-type", "A10", "true")
     out, err = ended.communicate(timeout=60)
     assert (ended.returncode, out) == (1, "")
@@ -135,8 +135,8 @@ def test_23B12_a_caller_that_waited_for_its_server_says_once_that_it_is_back(
 
     wait_for(lambda: says("does not answer; waiting for it"), "it says that the server is away", limit_s=60)
     fake.start()
-    wait_for(lambda: says("the server is back, after"), "it says that the server is back", limit_s=60)
+    wait_for(lambda: says("the server answers again after"), "it says that the server is back", limit_s=60)
     script.end({"results/0.pkl": pickled(tmp_path, 1)})
     assert ended.wait(60)
     said.append(capsys.readouterr().err)
-    assert "".join(said).count("the server is back") == 1
+    assert "".join(said).count("the server answers again") == 1

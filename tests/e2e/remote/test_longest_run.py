@@ -83,9 +83,9 @@ def test_22D2_a_run_that_saves_nothing_new_under_a_time_limit_ends_after_a_few_a
     if has_saved:  # as the first attempt would: long before it has an interpreter
         (home / "checkpoints" / run.id / "1").mkdir(parents=True)
         (home / "checkpoints" / run.id / "1" / "state").touch()
-    says = "attempt after attempt of the run saved nothing new to continue from: 2 in a row"
+    says = "several attempts of the run saved no new checkpoint to continue from: 2 in a row"
     with pytest.raises(RunError, match=f"^{says}") as caught:
         run.results(120)
     assert caught.value.reason == Reason.NO_PROGRESS
-    assert caught.value.hint.startswith("save to runtime.checkpoint_dir() and begin with runtime.resume_dir()")
+    assert caught.value.hint.startswith("save to runtime.checkpoint_dir() and start from runtime.resume_dir()")
     assert len(list((home / "runs" / run.id).iterdir())) == attempts

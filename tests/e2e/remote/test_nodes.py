@@ -30,8 +30,8 @@ WORK = "echo attempt $SGPU_FENCE; echo $SGPU_GPU_UUIDS >> {seen}; [ $SGPU_FENCE 
 @pytest.fixture
 def node(served: Path) -> Iterator[str]:
     """Yield the name of the node, which is afterwards as it was."""
-    wait_for(lambda: " UP " in sgpu("nodes").stdout, "the node has joined")
-    name = sgpu("nodes").stdout.splitlines()[1].split()[0]
+    wait_for(lambda: " UP " in sgpu("node", "list").stdout, "the node has joined")
+    name = sgpu("node", "list").stdout.splitlines()[1].split()[0]
     yield name
     sgpu("node", "calendar", name, "--clear")
     sgpu("node", "resume", name)
@@ -46,7 +46,7 @@ def test_a_run_leaves_a_node_that_is_drained_and_goes_on_without_the_gpu_that_is
     wait_for(lambda: seen.exists() and seen.read_text(), "user code has begun")
     wait_for(lambda: ends.status() == "RUNNING", "the other one, too")
     sgpu("node", "drain", node, "--note", "new fan")
-    assert golden("remote.nodes.takes-nothing-new", split=sgpu("whoami").stdout.split()[0]) in sgpu("nodes").stdout
+    assert golden("remote.nodes.takes-nothing-new", split=sgpu("whoami").stdout.split()[0]) in sgpu("node", "list").stdout
     (uuid,) = seen.read_text().split()
     said = sgpu("node", "quarantine", node, uuid.rpartition("-")[2], "--note", "hot").stdout
     assert said == golden("remote.nodes.left-out-runs", uuid=uuid, node=node)
@@ -65,7 +65,7 @@ def test_a_run_leaves_a_node_that_is_drained_and_goes_on_without_the_gpu_that_is
     assert len(seen.read_text().split()) == 2 and seen.read_text().split()[1] != uuid
     assert sgpu("logs", run.id).stdout.endswith("attempt 2\n")
     assert sgpu("node", "release", node, uuid).stdout == golden("remote.nodes.given-runs-again", uuid=uuid, node=node)
-    assert "left out" not in sgpu("nodes").stdout
+    assert "left out" not in sgpu("node", "list").stdout
     assert sgpu("node", "release", node, uuid).stdout == golden("remote.nodes.left-out", uuid=uuid, node=node)
 
 
@@ -99,7 +99,7 @@ def test_22A3_machines_are_invited_and_approved(node: str, served: Path, tmp_pat
     finally:
         home.end()
     sgpu("node", "forget", "far", "--i-know-it-is-dead")
-    assert "far" not in sgpu("nodes").stdout
+    assert "far" not in sgpu("node", "list").stdout
 
 
 def test_a_calendar_is_set_shown_changed_in_part_and_cleared(node: str, served: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_calendar_is_set_shown_changed_in_part_and_cleared(node: str, served: 
     said = sgpu("node", "calendar", node, "--shared", "00:00-24:00", "--owner", me, "--zone", "Europe/Berlin").stdout
     assert said.splitlines() == [golden("remote.nodes.others-may-use", node=node, me=me), "shared now"]
     assert "runs of" in sgpu("node", "calendar", node, "--owner-first").stdout
-    assert f"all, {me} first" in sgpu("nodes").stdout
+    assert f"all, {me} first" in sgpu("node", "list").stdout
     assert '"shared": [' in sgpu("node", "calendar", node, "--json").stdout
     with pytest.raises(InvalidValue, match=re.escape(golden("remote.nodes.window-calendar"))):
         sgpu("node", "calendar", node, "--shared", "mo-fr")

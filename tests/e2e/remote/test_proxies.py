@@ -65,8 +65,8 @@ def test_23B13_calls_and_commands_reach_a_server_past_the_proxy(served: Path, mo
         )
         assert "HTTP Error 403" in done.stderr and proxy.heard == [b"GET http://192.0.2.1/ HTTP/1.1\r\n"], "it works"
         proxy.heard.clear()
-        for command in ("whoami", "runs", "nodes"):
-            subprocess.run([sys.executable, "-m", "serverless_gpu.cli", command], timeout=60, check=True)
+        for command in (["whoami"], ["runs"], ["node", "list"]):
+            subprocess.run([sys.executable, "-m", "serverless_gpu.cli", *command], timeout=60, check=True)
         get = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True)(os.environ.get)
         assert get.distributed("HTTPS_PROXY") == [proxy.url], "ranks pass the proxy that the caller uses"
     assert proxy.heard == []

@@ -206,7 +206,7 @@ KEEPING = (
     (("server", "logs"), "the log of its server is there"),
     (("secret", "delete", "--local", "TOKEN"), "secrets are kept there"),
     (("mlflow",), "the MLflow server keeps its runs there"),
-    (("queue",), "its server.json says which server there is"),
+    (("queue",), "its server.json names the server"),
 )
 
 

@@ -238,7 +238,7 @@ def test_F66_results_are_waited_for_while_the_server_is_down(
     thread.join()
     err = printed[0][1] + capsys.readouterr().err
     assert err.count("serverless-gpu: ") == 2 and golden("remote.stream.does-answer-waiting") in err
-    assert err.splitlines()[-1].startswith("serverless-gpu: the server is back")
+    assert err.splitlines()[-1].startswith("serverless-gpu: the server answers again")
 
 
 def test_patience_has_an_end_and_the_run_goes_on(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:

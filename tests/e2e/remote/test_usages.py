@@ -69,9 +69,9 @@ def test_the_negative_corpus_gets_a_clear_type_error() -> None:
 def test_what_no_node_has_waits_and_says_so() -> None:
     run = decorator.distributed(gpus=2, gpu_type="a10", wait=True)(len).submit("x")
     try:
-        why = "no node has A10; there is 8 H100"  # once the node has joined
+        why = "no node has A10; the nodes have 8 H100"  # once the node has joined
         wait_for(
-            lambda: run.waiting_for().startswith(f"{why}; it waits for a node that could, until "),
+            lambda: run.waiting_for().startswith(f"{why}; the run waits for a suitable node until "),
             "it says what it waits for",
         )
     finally:

@@ -136,7 +136,7 @@ def test_F67_a_token_that_ends_meanwhile_is_said_and_the_same_wait_goes_on_with_
     wait_for(lambda: tells("first"), "the run goes on")
     fake.token = "another"
     fake.break_streams()
-    wait_for(lambda: tells(f"`sgpu login {fake.url}` in a terminal stores another one"), "it is said what to do")
+    wait_for(lambda: tells(f"store a new token with `sgpu login {fake.url}` in a terminal"), "it is said what to do")
     script.write(0, b"second\n")
     somebody_else = ServerProfile(url=fake.url, token="another", principal="bob", embedded=True)
     write_profile(home, somebody_else)

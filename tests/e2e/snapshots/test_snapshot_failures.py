@@ -123,9 +123,7 @@ def test_a_service_that_says_nothing_is_told_and_then_given_up(own: Path, warmed
     module = "sys.modules['serverless_gpu.client.launch.snapshot_environment']"
     warmed.ask(f"setattr({module}, 'SILENT_S', 0.2), setattr({module}, 'SILENT_S_MAX', 0.6)")
     service.send(signal.SIGSTOP)
-    assert warmed.ask("call(work.value)").startswith(
-        "EnvironmentProblem: the process that looks at the environment has"
-    )
+    assert warmed.ask("call(work.value)").startswith("EnvironmentProblem: the process that scans the environment has")
     service.kill()
     assert golden("snapshots.snapshot_failures.gone") in warmed.close()
 
@@ -213,7 +211,7 @@ def test_F29_F42_what_was_altered_in_the_store_is_captured_again_by_the_run(
     assert warmed.ask("call(work.code)") == "'first'"
     assert warmed.ask("call(work.code)") == "'first'"
     said = warmed.close()
-    assert said.count("what is stored of the environment is damaged") == 1, said
+    assert said.count("the stored environment is damaged") == 1, said
 
 
 def test_F29_what_was_altered_and_is_there_no_more_fails_the_run_by_name(
@@ -227,8 +225,8 @@ def test_F29_what_was_altered_and_is_there_no_more_fails_the_run_by_name(
     small.install("toy", "3.0", {"toy/__init__.py": "VALUE = 'three'\n"})
     stopped.send(signal.SIGCONT)
     answer = warmed.ask("sys.going.results(60)")
-    assert answer.startswith("RunError: what is stored of the environment is gone, or is not what was"), answer
-    assert golden("snapshots.snapshot_failures.removed-store") in answer and "call it again" in answer
+    assert answer.startswith("RunError: the stored environment is missing or is not what was"), answer
+    assert golden("snapshots.snapshot_failures.removed-store") in answer and "call the function again" in answer
     assert warmed.ask("call(work.code)") == "'first'"
 
 

@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-from serverless_gpu.cli import program
 from serverless_gpu.cli.runs.run_details import use_lines
 from serverless_gpu.model.receipt import DeviceUse
-from tests.support.cli.cli import FIRST, RECEIPT, SPEC
+from tests.support.cli.cli import FIRST, RECEIPT, SPEC, sgpu
 from tests.support.client.plotted import ORIGIN_NS, attempt, telemetry
 from tests.support.golden import golden
 
@@ -25,11 +23,6 @@ TABLE = [
     "0  87 %  57.1 GiB     12.5 s     A",
     "1  3 %   -            -          B",
 ]
-
-
-def sgpu(*arguments: str) -> Result:
-    """Run the command in this process; an error of ours is raised."""
-    return CliRunner().invoke(program.sgpu, arguments, catch_exceptions=False, prog_name="sgpu")
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from serverless_gpu.client.remote.profile import ServerProfile, write_profile
 SOURCE = Path(serverless_gpu.__path__[0]).parent
 COSTLY = {"alembic", "asyncio", "cloudpickle", "email", "fastapi", "http", "httpx2", "importlib.metadata", "json"}
 COSTLY |= {"logging", "multiprocessing", "numpy", "obstore", "sqlalchemy", "sqlite3", "ssl", "tempfile", "uvicorn"}
-START = {"", ".cli", ".cli.exit_codes", ".cli.program"}
+START = {"", ".cli", ".cli.command_group", ".cli.exit_codes", ".cli.program"}
 START |= {".errors", ".lazy_import", ".version"}
 """Modules of this package that every command loads, below `serverless_gpu`."""
 LIST = START | {

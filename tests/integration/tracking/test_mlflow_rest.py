@@ -217,7 +217,7 @@ def test_files_go_through_the_servers_own_store_and_nowhere_else() -> None:
             "http://o/x",
         ):
             other = TrackerRun(run_id="x", experiment_id="1", uri=tracked.uri, url="", artifacts=elsewhere)
-            with pytest.raises(TrackerRefused, match="takes no files"):
+            with pytest.raises(TrackerRefused, match="accepts no files"):
                 tracker.upload(other, "a", b"x")
         root = tracked.artifacts.replace("mlflow-artifacts:", f"{mlflow.uri}/api/2.0/mlflow-artifacts/artifacts")
         tracker.upload(TrackerRun(run_id="x", experiment_id="1", uri=tracked.uri, url="", artifacts=root), "b", b"y")
@@ -316,12 +316,12 @@ def test_what_makes_no_request_is_refused_and_not_shown(environ: dict[str, str])
         uri = "http://mlflow.test:5000" if "ALL_PROXY" in environ else mlflow.uri
         with talking(uri, {"MLFLOW_TRACKING_URI": uri, **environ}) as tracker, pytest.raises(TrackerRefused) as refused:
             made(tracker)
-    assert str(refused.value).startswith(f"MLflow at {uri} cannot be asked: ")
+    assert str(refused.value).startswith(f"cannot send a request to MLflow at {uri}: ")
     assert "secret" not in str(refused.value)
 
 
 def test_an_address_that_makes_no_request_is_refused() -> None:
-    with talking("http://mlflow\x01/") as tracker, pytest.raises(TrackerRefused, match="cannot be asked"):
+    with talking("http://mlflow\x01/") as tracker, pytest.raises(TrackerRefused, match="cannot send a request"):
         made(tracker)
 
 

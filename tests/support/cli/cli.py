@@ -9,6 +9,7 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from serverless_gpu.cli import program
+from tests.support.cli.json_output import check_json
 
 FIRST, SECOND = "01m7wtgc0mdrq1jtwz87xq3ma4", "01m7wtgcvn7dzamkbw6x08yjqb"
 SPEC = {
@@ -43,7 +44,10 @@ RECEIPT = {
 
 def sgpu(*arguments: str) -> Result:
     """Run the command in this process; an error of ours is raised."""
-    return CliRunner().invoke(program.sgpu, arguments, catch_exceptions=False, prog_name="sgpu")
+    done = CliRunner().invoke(program.sgpu, arguments, catch_exceptions=False, prog_name="sgpu")
+    if "--json" in arguments and done.exit_code == 0 and "--records" not in arguments:
+        check_json(arguments, done.stdout)
+    return done
 
 
 STOPPED = {"type": "stopped", "state": "FAILED", "reason": "rank_raised", "consequences": [], "log_tail": ""}

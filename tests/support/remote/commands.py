@@ -5,12 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from click.testing import CliRunner, Result
-
-from serverless_gpu.cli import program
 from serverless_gpu.client.launch.launch import launch_command
 from serverless_gpu.client.runs.run import Run
 from serverless_gpu.model.spec import Command, Resources, RunSpec
+from tests.support.cli.cli import sgpu as sgpu
 
 
 def start(*argv: str, gpus: int = 1, name: str = "said", resume: bool = False) -> Run[None]:
@@ -25,11 +23,6 @@ def start(*argv: str, gpus: int = 1, name: str = "said", resume: bool = False) -
         resume=resume,
     )
     return launch_command(spec)
-
-
-def sgpu(*arguments: str) -> Result:
-    """Run the command in this process; an error of ours is raised."""
-    return CliRunner().invoke(program.sgpu, arguments, catch_exceptions=False, prog_name="sgpu")
 
 
 def spawn(*arguments: str) -> subprocess.Popen[str]:

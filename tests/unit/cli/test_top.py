@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from serverless_gpu.cli.top_table import Around, DeviceOwner, Style, TopTable, as_json, draw, tabulate
+from serverless_gpu.cli.top_table import Around, DeviceOwner, Style, TopTable, draw, table_json, tabulate
 from serverless_gpu.model.telemetry import RankSample
 from serverless_gpu.node.monitor.messages import NodeFrame
 from tests.support.cli.framed import FIRST, NOW_NS, SECOND, S, around, frame, slots
@@ -145,7 +145,7 @@ def test_a_terminal_without_unicode_gets_none_of_ours() -> None:
 
 
 def test_json_has_every_value() -> None:
-    value = json.loads(msgspec.json.encode(as_json(made())))
+    value = json.loads(msgspec.json.encode(table_json(made())))
     assert value["node"] == "node-7" and value["host"]["cpu_percent"] == 37
     assert value["devices"][1]["throttle"] == 4 and value["devices"][1]["owner"]["rank"] == 1
     assert value["devices"][7]["busy_percent"] is None and value["devices"][7]["owner"] is None

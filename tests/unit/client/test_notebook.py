@@ -63,7 +63,7 @@ VALID = ", ".join(["-o NAME", *(f"--{name.replace('_', '-')}" for name in VALUES
         ("-o 2x", "-o needs the name of a variable, not '2x'"),
         ("-o class", "-o needs the name of a variable, not 'class'"),
         ("-o", "-o needs a value"),
-        ("--gpu-type 'CPU", "the line of %%distributed cannot be read: No closing quotation"),
+        ("--gpu-type 'CPU", "the line of %%distributed is invalid: No closing quotation"),
     ],
 )
 def test_a_wrong_line_is_told_in_words(line: str, told: str) -> None:

@@ -132,38 +132,38 @@ def test_a_semicolon_at_the_end_asks_for_silence(text: str, silent: bool) -> Non
     assert ends_silently(text) is silent
 
 
-SHELL_HINT = "hint: put %magics, !commands and ? into a cell of their own, without %%distributed"
+SHELL_HINT = "hint: move %magics, !commands and ? to a cell without %%distributed"
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("x = 1\n%time f()", f"line 3 of the cell is for the notebook, not for ranks: %time f()\n{SHELL_HINT}"),
-        ("!ls -l", f"line 2 of the cell is for the notebook, not for ranks: !ls -l\n{SHELL_HINT}"),
-        ("a = !ls", f"line 2 of the cell is for the notebook, not for ranks: a = !ls\n{SHELL_HINT}"),
-        ("os.path?", f"line 2 of the cell is for the notebook, not for ranks: os.path?\n{SHELL_HINT}"),
+        ("x = 1\n%time f()", f"line 3 of the cell is notebook syntax, which ranks cannot run: %time f()\n{SHELL_HINT}"),
+        ("!ls -l", f"line 2 of the cell is notebook syntax, which ranks cannot run: !ls -l\n{SHELL_HINT}"),
+        ("a = !ls", f"line 2 of the cell is notebook syntax, which ranks cannot run: a = !ls\n{SHELL_HINT}"),
+        ("os.path?", f"line 2 of the cell is notebook syntax, which ranks cannot run: os.path?\n{SHELL_HINT}"),
         (
             "async with x: pass",
-            "line 2 of the cell: ranks do not await at the top level: async with x: pass\n"
+            "line 2 of the cell: ranks cannot await at the top level: async with x: pass\n"
             "hint: write an async function in the cell and run it with asyncio.run(...)",
         ),
         (
             "x = await y",
-            "line 2 of the cell: ranks do not await at the top level: x = await y\n"
+            "line 2 of the cell: ranks cannot await at the top level: x = await y\n"
             "hint: write an async function in the cell and run it with asyncio.run(...)",
         ),
         (
             "if x:\n    return 1",
             "line 3 of the cell: a cell cannot return or yield: return 1\n"
-            "hint: end the cell with an expression: its value is each rank's result",
+            "hint: end the cell with an expression; its value becomes each rank's result",
         ),
         (
             "yield 1",
             "line 2 of the cell: a cell cannot return or yield: yield 1\n"
-            "hint: end the cell with an expression: its value is each rank's result",
+            "hint: end the cell with an expression; its value becomes each rank's result",
         ),
-        ("x = = 1", "line 2 of the cell is not Python: invalid syntax: x = = 1"),
-        ("x = (", "line 2 of the cell is not Python: '(' was never closed: x = ("),
+        ("x = = 1", "line 2 of the cell is not valid Python: invalid syntax: x = = 1"),
+        ("x = (", "line 2 of the cell is not valid Python: '(' was never closed: x = ("),
     ],
 )
 def test_what_cannot_run_on_ranks_is_refused_with_its_line(text: str, told: str) -> None:

@@ -140,6 +140,6 @@ def test_a_home_without_a_server(home: Path) -> None:
 
 def test_a_profile_that_cannot_be_used(home: Path) -> None:
     (home / "server.json").write_text("{")
-    assert "cannot be understood" in look_at_server(os.environ).problem
+    assert "is invalid: " in look_at_server(os.environ).problem
     without_token = {**os.environ, "SERVERLESS_GPU_SERVER": "http://127.0.0.1:9"}
     assert "SERVERLESS_GPU_TOKEN is not" in look_at_server(without_token).problem

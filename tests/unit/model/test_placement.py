@@ -37,7 +37,7 @@ MIXED = parse_fake("H100:4,A10:2")
 REAL = (gpu(0, "GPU-aa11"), gpu(1, "GPU-aa22"), gpu(2, "GPU-bb33"))
 K80 = (gpu(0, "GPU-1", "Tesla K80"),)
 NO_GPU_HINT = (
-    'hint: gpu_type="CPU" runs on CPU slots, SERVERLESS_GPU_FAKE="H100:8" makes slots that pass for GPUs; '
+    'hint: gpu_type="CPU" runs on CPU slots, SERVERLESS_GPU_FAKE="H100:8" creates fake GPUs; '
     "a GPU that CUDA_VISIBLE_DEVICES hides does not count"
 )
 
@@ -220,7 +220,7 @@ def test_own_types_can_be_asked_for() -> None:
             (*H100S, *SLOTS),
             NotEnoughGpus,
             "asked for 8 CPU slots, this machine has 2\n"
-            'hint: SERVERLESS_GPU_FAKE="CPU:8" makes as many slots, whatever the number of cores',
+            'hint: SERVERLESS_GPU_FAKE="CPU:8" creates as many slots, whatever the number of cores',
         ),
         (
             None,
@@ -228,7 +228,7 @@ def test_own_types_can_be_asked_for() -> None:
             H100S,
             NotEnoughGpus,
             "asked for 1 CPU slot, this machine has 0\n"
-            'hint: SERVERLESS_GPU_FAKE="CPU:1" makes as many slots, whatever the number of cores',
+            'hint: SERVERLESS_GPU_FAKE="CPU:1" creates as many slots, whatever the number of cores',
         ),
     ],
 )

@@ -53,16 +53,16 @@ def test_windows_are_read_as_people_write_them_and_written_so_that_they_can_be_r
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("", "neither days nor times"),
-        ("every night please", "neither days nor times"),
-        ("weekdays", "'weekdays' is none of mon, tue, wed, thu, fri, sat, sun"),
-        ("mon- 09:00-17:00", "'' is none of mon"),
-        ("mon 9-17", "'9-17' is not from when to when"),
-        ("mon 09:00-25:00", "'09:00-25:00' is not on a clock from 00:00 to 24:00"),
-        ("mon 09:61-10:00", "not on a clock"),
-        ("24:00-08:00", "not on a clock"),
-        ("mon 09:00-09:00", "is no time at all; days alone stand for all day"),
-        ("09:00-17:00 mon", "'09:00' is none of mon"),
+        ("", "expected days, times or both"),
+        ("every night please", "expected days, times or both"),
+        ("weekdays", "'weekdays' is not one of mon, tue, wed, thu, fri, sat, sun"),
+        ("mon- 09:00-17:00", "'' is not one of mon"),
+        ("mon 9-17", "'9-17' is not a range of times"),
+        ("mon 09:00-25:00", "'09:00-25:00' is not within 00:00 to 24:00"),
+        ("mon 09:61-10:00", "is not within 00:00"),
+        ("24:00-08:00", "is not within 00:00"),
+        ("mon 09:00-09:00", "is an empty range; write the days alone for whole days"),
+        ("09:00-17:00 mon", "'09:00' is not one of mon"),
     ],
 )
 def test_what_is_no_window_is_refused_with_what_would_be_one(text: str, what: str) -> None:

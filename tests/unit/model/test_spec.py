@@ -237,7 +237,7 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, object], str]] = {
     "a million gpus": ({"gpus": 1_000_000}, "gpus must be between 1 and 100000, not 1000000"),
     "two numbers of gpus": (
         {"gpus": 4, "num_gpus": 8},
-        "gpus=4 and num_gpus=8 disagree\nhint: num_gpus is an alias: give one of them",
+        "gpus=4 and num_gpus=8 disagree\nhint: num_gpus is an alias of gpus: give one of them",
     ),
     "timeout zero": ({"timeout": 0}, "timeout must be a positive number of seconds, not 0"),
     "timeout negative": ({"timeout": -1.5}, "timeout must be a positive number of seconds, not -1.5"),
@@ -258,8 +258,8 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, object], str]] = {
     "ranks_log": ({"ranks_log": [-1]}, "ranks_log must be between 0 and 100000, not -1"),
     "env": (
         {"env": "torch-2.9"},
-        "env='torch-2.9' is not possible\n"
-        "hint: 'live' imports the files where they lie, 'snapshot' a copy of them as they are at the call",
+        "env='torch-2.9' is not valid\n"
+        "hint: 'live' imports the caller's files in place, 'snapshot' imports a copy of them from the time of the call",
     ),
     "hang_timeout": ({"hang_timeout": 0}, "hang_timeout must be a positive number of seconds, not 0"),
     "idle_timeout": ({"idle_timeout": 0}, "idle_timeout must be a positive number of seconds, not 0"),

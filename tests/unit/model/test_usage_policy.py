@@ -65,13 +65,13 @@ def test_one_applies_by_itself_and_of_several_the_run_says_which(
 @pytest.mark.parametrize(
     ("attached", "named", "team", "is_free", "says", "hint"),
     [
-        (Attached(own=("b", "a")), None, "", False, "2 usage policies are for this run of alice", "SGPU_POLICY"),
-        (Attached(own=("b", "a")), None, "", False, "does not say which", ": a, b"),
+        (Attached(own=("b", "a")), None, "", False, "2 usage policies apply to this run of alice", "SGPU_POLICY"),
+        (Attached(own=("b", "a")), None, "", False, "selects none of them", ": a, b"),
         (Attached(own=("a",), teams={"search": ("s",)}), None, "search", False, "2 usage policies", ": a, s"),
         (Attached(teams={"search": ("s",), "ads": ("t",)}), None, "", False, "2 usage policies", ": s, t"),
         # Whoever has one cannot leave it for one that is attached to nobody, or to others.
-        (Attached(own=("a",)), "free", "", True, "'free' is not for runs of alice", ": a"),
-        (Attached(), "theirs", "", False, "'theirs' is not for runs of alice", "sgpu policy attach theirs"),
+        (Attached(own=("a",)), "free", "", True, "'free' does not apply to runs of alice", ": a"),
+        (Attached(), "theirs", "", False, "'theirs' does not apply to runs of alice", "sgpu policy attach theirs"),
         (Attached(teams={"search": ("s",)}), "s", "ads", False, "alice's runs for team 'ads'", "attach s"),
     ],
 )
@@ -104,7 +104,7 @@ def test_what_is_not_said_or_not_theirs_is_refused(
         ({"pool": "slow", "pools": ("fast",)}, {"pool": "gold"}, "pool='gold'", "pools slow, fast"),
         ({"idle_s": 600.0}, {"idle_timeout_s": 601.0}, "idle_timeout=601", "idle_timeout up to 600"),
         ({"priorities": (BEST_EFFORT,)}, {"priority": CRITICAL}, "priority='CRITICAL'", "classes BEST_EFFORT"),
-        ({"environments": ("0" * 64,)}, {"environment": "live"}, "import where they lie", "env='snapshot'"),
+        ({"environments": ("0" * 64,)}, {"environment": "live"}, "files in place", "env='snapshot'"),
         (
             {"default_tags": {f"d{n}": "x" for n in range(TAGS_MAX)}},
             {"tags": {"mine": "y"}},

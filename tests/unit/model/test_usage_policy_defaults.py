@@ -48,7 +48,7 @@ def test_22D7_a_team_that_is_required_is_the_only_one_of_its_owner() -> None:
 @pytest.mark.parametrize(
     ("teams", "hint"),
     [
-        (("search", "ads"), "team= one of: ads, search"),
+        (("search", "ads"), "set team= to one of: ads, search"),
         ((), "an operator can add you: sgpu team join TEAM USER"),
     ],
 )

@@ -63,13 +63,13 @@ def test_a_cluster_as_one_sum() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "is no file of a cluster"),
-        ("[[nodes]]\ngpus = 0", "is no file of a cluster"),
+        ("", "is not a valid cluster file"),
+        ("[[nodes]]\ngpus = 0", "is not a valid cluster file"),
         ("[[nodes]]\ngpu = 8", "gpu"),
         ("[[nodes]]\ngpus = 8\ncount = 99999\n[[nodes]]\ngpus = 8\ncount = 99999", "more than 100000 nodes"),
         ('[[nodes]]\ngpus = 8\npool = "a"\n[[pools]]\nname = "b"', "pool a, which is not among"),
         ('[[nodes]]\ngpus = 8\n[[pools]]\nname = "b"\nreturn = "soon"', "'soon' is not a duration"),
-        ("[[nodes]]\ngpus = 8\n[teams]\nsearch = -1", "is no file of a cluster"),
+        ("[[nodes]]\ngpus = 8\n[teams]\nsearch = -1", "is not a valid cluster file"),
     ],
 )
 def test_what_is_no_file_of_a_cluster(tmp_path: Path, text: str, words: str) -> None:

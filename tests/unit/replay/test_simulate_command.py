@@ -58,7 +58,11 @@ def test_policies_side_by_side(trace: str) -> None:
 def test_the_same_as_json(trace: str) -> None:
     result = ran(trace, "--cluster", "1x8", "--policy", "srtf", "--json")
     told = json.loads(result.output)
-    assert (told["trace"], told["gpus"], told["impossible"]) == ("four.csv", 8, {"that need more than there is": 1})
+    assert (told["trace"], told["gpus"], told["impossible"]) == (
+        "four.csv",
+        8,
+        {"that need more GPUs than the cluster has": 1},
+    )
     figures = told["policies"]["srtf"]
     assert (figures["jobs"], figures["preemptions"], figures["unserved"]) == (4, 3, 0)
     assert set(figures["wait"]) == {"mean", "p50", "p95", "p99", "most"}

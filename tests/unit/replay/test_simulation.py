@@ -128,9 +128,9 @@ def test_who_can_never_be_placed_is_left_out_with_the_reason() -> None:
     for policy in ("first-fit", "ours"):
         outcome = simulate(in_order(jobs), cluster, policy)
         assert outcome.impossible == {
-            "that need more than there is": 1,
-            "that need L4, of which there is none": 1,
-            "that need H100, of which there is none": 1,
+            "that need more GPUs than the cluster has": 1,
+            "that need L4, which the cluster does not have": 1,
+            "that need H100, which the cluster does not have": 1,
         }
 
 

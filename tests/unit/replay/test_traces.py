@@ -117,23 +117,23 @@ def test_what_is_not_understood_is_left_out_and_counted(tmp_path: Path) -> None:
     trace = read_trace(_written(tmp_path / "t.csv", rows))
     assert len(trace.jobs) == 1
     assert trace.left_out == {
-        "with a part of a GPU": 1,
-        "whose priority is neither critical, normal nor best_effort": 1,
+        "with a fractional number of GPUs": 1,
+        "whose priority is not critical, normal or best_effort": 1,
     }
 
 
 @pytest.mark.parametrize(
     ("name", "data", "words"),
     [
-        ("t.txt", b"", "t.txt cannot be read as a trace"),
-        ("t.json", b"{", "t.json is no trace"),
-        ("t.json", b"{}", "no list of jobs"),
+        ("t.txt", b"", "t.txt is not a trace file"),
+        ("t.json", b"{", "t.json is not a valid trace"),
+        ("t.json", b"{}", "not a list of jobs"),
         ("t.json", b"[]", "has no jobs"),
-        ("t.json", b'[{"attempts": 3, "submitted_time": "x"}]', "is no trace"),
-        ("t.parquet", b"nothing", "is no parquet file"),
+        ("t.json", b'[{"attempts": 3, "submitted_time": "x"}]', "is not a valid trace"),
+        ("t.parquet", b"nothing", "is not a valid parquet file"),
         ("t.csv", b"a,b\n1,2\n", "has no column submit_time_s; it has a, b"),
         ("t.csv", b"submit_time_s,duration_s,num_gpus\nx,2,3\nnan,1,1\n", "has no jobs"),
-        ("t.csv", b"\xff\xfe\x00", "is no trace"),
+        ("t.csv", b"\xff\xfe\x00", "is not a valid trace"),
     ],
 )
 def test_what_is_no_trace_says_so(tmp_path: Path, name: str, data: bytes, words: str) -> None:

@@ -20,7 +20,7 @@ from typing import TypeVar
 import click
 
 from serverless_gpu.cli.exit_codes import CANCELLED
-from serverless_gpu.cli.output import say, say_lines
+from serverless_gpu.cli.output import JsonType, json_option, say, say_lines
 from serverless_gpu.errors import ServerlessGpuError
 
 Command = TypeVar("Command", bound=Callable[..., object])
@@ -30,9 +30,9 @@ _TROUBLE = 2
 
 @click.group()
 def env() -> None:
-    """Capture what Python sees, restore it elsewhere, and tell what changed.
+    """Capture, restore and compare environments.
 
-    An ADDRESS is that of a snapshot, or any beginning of one that no other snapshot in the store has.
+    ADDRESS is the address of a snapshot, or a beginning that is unique in the store.
     """
 
 
@@ -46,20 +46,16 @@ def _store(command: Command) -> Command:
     return click.option("--store", metavar="URL", help=text)(command)
 
 
-def _json(command: Command) -> Command:
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
-
-
 @env.command()
 @click.argument("address", required=False)
 @click.option("--all", "everything", is_flag=True, help="Name every unit and file, not only the largest.")
 @_python
 @_store
-@_json
+@json_option(JsonType("cli.json_types:EnvironmentDetails"))
 def show(address: str | None, everything: bool, python: str | None, store: str | None, as_json: bool) -> None:
-    """Show what an environment consists of.
+    """Show the contents of an environment.
 
-    Without ADDRESS that of the interpreter as it is now; with ADDRESS a captured one.
+    Without ADDRESS, the command shows the current environment of the interpreter.
     """
     with _interruptible("nothing was changed"):
         module = _module("show")
@@ -71,11 +67,11 @@ def show(address: str | None, everything: bool, python: str | None, store: str |
 
 @env.command()
 @_python
-@_json
+@json_option(JsonType("cli.json_types:EnvironmentFingerprint"))
 def fingerprint(python: str | None, as_json: bool) -> None:
-    """Print the address of the environment as it is now; say whether it was known, and what changed if not.
+    """Print the environment's current address.
 
-    Nothing is captured.
+    The command also prints what changed since the last capture. It captures nothing.
     """
     with _interruptible("nothing was changed"):
         _module("show").fingerprint(python, as_json=as_json)
@@ -85,11 +81,12 @@ def fingerprint(python: str | None, as_json: bool) -> None:
 @click.option("--repair", is_flag=True, help="Check what the store has of it first, and send again what is damaged.")
 @_python
 @_store
-@_json
+@json_option(JsonType("cli.json_types:EnvironmentCapture"))
 def capture(repair: bool, python: str | None, store: str | None, as_json: bool) -> None:
-    """Capture the environment as it is now: send what the store lacks, and print the address.
+    """Capture the current environment.
 
-    What was sent stays when it is interrupted: the next capture goes on from there.
+    The command sends missing files to the store and prints the address. After an interruption, the next capture
+    continues with what is missing.
     """
     with _interruptible("what was sent stays, and the next capture goes on from there; no snapshot was made"):
         _module("store").capture(python, store, repair=repair, as_json=as_json)
@@ -97,15 +94,16 @@ def capture(repair: bool, python: str | None, store: str | None, as_json: bool) 
 
 @env.command()
 @click.argument("address")
-@click.argument("directory")
+@click.argument("directory", type=click.Path(file_okay=False))
 @click.option("--copies", is_flag=True, help="Copy every file; else packages are links to the cache, read-only.")
 @_python
 @_store
-@_json
+@json_option(JsonType("cli.json_types:EnvironmentRestore"))
 def restore(address: str, directory: str, copies: bool, python: str | None, store: str | None, as_json: bool) -> None:
-    """Restore a snapshot into DIRECTORY, which is new or empty, and print the command that uses it.
+    """Restore a snapshot into DIRECTORY.
 
-    --python names the interpreter to put it on; default: one of the same version that is found on this machine.
+    DIRECTORY must be new or empty. The command prints the path of the interpreter to use. --python names the base
+    interpreter; the default is one of the same version on this machine.
     """
     with _interruptible("the directory was not made; what was fetched stays, and the next restore goes on from there"):
         _module("store").restore_into(address, directory, python, store, copies=copies, as_json=as_json)
@@ -116,12 +114,13 @@ def restore(address: str, directory: str, copies: bool, python: str | None, stor
 @click.argument("second", metavar="[B]", required=False)
 @_python
 @_store
-@_json
+@json_option(JsonType("cli.json_types:EnvironmentDifference"))
 def diff(first: str | None, second: str | None, python: str | None, store: str | None, as_json: bool) -> None:
-    """Tell what differs: packages, files edited by hand, code, interpreter, start-up variables.
+    """Show differences between environments.
 
-    Without addresses: between the last capture and now. With A: between A and now. With A and B: between the two.
-    Ends with 0 when nothing differs, with 1 when something does, with 2 when that cannot be told.
+    Differences are packages, edited files, code, the interpreter and start-up variables. Without addresses, the command
+    compares the last capture with the current state; with A, it compares A with the current state; with A and B, it
+    compares the two. It exits with 0 for no difference, 1 for a difference and 2 for a failure.
     """
     with _interruptible("nothing was changed"):
         try:
@@ -147,12 +146,12 @@ def diff(first: str | None, second: str | None, python: str | None, store: str |
 @click.option("--cache", metavar="SIZE", help="Also shrink what was unpacked on this node to at most this: 20GB, 0.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be condemned and deleted.")
 @_store
-@_json
+@json_option(JsonType("cli.json_types:EnvironmentCollection"))
 def gc(keep: str, grace: str, cache: str | None, store: str | None, **flags: bool) -> None:
-    """Delete what no recent snapshot and no running attempt needs.
+    """Delete unused units of environments.
 
-    In two steps, so that a capture that goes on meanwhile loses nothing: what is needed no more is condemned, and
-    deleted by a later gc, at least --grace after that.
+    The command keeps all units of recent snapshots and running attempts. It deletes in two steps, so that a capture at
+    the same time loses nothing: it marks unused units, and a later gc deletes them after --grace.
     """
     with _interruptible("what was deleted is gone, the rest is as it was, and the next gc goes on"):
         _module("store").collect_garbage((keep, grace, cache), store, **flags)

@@ -13,7 +13,8 @@ import msgspec
 
 from serverless_gpu.ambient import SystemClock, format_utc
 from serverless_gpu.cli.amounts import duration_s, micros
-from serverless_gpu.cli.output import columns, print_json, say
+from serverless_gpu.cli.completion import complete_pool, complete_team
+from serverless_gpu.cli.output import JsonType, columns, json_option, print_json, say
 from serverless_gpu.cli.planning.advice_sources import (
     GpuTypeUses,
     PastUse,
@@ -65,8 +66,8 @@ _CALENDAR_NS = 315_532_800 * 1_000_000_000  # 1980
 @click.argument("trace", required=False, type=click.Path(path_type=Path))
 @click.option("--local", is_flag=True, help="Runs of this machine, though there is a server.")
 @click.option("--last", default="30d", show_default=True, metavar="AGE", help="How far to look back.")
-@click.option("--team", default="", help="Only runs of this team.")
-@click.option("--pool", default="", help="Only runs in this pool.")
+@click.option("--team", default="", help="Only runs of this team.", shell_complete=complete_team)
+@click.option("--pool", default="", help="Only runs in this pool.", shell_complete=complete_pool)
 @click.option("--gpu-type", default="", help="Which type; the one most used unless told.")
 @click.option("--reserved", metavar="PRICE|POOL", help="Price of a reserved GPU-hour, or a pool whose price it is.")
 @click.option("--on-demand", metavar="PRICE|POOL", help="Price of a GPU-hour on demand; that of any pool unless told.")
@@ -77,19 +78,19 @@ _CALENDAR_NS = 315_532_800 * 1_000_000_000  # 1980
 @click.option("--waiting", metavar="PRICE", help="What it costs when a run waits one hour for one GPU.")
 @click.option("--explain", is_flag=True, help="Print the formula of each number.")
 @click.option("--png", type=click.Path(path_type=Path), metavar="FILE", help="Write a picture of it: .png, .svg, .pdf.")
-@click.option("--json", "as_json_", is_flag=True, help="Print JSON.")
+@json_option(JsonType("cli.json_types:Advice"))
 def advise_command(**options: Any) -> None:
-    """Say how many GPUs to reserve, and which runs had more GPU than they used.
+    """Recommend how many GPUs to reserve.
 
-    From the server's ledger, as far as you may see it; without a server, from this machine's runs. TRACE is a file as
-    `sgpu simulate` reads it.
+    The command also lists runs that did not use their GPUs. It reads the server's ledger, or this machine's runs
+    without a server. TRACE is a file in the format of `sgpu simulate`.
     """
     drawing = None if options["png"] is None else load_drawing(options["png"], "serverless_gpu.replay.charts")
     configuration = read_configuration(this_home())
     wanted = _parse_filter(options)
     past, book = _read_use(options, wanted, configuration)
     report = _report(past, chosen(past, wanted), book, options, configuration.types)
-    if options["as_json_"]:
+    if options["as_json"]:
         print_json(as_json(report))
     else:
         for line in lines(report, explain=options["explain"]):

@@ -13,7 +13,7 @@ import msgspec
 
 from serverless_gpu.cli.amounts import duration_s
 from serverless_gpu.cli.exit_codes import CANCELLED
-from serverless_gpu.cli.output import columns, print_json, say
+from serverless_gpu.cli.output import JsonType, columns, json_option, print_json, say
 from serverless_gpu.cli.planning.pictures import load_drawing, write_picture
 from serverless_gpu.cli.runs.run_location import this_home
 from serverless_gpu.cli.server_connection import connect
@@ -79,12 +79,12 @@ class _TraceChoice(NamedTuple):
 @click.option("--reservations", type=click.IntRange(min=0), help="Blocked gangs that have devices reserved.")
 @click.option("--share", multiple=True, metavar="TEAM=WEIGHT", help="A team's share; others have 1.")
 @click.option("--png", type=click.Path(path_type=Path), metavar="FILE", help="Write a picture of it: .png, .svg, .pdf.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option(JsonType("cli.json_types:Simulation"))
 def simulate_command(**options: Any) -> None:
-    """Replay a trace on a cluster, and show what each scheduler makes of it.
+    """Replay a trace on a simulated cluster.
 
-    TRACE is a file: parquet or CSV with the columns submit_time_s, duration_s, num_gpus; Philly's cluster_job_log; or
-    what `sgpu runs --json` printed. Nothing is run: this is arithmetic.
+    The command compares the outcomes of several schedulers and runs nothing. TRACE is a Parquet or CSV file with the
+    columns submit_time_s, duration_s and num_gpus, Philly's cluster_job_log, or the output of `sgpu runs --json`.
     """
     asked = _TraceChoice(options["trace"], options["history"], options["made_up"])
     if sum(map(bool, asked)) != 1:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from serverless_gpu.ambient import SystemClock
+from serverless_gpu.cli.completion import complete_run
 from serverless_gpu.cli.output import say
 from serverless_gpu.cli.runs.run_location import locate, queued_runs, this_home
 from serverless_gpu.cli.runs.run_rows import fetch_ending
@@ -48,7 +49,7 @@ _READ_BYTES = 1 << 20
 
 
 @click.command()
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=complete_run)
 @click.option(
     "--rank", metavar="N|all", help="The rank to show, or all; without it, the rank that failed first, else rank 0."
 )
@@ -60,11 +61,10 @@ _READ_BYTES = 1 << 20
 @click.option("--follow", "-f", is_flag=True, help="Go on showing what is written until the run ends.")
 @click.option("--raw", is_flag=True, help="The bytes as they were written, all on stdout.")
 def logs(run: str | None, rank: str | None, stream: str, attempt: int | None, **options: Any) -> None:
-    """Show what a run wrote: stdout on stdout, stderr on stderr.
+    """Print the output of a run.
 
-    RUN is an identifier, or any beginning or end of one that no other run has; without it, the latest run. Of a run
-    that had several attempts, the last one is shown, and with --follow those that come after it; with --attempt, that
-    one alone.
+    Stdout goes to stdout and stderr to stderr. Of several attempts, the command prints the last one, and with --follow
+    also later ones. RUN is an identifier, or the beginning or end of one; without RUN, the latest run.
     """
     tail: int | None = options["tail"]
     follow: bool = options["follow"]

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from serverless_gpu.cli.output import print_json, say
+from serverless_gpu.cli.completion import complete_run
+from serverless_gpu.cli.output import JsonType, json_option, print_json, say
 from serverless_gpu.cli.runs.run_location import locate, queued_runs, this_home
 from serverless_gpu.cli.server_connection import patient_server
 from serverless_gpu.errors import InvalidValue, StorageError
@@ -42,7 +43,7 @@ class Result(NamedTuple):
 
 
 @click.command()
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=complete_run)
 @click.option("--rank", default="all", show_default=True, metavar="N|all", help="Whose result, or all of them.")
 @click.option(
     "--output",
@@ -50,12 +51,13 @@ class Result(NamedTuple):
     type=click.Path(file_okay=False, path_type=Path),
     help="Where to; a directory with the name of the run without it.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option(JsonType("cli.json_types:ResultCopy", is_list=True))
 def result(run: str | None, rank: str, directory: Path | None, as_json: bool) -> None:
-    """Copy what ranks returned to <rank>.pkl in a directory; prints the paths.
+    """Copy the results of ranks to files.
 
-    RUN is an identifier, or any beginning or end of one that no other run has; without it, the latest run. Nothing is
-    loaded: that would run code of whoever made it. In Python, `serverless_gpu.attach(RUN).result(rank)` loads it.
+    Each result becomes <rank>.pkl in a directory; the command prints the paths. It does not load results, because that
+    would run code of their author. In Python, `serverless_gpu.attach(RUN).result(rank)` loads one. RUN is an
+    identifier, or the beginning or end of one; without RUN, the latest run.
     """
     home = this_home()
     found = locate(home, run)

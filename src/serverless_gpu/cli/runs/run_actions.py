@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from serverless_gpu.ambient import SystemClock, format_moment
 from serverless_gpu.cli.amounts import age_s, size_bytes
+from serverless_gpu.cli.completion import complete_run
 from serverless_gpu.cli.exit_codes import exit_code
 from serverless_gpu.cli.output import columns, say, say_failure
 from serverless_gpu.cli.runs import run_rows as remote
-from serverless_gpu.cli.runs.run_details import show
 from serverless_gpu.cli.runs.run_location import PAGE, choose, locate, own_runs, queued_runs, server_runs, this_home
 from serverless_gpu.cli.runs.run_table import row
 from serverless_gpu.client.runs.attachment import attach as attach_to
@@ -32,12 +32,12 @@ from serverless_gpu.units import format_bytes, format_duration_ms
 
 
 @click.command()
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=complete_run)
 def attach(run: str | None) -> None:
-    """Show a run until it ends, as the call itself does; Ctrl-C leaves it to itself.
+    """Follow a run until it ends.
 
-    RUN is an identifier, or any beginning or end of one that no other run has; without it, the latest run. Exit codes
-    are those of `sgpu submit`: how the run ended; 130 after Ctrl-C.
+    RUN is an identifier, or the beginning or end of one; without RUN, the latest run. Ctrl-C detaches and leaves the
+    run alone. The exit code is that of `sgpu submit`, or 130 after Ctrl-C.
     """
     handle = attach_to(locate(this_home(), run).run_id)
     error = handle.follow(only_looks=True, raises=False)
@@ -48,18 +48,13 @@ def attach(run: str | None) -> None:
     sys.exit(exit_code(error))
 
 
-@click.group("run")
-def run_group() -> None:
-    """Look at one run, or act on it."""
-
-
-@run_group.command()
-@click.argument("run")
+@click.command()
+@click.argument("run", shell_complete=complete_run)
 def preempt(run: str) -> None:
-    """Ask a run to make room: its ranks may save first, and are told why.
+    """Ask a run to yield its devices.
 
-    A run of the server that asked for `resume` continues as a new attempt once there is room; any other ends. RUN is an
-    identifier, or any beginning or end of one that no other run has.
+    The ranks are told why and may save a checkpoint first. A run of the server with `resume` continues as a new attempt
+    when devices are free; any other run ends. RUN is an identifier, or the beginning or end of one.
     """
     found = locate(this_home(), run)
     handle = attach_to(found.run_id)
@@ -73,11 +68,11 @@ def preempt(run: str) -> None:
 
 
 @click.command()
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=complete_run)
 def cancel(run: str | None) -> None:
-    """Stop a run and wait until its devices were handed back.
+    """Stop a run and wait for its devices.
 
-    RUN is an identifier, or any beginning or end of one that no other run has; without it, what runs is listed.
+    RUN is an identifier, or the beginning or end of one. Without RUN, the command lists the running runs.
     """
     home = this_home()
     if run is None:
@@ -124,20 +119,17 @@ def describe_gate(handle: Run[object]) -> str:
     return receipt.gate
 
 
-run_group.add_command(show)
-run_group.add_command(cancel)
-
-
 @click.command()
-@click.argument("run", nargs=-1)
+@click.argument("run", nargs=-1, shell_complete=complete_run)
 @click.option("--older-than", metavar="AGE", help="Delete what ended longer ago: 12h, 7d, 2w.")
 @click.option("--keep", metavar="SIZE", help="Delete the oldest until the rest takes at most this: 20GiB.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_run: bool) -> None:
-    """Delete directories of ended runs, with their results and logs, and copies of results of a server's runs.
+    """Delete directories of ended runs.
 
-    Without RUN and options: what the configuration keeps no longer, which the agent deletes by itself every hour. What
-    ended less than an hour ago stays unless it is named, or AGE is shorter. A running run is never deleted.
+    The command deletes their logs and results, and copies of results of the server's runs. Without RUN and options it
+    deletes what the configuration no longer keeps; the agent does the same every hour. Runs that ended less than an
+    hour ago stay unless you name them or give a shorter AGE. Running runs always stay.
     """
     home = this_home()
     if run and (older_than or keep):

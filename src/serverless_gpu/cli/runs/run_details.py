@@ -10,7 +10,8 @@ import click
 import msgspec
 
 from serverless_gpu.ambient import format_moment
-from serverless_gpu.cli.output import columns, print_json, say
+from serverless_gpu.cli.completion import complete_run
+from serverless_gpu.cli.output import JsonType, columns, json_option, print_json, print_table, say, wide_option
 from serverless_gpu.cli.runs import run_rows
 from serverless_gpu.cli.runs.run_location import locate, queued_runs, this_home
 from serverless_gpu.cli.runs.run_rows import fetch_ending
@@ -39,12 +40,13 @@ _SHOWN_MAX = 128
 
 
 @click.command()
-@click.argument("run", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.argument("run", required=False, shell_complete=complete_run)
+@json_option(JsonType("cli.json_types:RunDetails"))
 def show(run: str | None, as_json: bool) -> None:
-    """Show everything about one run: what was asked for, how it ended, its receipt, its files.
+    """Show everything about one run.
 
-    RUN is an identifier, or any beginning or end of one that no other run has; without it, the latest run.
+    The command shows the request, the ending, the receipt, the devices and the files. RUN is an identifier, or the
+    beginning or end of one; without RUN, the latest run.
     """
     home = this_home()
     found = locate(home, run)
@@ -64,15 +66,17 @@ def show(run: str | None, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=complete_run)
 @click.option(
     "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Write a picture of it: .png, .svg, .pdf."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print every sample as JSON.")
-def metrics(run: str | None, plot: Path | None, as_json: bool) -> None:
-    """Show what was sampled of a run's nodes, GPUs and ranks.
+@wide_option
+@json_option(JsonType("cli.json_types:MetricSeriesByName"), text="Print every sample as JSON.")
+def metrics(run: str | None, plot: Path | None, wide: bool, as_json: bool) -> None:
+    """Show the telemetry of a run.
 
-    RUN is an identifier, or any beginning or end of one that no other run has; without it, the latest run.
+    The metrics come from the run's nodes, GPUs and ranks. RUN is an identifier, or the beginning or end of one; without
+    RUN, the latest run.
     """
     found = locate(this_home(), run)
     handle = attach(found.run_id)
@@ -91,8 +95,7 @@ def metrics(run: str | None, plot: Path | None, as_json: bool) -> None:
     for name, (_, values) in series.items():
         numbers = (min(values), sum(values) / len(values), max(values), values[-1])
         rows.append([name, str(len(values)), *(f"{number:,.1f}" for number in numbers)])
-    for line in columns(rows):
-        say(line)
+    print_table(rows[0], rows[1:], wide=wide)
 
 
 def _story(home: Home, record: RunRecord) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from serverless_gpu.ambient import SystemClock, format_moment, format_utc
-from serverless_gpu.cli.output import columns, print_json, say
+from serverless_gpu.cli.output import JsonType, json_option, print_json, print_table, say, wide_option
 from serverless_gpu.cli.runs.run_location import own_runs, queued_runs, server_costs, this_home
 from serverless_gpu.errors import ServerProblem
 from serverless_gpu.lazy_import import load
@@ -35,11 +35,13 @@ _NAME_CHARACTERS_MAX = 32
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="List at most this many.")
 @click.option("--state", type=click.Choice(_STATES, case_sensitive=False), help="List only runs in this state.")
 @click.option("--size", is_flag=True, help="Also show how much room each takes on disk.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per run.")
-def runs(limit: int, state: str | None, size: bool, as_json: bool) -> None:
-    """List runs, newest first: those of this home, and those of the server if there is one.
+@wide_option
+@json_option(JsonType("cli.json_types:RunRow", is_list=True))
+def runs(limit: int, state: str | None, size: bool, wide: bool, as_json: bool) -> None:
+    """List runs, newest first.
 
-    With a server that cannot be asked, the list is of this home alone, and the exit code is 75.
+    The list has the runs of this home and those of the server. If the server does not answer, the command lists the
+    runs of this home and exits with 75.
     """
     home = this_home()
     queued = queued_runs(home)
@@ -62,8 +64,7 @@ def runs(limit: int, state: str | None, size: bool, as_json: bool) -> None:
         rows = [row(record, home, size=size) for record in mine]
         rows += [[*_remote().row(view), *(["-"] if size else []), used_text(costs.get(view.id))] for view in views]
         head = [*_HEAD[:-1], "SIZE", _HEAD[-1]] if size else _HEAD
-        for line in columns([head, *sorted(rows, reverse=True)[:limit]]):
-            say(line)
+        print_table(head, sorted(rows, reverse=True)[:limit], wide=wide)
     else:
         say(f"no runs in {home.runs}" + (f" are {state}" if state else ""))
     if away is not None:

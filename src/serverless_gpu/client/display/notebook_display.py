@@ -1,13 +1,13 @@
-"""Display of a run in a notebook: the ranks' lines as the cell's output, and one status that is updated.
+"""Shows a run in a notebook: the ranks' lines as the cell's output, and one status display.
 
     ● RUNNING for 12 s                       one display, updated in place at most four times a second:
       rank 0   40%|████      | 4/10            state, progress bars
     [rank 0] loss 0.31                       ordinary stream output of the cell
     ● 2 × H100 · 41 s · verified free …      the receipt: a second display, which comes last
 
-Lines are plain stream text, so that every front end shows them and `nbconvert` keeps them. A progress bar becomes a
-line when it is finished. Messages before the start are in the status, too; later ones are text on stderr. When the
-front end is gone, or showing raises, the run goes on without the status.
+Lines are plain stream text, so that every front end shows them and `nbconvert` keeps them. A finished progress bar
+becomes a line. Messages before the start appear in the status, and later messages appear on stderr. If the front end
+has disconnected or the display raises, the run continues without the status.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ class StatusOutput(Protocol):
     """One output of a cell."""
 
     def show(self, bundle: dict[str, str]) -> None:
-        """Replace the shown content; may raise anything."""
+        """Replace the shown content. This method may raise any exception."""
 
 
 class KernelOutput:
-    """One output of the cell that runs, by way of IPython."""
+    """One output of the running cell, shown through IPython."""
 
     def __init__(self) -> None:
         self._handle: _Handle | None = None
 
     def show(self, bundle: dict[str, str]) -> None:
-        """Show this in all front ends of the kernel."""
+        """Show the content in all front ends of the kernel."""
         from IPython.display import display
 
         if self._handle is None:
-            self._handle = display(bundle, raw=True, display_id=True)  # type: ignore[no-untyped-call]  # IPython's
+            self._handle = display(bundle, raw=True, display_id=True)  # type: ignore[no-untyped-call]  # IPython is untyped
         else:
             self._handle.update(bundle, raw=True)
 
 
 class _Handle(Protocol):
-    """The used part of `IPython.display.DisplayHandle`."""
+    """The part of `IPython.display.DisplayHandle` that this module uses."""
 
     def update(self, obj: Mapping[str, str], *, raw: bool) -> None: ...
 
 
 class OutputStatus:
-    """Content of an output, updated a few times a second at most."""
+    """Content of an output, updated at most a few times a second."""
 
     def __init__(self, output: StatusOutput, clock: Clock) -> None:
         self._output = output
@@ -75,23 +75,26 @@ class OutputStatus:
 
     @property
     def due(self) -> bool:
-        """Return whether enough time has passed since the last change."""
+        """Return True if enough time has passed since the last change."""
         return not self._shown or self._clock.boottime_ns() - self._shown_ns >= _TICK_S * 1e9
 
     def show(self, plain: str, page: str, *, now: bool) -> None:
-        """Show plain text and HTML, unless the last change was a moment ago and `now` is False."""
+        """Show plain text and HTML. Skip a change soon after the last one, unless `now` is True."""
         bundle = {"text/plain": plain, "text/html": page}
         if self.broken or self._shown == bundle or not (now or self.due):
             return
         self._shown, self._shown_ns = bundle, self._clock.boottime_ns()
         try:
             self._output.show(bundle)
-        except Exception:  # noqa: BLE001 - the front end may be gone, and user code may replace any part of it
+        except Exception:  # noqa: BLE001 - the front end may have disconnected, and user code may replace its parts
             self.broken = True
 
 
 class NotebookDisplay(LineDisplay):
-    """Shows one run in the cell that waits for it: `status` while it runs, `account` for the receipt."""
+    """Shows one run in the cell that waits for it.
+
+    `status` is the output during the run, and `account` is the output for the receipt.
+    """
 
     tick_s: float | None = _TICK_S
 
@@ -111,23 +114,23 @@ class NotebookDisplay(LineDisplay):
         self._running_ns: int | None = None
         self._ran_ms: int | None = None
         self._finished = False
-        self._accounted = False  # the receipt stands, and nothing comes after it
+        self._accounted = False  # True after the receipt is shown, because nothing may follow the receipt.
         self._tracked = ""
 
     def output(self, rank: int, stream: str, text: str) -> None:
-        """Print a rank's finished lines; show its redrawn line in the status."""
+        """Print a rank's finished lines. Show its unfinished line in the status."""
         self._print(rank, stream, self._screens.feed(rank, stream, text, self._clock.boottime_ns()))
         self._show()
 
     def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
-        """Print how much is missing and where it is."""
+        """Print the size of missing output and its location."""
         screen = self._screens.by_stream.get((rank, stream))
-        if screen is not None and not screen.moving:  # what comes next is not the rest of that line
+        if screen is not None and not screen.moving:  # Output after a gap must not continue the line before the gap.
             self._print(rank, stream, self._screens.end(rank, stream, broken=True))
         _write("stderr", self._missing(rank, stream, bytes_, lost))
 
     def say(self, sentence: str) -> None:
-        """Show a sentence of ours: in the status while nothing runs yet, as text later."""
+        """Show a message of serverless-gpu: in the status before the start, as text later."""
         if self._state in _BEFORE and not self._finished:
             self._sentence = sentence
             self._show()
@@ -135,7 +138,7 @@ class NotebookDisplay(LineDisplay):
             _write("stderr", f"serverless-gpu: {sentence}\n")
 
     def progress(self, sentence: str) -> None:
-        """Show how far something is, in the status."""
+        """Show a progress message in the status."""
         self._sentence = sentence
         self._show()
 
@@ -148,29 +151,29 @@ class NotebookDisplay(LineDisplay):
         began = state != self._state
         self._wait.over(self._clock.boottime_ns())
         self._state, self._sentence = state, sentence
-        if began or sentence:  # the first state, without a word, is not worth a flicker
+        if began or sentence:  # The first state without a message would only make the display flicker.
             self._show()
 
     def waits(self, sentence: str, queued_ns: int | None) -> None:
-        """Show the wait and its duration."""
+        """Show the wait in the queue and its duration."""
         self._begin_to_wait(sentence, queued_ns)
         self._state, self._sentence = "QUEUED", sentence
         self._show()
 
     def tick(self) -> None:
-        """Print lines that have waited for long enough, and let time pass in the status."""
+        """Print lines that time has made final, and update the durations in the status."""
         now_ns = self._clock.boottime_ns()
         for rank, stream, lines in self._screens.settle(now_ns):
             self._print(rank, stream, lines)
         self._show()
 
     def tracked(self, url: str) -> None:
-        """Show the link in the status, from now on."""
+        """Show the link to MLflow in the status from this call on."""
         self._tracked = url
         self._show()
 
     def receipt(self, receipt: Receipt) -> None:
-        """Show the receipt below the output of the ranks, in brief; the whole one unfolds."""
+        """Show a brief receipt below the output of the ranks. The user can unfold the full receipt."""
         if self._quiet:
             return
         self._accounted = True
@@ -179,7 +182,7 @@ class NotebookDisplay(LineDisplay):
             _write("stderr", "".join(f"serverless-gpu: {line}\n" for line in receipt.brief()))
 
     def finish(self) -> None:
-        """Print lines that never got their newline, and show the last state; a second call does nothing."""
+        """Print lines without a final newline, and show the last state. A second call does nothing."""
         for rank, stream, lines in self._screens.end_all():
             self._print(rank, stream, lines)
         self._finished = True
@@ -187,12 +190,12 @@ class NotebookDisplay(LineDisplay):
 
     def _print(self, rank: int, stream: str, lines: Sequence[str]) -> None:
         if lines:
-            # A kernel's front end may be a terminal: `jupyter console`.
+            # The front end of a kernel may be a terminal, such as `jupyter console`.
             _write(stream, "".join(f"[rank {rank}] {safe(line, tty=True)}\n" for line in lines))
 
     def _show(self) -> None:
         if self._quiet or self._accounted or not (self._finished or self._status.due):
-            return  # asked for with every piece of output
+            return  # Skipped early, because every piece of output calls this method.
         state, sentence, lines = self._state, self._told(), self._progress()
         tracked = [f"MLflow: {self._tracked}"] if self._tracked else []
         plain = "\n".join([f"{state} {sentence}".strip(), *tracked, *lines])
@@ -205,7 +208,7 @@ class NotebookDisplay(LineDisplay):
         if self._ran_ms is not None:
             return f"after {format_duration_ms(self._ran_ms)}"
         elapsed_ms = self._elapsed_ms()
-        # Nothing that would change more often than once a second.
+        # The text changes at most once a second.
         elapsed = f"for {elapsed_ms // 1000} s" if elapsed_ms < 60_000 else f"for {format_duration_ms(elapsed_ms)}"
         return f"{elapsed}; {self._sentence}" if self._sentence else elapsed
 
@@ -229,7 +232,7 @@ class NotebookDisplay(LineDisplay):
 
 def _write(stream: str, text: str) -> None:
     target = sys.stdout if stream == "stdout" else sys.stderr
-    # Not flushed: the kernel does that five times a second, and each flush waits for one of its threads.
-    with contextlib.suppress(Exception):  # closed, or replaced by the user: the run matters more
+    # No flush, because the kernel flushes five times a second and each flush waits for a kernel thread.
+    with contextlib.suppress(Exception):  # The user may have closed or replaced the stream. The run must continue.
         if target is not None:
             target.write(text)

@@ -1,23 +1,23 @@
-"""Displays of a running run: rank lines, the reason of a wait, the receipt.
+"""Displays of a running run: the lines of ranks, the reason for a wait, and the receipt.
 
     Run.follow ──▶ Display ──┬─ TerminalDisplay   a terminal, a file, a pipe
                              └─ NotebookDisplay   an IPython kernel (`notebook_display.py`)
 
-Output of ranks keeps its stream, each line tagged with its rank. Messages of ours, and notes of missing output, go to
-stderr: stdout is the user's data.
+Output of ranks keeps its stream, and each line has a tag with its rank. Messages of serverless-gpu and notes about
+missing output go to stderr, because stdout belongs to user code.
 
-In a queue of thousands the place changes every few seconds. On a terminal one row is replaced by the next one
-(`WaitingLine`). Elsewhere the first sentence is a line at once, and later ones come ever more rarely, in the end every
-five minutes.
+In a queue of thousands of runs, the queue position changes every few seconds. On a terminal, each message replaces the
+row of the message before (`WaitingLine`). In a file or a pipe, the first message appears at once. Later messages appear
+at growing intervals of at most five minutes.
 
 Unfinished lines are redrawn in place at the bottom of a terminal (`LiveBlock`):
 
     printed lines, final
-    [rank 0]  45%|████▌     |        ◀─ the block: erased before anything is printed, drawn again after it
+    [rank 0]  45%|████▌     |        ◀─ the block: erased before other lines are printed, then drawn again
     [rank 3] loading …
 
-A missing or closed stream and a pipe without a reader show nothing, since the run matters more. A full disk does the
-same with a notice. A stream that cannot encode a character gets it escaped.
+A missing or closed stream and a pipe without a reader show nothing, and the run continues. A full disk has the same
+effect, with a notice. If a stream cannot encode a character, the character is escaped.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _GLIMPSE_TICK_S = 1.0
 _LIVE_CHARACTERS_MAX = 2_000
 _WAIT_TICK_S = 1.0
 _STARTED = ("STARTING", "RUNNING")
-_PASSING_S = 10.0  # between two such sentences where a line cannot be replaced
+_PASSING_S = 10.0  # Interval between two progress messages if a line cannot be replaced.
 WAIT_ROWS_MAX = 4
 _SAID_FIRST_S, _SAID_LAST_S = 10.0, 300.0
 _WORTH_SAYING_S = 5.0
 LIVE_ROWS_MAX = 8
-_COLUMNS = 80  # where the terminal does not say
+_COLUMNS = 80  # Used if the terminal does not report its width.
 
 
 class LiveBlock:
-    """The rows that are on the terminal now."""
+    """The rows that are currently drawn on the terminal."""
 
     def __init__(self) -> None:
         self._target: TextIO | None = None
@@ -58,7 +58,7 @@ class LiveBlock:
 
     @property
     def there(self) -> bool:
-        """Return whether there are rows on the screen."""
+        """True while rows are on the screen."""
         return self._rows > 0
 
     def draw(self, target: TextIO, lines: Sequence[str]) -> None:
@@ -73,7 +73,7 @@ class LiveBlock:
         self._target, self._rows = target, len(lines)
 
     def erase(self) -> None:
-        """Take the rows away, so that something can be printed."""
+        """Erase the rows, so that other lines can be printed."""
         if self._rows:
             write(self._target, self._to_top() + "\x1b[J")
             self._rows = 0
@@ -83,7 +83,7 @@ class LiveBlock:
 
 
 def is_terminal(target: TextIO | None) -> bool:
-    """Return whether a stream is a terminal."""
+    """Return True if a stream is a terminal."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         return target is not None and target.isatty()
     return False
@@ -97,12 +97,12 @@ def live_target(stdout: TextIO | None, stderr: TextIO | None) -> TextIO | None:
 
 
 def columns_of(target: TextIO) -> int:
-    """Return how many columns a terminal has."""
+    """Return the number of columns of a terminal."""
     return _size(target)[0]
 
 
 def write(target: TextIO | None, text: str) -> str:
-    """Write and flush; return why that failed if the user would miss the text, or ""."""
+    """Write and flush. Return the reason of a failure that hides text from the user, or ""."""
     if target is None:
         return ""
     try:
@@ -112,7 +112,7 @@ def write(target: TextIO | None, text: str) -> str:
             encoding = target.encoding or "ascii"
             target.write(text.encode(encoding, "backslashreplace").decode(encoding))
         target.flush()
-    except (BrokenPipeError, ValueError):  # the reader has gone, or closed it
+    except (BrokenPipeError, ValueError):  # The reader has exited, or the stream is closed.
         return ""
     except OSError as error:
         return error.strerror or str(error)
@@ -128,46 +128,50 @@ def _size(target: TextIO) -> tuple[int, int]:
 
 
 class Display:
-    """Interface between `Run.follow` and a display; one run, one thread."""
+    """Interface between `Run.follow` and a display, for one run and one thread."""
 
-    tick_s: float | None = None  # interval for `tick` while no message comes, or None; may change with every call
+    # Interval for `tick` while no message arrives, or None. The value may change with every call.
+    tick_s: float | None = None
 
     def output(self, rank: int, stream: str, text: str) -> None:
-        """Take output of a rank, decoded, in pieces of any size."""
+        """Accept decoded output of a rank, in pieces of any size."""
 
     def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
-        """Take that output is missing here and, if `lost`, in the rank's file, too."""
+        """Report a gap in the output at this position. `lost` means that the rank's file has the same gap."""
 
     def say(self, sentence: str) -> None:
-        """Show a sentence of ours."""
+        """Show a message of serverless-gpu."""
 
     def progress(self, sentence: str) -> None:
-        """Show how far something is: a sentence that the next one replaces."""
+        """Show a progress message, which the next one replaces."""
 
     def state(self, state: str, sentence: str) -> None:
-        """Take a new state of the run, or a new sentence."""
+        """Accept a new state of the run, or a new message."""
 
     def waits(self, sentence: str, queued_ns: int | None) -> None:
-        """Show the run's wait in the queue until the state changes; `queued_ns` None counts from now on."""
+        """Show the run's wait in the queue until the state changes. Without `queued_ns` the wait starts now."""
 
     def tick(self) -> None:
-        """Redraw; called about every `tick_s` during a wait."""
+        """Redraw the display. The caller calls this method about every `tick_s` during a wait."""
 
     def failure(self, tails: Mapping[int, str]) -> None:
-        """Show the last lines of ranks that were not shown live; the rank that failed first leads."""
+        """Show the last lines of ranks that were not shown live, with the first failed rank on top."""
 
     def tracked(self, url: str) -> None:
-        """Show the link to the run's page in MLflow; the same one again shows nothing."""
+        """Show the link to the run's page in MLflow. A repeated link shows nothing."""
 
     def receipt(self, receipt: Receipt) -> None:
         """Show the receipt."""
 
     def finish(self) -> None:
-        """Show lines without a newline; called once output is over."""
+        """Show lines without a final newline. The caller calls this method after the last output."""
 
 
 class LineDisplay(Display):
-    """Base of displays that print ranks' lines; `quiet` drops our own messages but not missing output."""
+    """Base of displays that print ranks' lines.
+
+    `quiet` drops messages of serverless-gpu but not notes about missing output.
+    """
 
     def __init__(self, *, quiet: bool, logs: Path | str, clock: Clock | None) -> None:
         self._quiet = quiet
@@ -178,9 +182,9 @@ class LineDisplay(Display):
         self._since_ns = 0
 
     def failure(self, tails: Mapping[int, str]) -> None:
-        """Print last lines, tagged like any others."""
+        """Print last lines with the same tags as other lines."""
         for rank, tail in tails.items():
-            self.say(f"last output of rank {rank}, all of it in {self._logs_of(rank)}:")
+            self.say(f"last output of rank {rank} (all output: {self._logs_of(rank)}):")
             self._print(rank, "stderr", tail.split("\n"))
 
     def _print(self, rank: int, stream: str, lines: Sequence[str]) -> None:
@@ -190,28 +194,28 @@ class LineDisplay(Display):
     def _begin_to_wait(self, sentence: str, queued_ns: int | None) -> None:
         now_ns = self._clock.boottime_ns()
         ago_ns = 0 if queued_ns is None else max(0, self._clock.wall_ns() - queued_ns)
-        # By the sentence before where that began: two clocks of two machines are not compared again and again.
+        # The start is computed only once per wait, because the clocks of two machines may differ.
         if not self._wait.sentence:
             self._since_ns = now_ns - ago_ns
         self._wait.tell(sentence, since_ns=self._since_ns)
 
     def _logs_of(self, rank: int) -> str:
-        """Return where all output of a rank is: the directory, or the command that shows it."""
+        """Return the directory of all output of a rank, or the command that shows the output."""
         return str(self._logs) if isinstance(self._logs, Path) else f"`{self._logs} --rank {rank}`"
 
     def _missing(self, rank: int, stream: str, bytes_: int, lost: bool) -> str:
-        """Return the line about missing output and its place."""
+        """Return the line about missing output and its location."""
         log = self._logs / f"{rank}.{stream}" if isinstance(self._logs, Path) else self._logs_of(rank)
         where = "dropped" if lost else f"not shown (too fast for a screen), in {log}"
         return f"[rank {rank}] — {format_bytes(bytes_)} {where} —\n"
 
 
 class TerminalDisplay(LineDisplay):
-    """Prints one run.
+    """Prints one run to a terminal, a file or a pipe.
 
-    On a terminal, unfinished lines, progress bars among them, are redrawn in place below all others. In a file or a
-    pipe a line appears once, in its final state; a long-lived bar every ten seconds. `write` returns why writing
-    failed, or "".
+    On a terminal, unfinished lines and progress bars are redrawn in place below all other lines. In a file or a pipe, a
+    line appears once, in its final state. A long-lived progress bar appears there every ten seconds. `write` returns
+    the reason of a failed write, or "".
     """
 
     def __init__(
@@ -228,8 +232,8 @@ class TerminalDisplay(LineDisplay):
         self._write_to = write
         self._block = LiveBlock()
         self._drawn_ns = 0
-        self._changed = False  # since it was drawn
-        self._told = False  # that a stream takes nothing
+        self._changed = False  # True if the rows have changed since they were drawn.
+        self._told = False  # True after the notice that writing to a stream failed.
         self._passing = ""
         self._passed_ns = self._clock.boottime_ns()
         self._tracked = ""
@@ -241,13 +245,13 @@ class TerminalDisplay(LineDisplay):
         self._refresh()
 
     def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
-        """Print how much is missing and where it is."""
+        """Print the size of missing output and its location."""
         self._print(rank, stream, self._screens.end(rank, stream, broken=True))
         self._write("stderr", self._missing(rank, stream, bytes_, lost))
         self._refresh()
 
     def progress(self, sentence: str) -> None:
-        """Show how far something is: below all lines on a terminal, elsewhere as a line now and then."""
+        """Show a progress message: below all lines on a terminal, else as a line at intervals."""
         if self._quiet:
             return
         now_ns = self._clock.boottime_ns()
@@ -263,12 +267,12 @@ class TerminalDisplay(LineDisplay):
         self._passing = ""
         waited = self._wait.over(self._clock.boottime_ns())
         if waited and state in _STARTED:
-            self.say(f"it starts, after {waited} in the queue")
+            self.say(f"the run starts after {waited} in the queue")
         elif self._block.there:
             self._refresh()
 
     def waits(self, sentence: str, queued_ns: int | None) -> None:
-        """Show the wait: below all lines on a terminal, elsewhere as a line now and then."""
+        """Show the wait: below all lines on a terminal, else as a line at intervals."""
         if self._quiet:
             return
         self._passing = ""
@@ -285,16 +289,17 @@ class TerminalDisplay(LineDisplay):
                 self.say(line)
 
     def say(self, sentence: str) -> None:
-        """Print a sentence of ours."""
+        """Print a message of serverless-gpu."""
         self._passing = ""
         if not self._quiet:
             tty = is_terminal(standard_stream("stderr"))
-            text = "\n".join(safe(line, tty=tty) for line in sentence.split("\n"))  # it may quote what others wrote
+            # A message may quote text from other users.
+            text = "\n".join(safe(line, tty=tty) for line in sentence.split("\n"))
             self._write("stderr", f"serverless-gpu: {text}\n")
             self._refresh()
 
     def tick(self) -> None:
-        """Print lines that time has made final, and redraw."""
+        """Print lines that time has made final, and redraw the block."""
         now_ns = self._clock.boottime_ns()
         for rank, stream, lines in self._screens.settle(now_ns):
             self._print(rank, stream, lines)
@@ -305,7 +310,7 @@ class TerminalDisplay(LineDisplay):
         self._refresh()
 
     def finish(self) -> None:
-        """Print lines that never got their newline."""
+        """Print lines without a final newline."""
         self._passing = ""
         self._wait.over(self._clock.boottime_ns())
         for rank, stream, lines in self._screens.end_all():
@@ -314,13 +319,13 @@ class TerminalDisplay(LineDisplay):
         self.tick_s = None
 
     def tracked(self, url: str) -> None:
-        """Print the link, once."""
+        """Print the link to MLflow once."""
         if url and url != self._tracked:
             self._tracked = url
             self.say(f"MLflow: {safe(url, tty=True)}")
 
     def receipt(self, receipt: Receipt) -> None:
-        """Print the receipt in brief; `sgpu show` has the whole one."""
+        """Print the brief receipt. `sgpu show` prints the full receipt."""
         for line in receipt.brief():
             self.say(line)
 
@@ -340,7 +345,7 @@ class TerminalDisplay(LineDisplay):
             write(sys.stderr, f"serverless-gpu: cannot write to {stream}: {problem}; all output is in {self._logs}\n")
 
     def _refresh(self) -> None:
-        """Draw unfinished lines where that is possible, not too often, and say when to be called again."""
+        """Draw unfinished lines on a terminal at a limited rate, and set the time of the next call."""
         now_ns = self._clock.boottime_ns()
         target = live_target(standard_stream("stdout"), standard_stream("stderr"))
         if target is not None and (not self._block.there or now_ns - self._drawn_ns >= _REDRAW_S * 1e9):
@@ -372,9 +377,9 @@ class TerminalDisplay(LineDisplay):
 
 
 def make_display(*, quiet: bool, logs: Path | str) -> Display:
-    """Return this process's display: a notebook's in an IPython kernel, else a terminal's."""
+    """Return a notebook display in an IPython kernel, else a terminal display."""
     if _in_kernel():
-        # By name: it imports from here.
+        # Loaded by name, because that module imports this one.
         module = importlib.import_module("serverless_gpu.client.display.notebook_display")
         return cast("Display", module.NotebookDisplay(quiet=quiet, logs=logs))
     return TerminalDisplay(quiet=quiet, logs=logs)
@@ -386,19 +391,19 @@ def second_interrupt_text() -> str:
 
 
 def _in_kernel() -> bool:
-    """Return whether this process is an IPython kernel; a plain IPython in a terminal is a terminal."""
+    """Return True in an IPython kernel. Plain IPython in a terminal counts as a terminal."""
     package = sys.modules.get("IPython")
     get_ipython = getattr(package, "get_ipython", None)
     return get_ipython is not None and hasattr(get_ipython(), "kernel")
 
 
 def standard_stream(stream: str) -> TextIO | None:
-    """Return this process's stream of a name, as it is now."""
+    """Return this process's current stream with a name."""
     return sys.stdout if stream == "stdout" else sys.stderr
 
 
 def waited_text(seconds: float) -> str:
-    """Return a wait in words that do not change often: ``"12 s"``, ``"2 h 5 min"``."""
+    """Return a duration in coarse units that change rarely: ``"12 s"``, ``"2 h 5 min"``."""
     minutes = int(seconds // 60)
     if seconds < 60:
         return f"{max(0, int(seconds))} s"
@@ -409,7 +414,7 @@ def waited_text(seconds: float) -> str:
 
 
 class WaitingLine:
-    """Messages about one run's wait; all times are boottime."""
+    """Messages about one run's wait. All times are boot times in nanoseconds."""
 
     def __init__(self) -> None:
         self.sentence = ""
@@ -419,17 +424,17 @@ class WaitingLine:
         self._pause_s = _SAID_FIRST_S
 
     def tell(self, sentence: str, *, since_ns: int) -> None:
-        """Take a sentence and the start of the wait."""
+        """Set the message and the start of the wait."""
         self.sentence, self._since_ns = sentence, since_ns
 
     def over(self, now_ns: int) -> str:
-        """Take that the wait is over; return how long it was, where that is worth a word."""
+        """End the wait. Return its duration as text, or "" for a short wait."""
         was, self.sentence = self.sentence, ""
         waited_s = (now_ns - self._since_ns) / 1e9
         return waited_text(waited_s) if was and waited_s >= _WORTH_SAYING_S else ""
 
     def waited(self, now_ns: int) -> str:
-        """Return how long it is waited by now, in words."""
+        """Return the duration of the wait so far as text."""
         return waited_text((now_ns - self._since_ns) / 1e9)
 
     def due_s(self, now_ns: int) -> float | None:
@@ -439,7 +444,7 @@ class WaitingLine:
         return 0.0 if self._said_ns is None else max(0.0, self._pause_s - (now_ns - self._said_ns) / 1e9)
 
     def line(self, now_ns: int) -> str:
-        """Return the sentence if it is due as a line, else ""; it counts as printed."""
+        """Return the message if it is due as a line, else "". A returned message counts as printed."""
         if self.due_s(now_ns) != 0.0:
             return ""
         if self._said_ns is not None:

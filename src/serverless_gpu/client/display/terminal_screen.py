@@ -1,21 +1,22 @@
-r"""Follows what a rank draws with `\r` and "cursor up" row by row, so that a progress bar is one line. Pure.
+r"""Emulates the terminal rows of a rank with `\r` and "cursor up", so that a progress bar is one line.
 
     text ──feed──▶ rows ──▶ lines that are final, to be printed
-                    └─────▶ open rows: unfinished lines, bars that still move
+                    └─────▶ open rows: unfinished lines, progress bars in motion
 
-A row that was rewritten is final when its line has ended and the cursor does not come back to it. tqdm draws a second
-bar below the first by a newline and then goes up again, so a rewritten row is held a moment after its newline. Other
-lines are final at once. A row keeps its last state only; all the others are in the rank's log.
+This module is pure. A rewritten row is final when its line has ended and the cursor does not return to it. For example,
+tqdm draws a second bar below the first with a newline and then moves up again. A rewritten row is therefore held for a
+moment after its newline. Other lines are final at once. A row keeps only its last state. The rank's log has all states.
 
-`safe` makes text harmless. The writer of a rank's output is not the owner of the terminal: a data set's file name can
-hold a sequence that changes the title, fills the clipboard or forges a line. So on a terminal
+`safe` makes text harmless, because the writer of a rank's output does not own the terminal. A file name in a data set
+may contain a sequence that changes the title, fills the clipboard or forges a line. On a terminal, sequences are
+treated as follows:
 
     colours (SGR)                              stay, and end with their line
-    cursor movement and erasing, charsets      vanish: left over from programs that draw, for example progress bars
+    cursor movement and erasing, charsets      vanish: remains of programs that draw, for example progress bars
     OSC: titles, clipboard, links              vanish, the linked text stays
     other control characters, bidi controls    become visible: \x1b, \u202e
 
-A file or a pipe gets the text as it is. An unfinished sequence is made visible, so a line is safe by itself.
+A file or a pipe gets the text unchanged. An unfinished sequence becomes visible, so that each line is safe by itself.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from collections.abc import Iterator
 
 ROWS_MAX = 10
 LINE_CHARACTERS_MAX = 64 << 10
-HELD_S = 0.3  # the time between a newline and the way up again
-_HELD_AGAIN_S = 3.0  # after a move up: some programs draw all their bars and rest below them
+HELD_S = 0.3  # Seconds between a newline and the cursor movement back up.
+_HELD_AGAIN_S = 3.0  # Used after a move up, because some programs draw all their bars and then pause below them.
 GLIMPSE_S = 10.0
 
 _TOKEN = re.compile(r"\n|\r|\x1b\[(?P<count>[0-9]{0,3})(?P<move>[ABEF])|\x1b\[[01]?G|\x1b\[[02]?K|[^\n\r\x1b]+|\x1b")
@@ -35,17 +36,17 @@ _UNFINISHED = re.compile(r"\x1b(?:\[[0-9;:?]{0,32})?\Z")
 
 
 class ScreenRow:
-    """One line in its current state; progress bars are `rewritten`."""
+    """One line in its current state. Progress bars are `rewritten`."""
 
     def __init__(self) -> None:
         self.text = ""
         self.rewritten = False
-        self.left_ns = 0  # when the cursor went below it
+        self.left_ns = 0  # Time at which the cursor moved below this row.
         self._from_start = False
         self._cut = 0
 
     def write(self, text: str) -> None:
-        """Add text, or begin again after a carriage return."""
+        """Add text, or start again after a carriage return."""
         if self._from_start:
             self.clear()
         room = LINE_CHARACTERS_MAX - len(self.text)
@@ -53,30 +54,30 @@ class ScreenRow:
         self._cut += max(0, len(text) - room)
 
     def go_to_start(self) -> None:
-        """Let the next text replace the row, which stays until then."""
+        """Let the next text replace the row. Until then the row stays visible."""
         self._from_start = True
 
     def erase(self, sequence: str) -> None:
-        """Erase the row, or its part after the cursor, which is all of it after a carriage return."""
+        """Erase the row, or the part after the cursor. After a carriage return, that part is the whole row."""
         if self._from_start or sequence == "\x1b[2K":
             self.clear()
         else:
             self.write(sequence)
 
     def clear(self) -> None:
-        """Be empty, and known as a row that is drawn again and again."""
+        """Clear the row and mark it as rewritten."""
         self.text, self._cut = "", 0
         self.rewritten, self._from_start = True, False
 
     def final(self, *, broken: bool = False) -> str:
-        """Return the line for printing; `broken` marks that an unknown part is missing."""
+        """Return the line for printing. `broken` means that an unknown part is missing."""
         if not self._cut:
             return self.text
         return f"{self.text} … and {'' if broken else f'{self._cut} characters '}more in this line"
 
     @property
     def blank(self) -> bool:
-        """Return whether the row has no visible text."""
+        """True if the row has no visible text."""
         return not self.text.strip()
 
 
@@ -94,21 +95,21 @@ class Screen:
 
     @property
     def open_rows(self) -> list[str]:
-        """Return the unfinished rows that are not blank."""
+        """The unfinished rows that are not blank."""
         return [row.final() for row in self._rows if not row.blank]
 
     @property
     def held(self) -> bool:
-        """Return whether `settle` will return lines soon."""
+        """True if `settle` will return lines soon."""
         return self._cursor > 0
 
     @property
     def moving(self) -> bool:
-        """Return whether a progress bar is open."""
+        """True while a progress bar is open."""
         return any(row.rewritten and not row.blank for row in self._rows)
 
     def feed(self, text: str, now_ns: int) -> list[str]:
-        """Take a piece of output; return the lines that are final."""
+        """Process a piece of output. Return the lines that are final."""
         self.touched_ns = now_ns
         text = self._pending + text
         unfinished = _UNFINISHED.search(text)
@@ -134,7 +135,7 @@ class Screen:
         return lines
 
     def glimpse(self, now_ns: int) -> list[str]:
-        """Return how rewritten rows look now, now and then: for where a line cannot be redrawn."""
+        """Return the current state of rewritten rows at intervals, for outputs that cannot redraw a line."""
         if self._glimpsed_ns is None or now_ns - self._glimpsed_ns < GLIMPSE_S * 1e9:
             return []
         seen = [row.final() for row in self._rows if row.rewritten and not row.blank]
@@ -143,7 +144,7 @@ class Screen:
         return seen if seen != before else []
 
     def end(self, *, broken: bool = False) -> list[str]:
-        """Return all unfinished lines at the end of the output; `broken` marks that the rest is missing."""
+        """Return all unfinished lines at the end of the output. `broken` means that the rest is missing."""
         if self._pending:
             self._rows[self._cursor].write(self._pending)
         return [row.final(broken=broken) for row in self._rows if not row.blank]
@@ -183,7 +184,7 @@ class Screen:
         return self._commit(over if self._goes_up else self._cursor - 1)
 
     def _commit(self, count: int) -> list[str]:
-        """Let go of so many rows from the top, none below the cursor."""
+        """Remove rows from the top, but none below the cursor. Return their lines."""
         count = min(count, self._cursor)
         gone, self._rows = self._rows[:count], self._rows[count:]
         self._cursor -= count
@@ -191,13 +192,13 @@ class Screen:
 
 
 class Screens:
-    """Screens of all ranks that wrote since their last end, by rank and stream."""
+    """Screens of all ranks with output since their last end, by rank and stream."""
 
     def __init__(self) -> None:
         self.by_stream: dict[tuple[int, str], Screen] = {}
 
     def feed(self, rank: int, stream: str, text: str, now_ns: int) -> list[str]:
-        """Take a rank's output; return the lines that are final."""
+        """Process a rank's output. Return the lines that are final."""
         return self.by_stream.setdefault((rank, stream), Screen()).feed(text, now_ns)
 
     def settle(self, now_ns: int) -> Iterator[tuple[int, str, list[str]]]:
@@ -206,12 +207,12 @@ class Screens:
             yield rank, stream, screen.settle(now_ns)
 
     def end(self, rank: int, stream: str, *, broken: bool = False) -> list[str]:
-        """Return the unfinished lines of one stream; its next output starts a new screen."""
+        """Return the unfinished lines of one stream. Its next output starts a new screen."""
         screen = self.by_stream.pop((rank, stream), None)
         return [] if screen is None else screen.end(broken=broken)
 
     def end_all(self) -> Iterator[tuple[int, str, list[str]]]:
-        """Yield everything that is not final, by rank and stream."""
+        """Yield all unfinished lines, by rank and stream."""
         for rank, stream in list(self.by_stream):
             yield rank, stream, self.end(rank, stream)
 
@@ -220,7 +221,7 @@ RESET = "\x1b[0m"
 _SGR = r"\x1b\[[0-9;:]{0,64}m"
 _CONTROL = re.compile(
     rf"(?P<colour>{_SGR})"
-    r"|(?P<gone>(?:\x1b\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"  # OSC, ended by BEL or ST
+    r"|(?P<gone>(?:\x1b\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"  # An OSC sequence ends with BEL or ST.
     r"|\x1b\[[0-9;]{0,16}[A-HJKf]|\x1b\[\?25[hl]|\x1b[()][0-9A-Z])"
     r"|(?P<control>[\x00-\x08\x0a-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069])"
 )
@@ -229,7 +230,7 @@ _RESETS = ("\x1b[m", RESET)
 
 
 def safe(line: str, *, tty: bool) -> str:
-    """Return one line of a rank's output, safe to print; unchanged without a terminal."""
+    """Return a line of a rank's output that is safe to print. Without a terminal, return it unchanged."""
     if not tty:
         return line
     colours: list[str] = []
@@ -248,7 +249,7 @@ def safe(line: str, *, tty: bool) -> str:
 
 
 def fit(line: str, columns: int) -> str:
-    """Return the beginning of a `safe` line that takes at most so many columns; colours take none."""
+    """Return the start of a `safe` line that fits the columns. Colours take no columns."""
     kept: list[str] = []
     used = 0
     for match in _PIECE.finditer(line.replace("\t", " ")):

@@ -1,1 +1,1 @@
-"""From a function and its arguments to a launched run: checks, call, environment. Start with `launch.py`."""
+"""Turns a function and its arguments into a launched run. Start with `launch.py`."""

@@ -1,8 +1,9 @@
-"""Walks the objects of a call to find the one that cannot be pickled, or those that are large.
+"""Walks the objects of a call to find an object that cannot be pickled, or the largest objects.
 
-The walk sees objects as the pickler does: closures, referenced globals and defaults of functions that travel by value,
-items of containers, and else the state from `__reduce_ex__`. Pickling attempts, objects and depth are bounded; at the
-bound, or when user code raises, the answer is the nearest object known to hold the culprit, or a lower size.
+The walk follows the same objects as the pickler. For a function that is pickled by value, these are its closure, its
+referenced globals and its defaults. Other objects are items of containers, and the state from `__reduce_ex__`. The
+numbers of pickling attempts, objects and levels are limited. If the walk reaches a limit or user code raises, the
+result is the nearest known owner of the culprit, or a smaller size.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _CHILDREN_MAX = 1_000_000
 _SAMPLE = 1000
 _OBJECTS_MAX = 200_000
 _REPR_MAX = 40
-# An object is named rather than its owner when it is nearly all of it.
+# If an object has at least this share of its owner's bytes, the warning names the object instead of the owner.
 _SHARE_NAMED = 0.8
 _CLASS_MACHINERY = {"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__"}
 
@@ -57,10 +58,10 @@ class _Search:
     def __init__(self, reducer: payload.Reducer | None) -> None:
         self._reducer = reducer
         self._probes_left = _PROBES_MAX
-        self._innocent: dict[int, object] = {}  # kept alive, so that an id is not used again
+        self._innocent: dict[int, object] = {}  # The references prevent Python from reusing an id.
 
     def culprit(self, value: object, above: tuple[object, ...]) -> list[str] | None:
-        """Return labels from `value` to the culprit, or None when it pickles or fails only for its ancestors."""
+        """Return labels from `value` to the culprit, or None if `value` pickles or only its ancestors fail."""
         if id(value) in self._innocent or not self._fails([value]):
             return None
         if len(above) >= _DEPTH_MAX or self._is_refused(value):
@@ -81,7 +82,7 @@ class _Search:
         return [_culprit_name(value)]
 
     def _first_failing(self, parts: list[_Part], start: int) -> int | None:
-        """Index of the first part from `start` on that does not pickle, found by halving."""
+        """Return the index of the first part from `start` on that does not pickle, by bisection."""
         low, high = start, len(parts)
         if low >= high or not self._fails([part.value for part in parts[low:high]]):
             return None
@@ -94,11 +95,11 @@ class _Search:
         return low
 
     def _is_refused(self, value: object) -> bool:
-        """Return whether the object itself is refused, whatever it refers to."""
+        """Return True if pickle refuses the object itself, regardless of its references."""
         try:
             if self._reducer is not None:
                 self._reducer(value)
-        except Exception:  # noqa: BLE001 - it asks user code, too, for what an object is made of
+        except Exception:  # noqa: BLE001 - the reducer also runs user code
             return True
         return False
 
@@ -110,13 +111,13 @@ class _Search:
             payload.measure(values, self._reducer)
         except KeyboardInterrupt:
             raise
-        except BaseException:  # noqa: BLE001 - pickling runs user code, which may raise anything
+        except BaseException:  # noqa: BLE001 - pickling runs user code, which may raise any exception
             return True
         return False
 
 
 def _culprit_name(value: object) -> str:
-    """A name for the culprit that people know it by."""
+    """Return a name for the culprit that users recognize."""
     if isinstance(value, io.IOBase):
         return f"open file {getattr(value, 'name', '')}".rstrip()
     if isinstance(value, FunctionType):
@@ -139,7 +140,7 @@ def _roots(function: Callable[..., object], args: Sequence[object], kwargs: Mapp
     yield _Part("" if isinstance(function, FunctionType) else f"`{called}`", function)
     try:
         names = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # builtins may have no signature
+    except (TypeError, ValueError):  # Builtins may have no signature.
         names = []
     named = [parameter.name for parameter in names if parameter.kind <= parameter.POSITIONAL_OR_KEYWORD]
     for index, value in enumerate(args):
@@ -149,7 +150,7 @@ def _roots(function: Callable[..., object], args: Sequence[object], kwargs: Mapp
 
 
 def _parts(value: object) -> Iterator[_Part]:
-    """Yield the parts that the pickler visits; none of what it takes whole."""
+    """Yield the parts that the pickler visits separately. Objects without separate parts yield nothing."""
     if isinstance(value, FunctionType):
         return _function_parts(value) if payload.is_by_value(value) else iter(())
     if isinstance(value, type):
@@ -170,7 +171,7 @@ def _function_parts(function: FunctionType) -> Iterator[_Part]:
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             contents = cell.cell_contents
-        except ValueError:  # it is empty
+        except ValueError:  # The closure cell is empty.
             continue
         yield _Part(f"closure variable `{variable}` of `{name}`", contents)
     for variable, value in payload.referenced_globals(function).items():
@@ -208,7 +209,7 @@ def _short_repr(key: object) -> str:
         text = repr(key)
     except KeyboardInterrupt:
         raise
-    except BaseException:  # noqa: BLE001 - the user's __repr__ may raise anything
+    except BaseException:  # noqa: BLE001 - the user's __repr__ may raise any exception
         return f"<{_type_name(key)}>"
     return text if len(text) <= _REPR_MAX else text[: _REPR_MAX - 1] + "…"
 
@@ -232,7 +233,7 @@ def _reduced_parts(value: object) -> Iterator[_Part]:
         reduced = value.__reduce_ex__(5)
     except KeyboardInterrupt:
         raise
-    except BaseException:  # noqa: BLE001 - this is user code, or a type that refuses to be pickled
+    except BaseException:  # noqa: BLE001 - user code may raise, and some types refuse to be pickled
         return
     if isinstance(reduced, str):
         return
@@ -265,7 +266,7 @@ def largest_captured(
 ) -> list[tuple[str, int]]:
     """Return a call's objects and the approximate bytes that each adds, largest first.
 
-    Each object counts once, where it is found first. Long containers are sampled.
+    Each object counts once, at its first occurrence. Long containers are sampled.
     """
     scale = _Scale()
     found: list[tuple[str, int]] = []
@@ -287,7 +288,7 @@ def largest_captured(
 
 
 def _narrow(labels: tuple[str, ...], value: object, size: int) -> tuple[tuple[str, ...], object]:
-    """Go on to an attribute or a key that is nearly all of `value`."""
+    """Descend to an attribute or a key that holds nearly all bytes of `value`."""
     for _ in range(_DEPTH_MAX):
         if type(value) in (list, tuple, set, frozenset) or _own_bytes(value) is not None:
             break
@@ -300,10 +301,10 @@ def _narrow(labels: tuple[str, ...], value: object, size: int) -> tuple[tuple[st
 
 
 class _Scale:
-    """Weighs objects by about the bytes they take in a pickle, each once."""
+    """Estimates the bytes of objects in a pickle and counts each object once."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, object] = {}  # kept alive, so that an id is not used again
+        self._seen: dict[int, object] = {}  # The references prevent Python from reusing an id.
 
     def weigh(self, value: object, depth: int = 0) -> int:
         if value is None or isinstance(value, bool):
@@ -326,7 +327,7 @@ class _Scale:
             sample: list[object] = [thing for pair in islice(value.items(), _SAMPLE) for thing in pair]
             taken = len(sample) // 2
         else:
-            # Spread over the whole where it can be indexed: the first items may not be like the others.
+            # The sample covers the whole sequence, because its first items may differ from the others.
             step = max(1, count // _SAMPLE)
             sample = list(value[::step] if isinstance(value, (list, tuple)) else islice(value, _SAMPLE))
             taken = len(sample)
@@ -334,7 +335,7 @@ class _Scale:
 
 
 def _own_bytes(value: object) -> int | None:
-    """Return the bytes of an object that is one block of memory, else None."""
+    """Return the bytes of an object with one block of memory, or None for other objects."""
     if isinstance(value, (bytes, bytearray, str)):
         return len(value)
     if isinstance(value, memoryview):
@@ -346,7 +347,7 @@ def _own_bytes(value: object) -> int | None:
         tensor: _Tensor = value
         try:
             return tensor.untyped_storage().nbytes()
-        except (RuntimeError, NotImplementedError):  # sparse and other layouts have no single storage
+        except (RuntimeError, NotImplementedError):  # Sparse and other layouts have no single storage.
             return tensor.numel() * tensor.element_size()
     return None
 
@@ -356,7 +357,7 @@ class _Storage(Protocol):
 
 
 class _Tensor(Protocol):
-    """The used part of `torch.Tensor`; torch itself may be missing."""
+    """The part of `torch.Tensor` that this module uses. torch itself may be missing."""
 
     def untyped_storage(self) -> _Storage: ...
     def numel(self) -> int: ...

@@ -1,4 +1,7 @@
-"""The process of the environment service (`environment/service.py`): clean, one per caller, ends with it."""
+"""The process of the environment service (`environment/service.py`), one per calling process.
+
+The process has a clean interpreter and ends with its caller.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +32,15 @@ class _Wire:
 
 
 def main(channel_fd: int, caller: int, index: str) -> NoReturn:
-    """Serve one caller over the inherited channel until it is gone."""
+    """Serve one caller over the inherited channel until the caller exits."""
     if os.fork():
-        os._exit(0)  # an orphan: a caller that lives longer must not be left with a zombie
+        os._exit(0)  # The service becomes an orphan of init, so that a long-running caller does not keep a zombie.
     linux.set_name("sgpu-snapshots")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel.adopt(channel_fd)
     channel.sock.set_inheritable(False)
     process = -1
-    with contextlib.suppress(OSError):  # gone already, as its socket shows
+    with contextlib.suppress(OSError):  # If the caller has already exited, the closed socket shows it.
         process = os.pidfd_open(caller)
     Service(_Wire(channel), Path(index)).serve(process)
     os._exit(0)

@@ -1,13 +1,13 @@
-"""Launches a run from a function and its arguments; refuses bad requests before anything starts.
+"""Launches a run from a function and its arguments, and refuses invalid requests before the start.
 
     check function ─ bind arguments ─ agent (inventory) ─ choose candidates ─ run directory ─ payload ─ Launch
-                     └ with env="snapshot": which one? ─────────────────────────────────────────┘  └ Confirm
+                     └ with env="snapshot": find it ────────────────────────────────────────────┘  └ Confirm
 
-A session is launched the same way, without a function.
+A session is launched in the same way, without a function.
 
-Failure cases: any error removes the run directory; nothing else exists yet. If the environment has changed, the launch
-is withdrawn before user code starts, and made again with the current files. If the stored one is damaged, it is
-captured and the run launched again.
+Failure cases: any error removes the run directory, because nothing else exists yet. If the environment has changed, the
+client withdraws the launch before user code starts and launches again with the current files. If the stored environment
+is damaged, the client captures it and launches the run again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.operating_system import start_thread
 
 R = TypeVar("R")
-Handle = TypeVar("Handle", bound=Run)  # type: ignore[type-arg]  # of what its ranks return
+Handle = TypeVar("Handle", bound=Run)  # type: ignore[type-arg]  # the result type is unknown
 
 _REMOTE = "serverless_gpu.client.remote.submission"
 _OWN = ("serverless_gpu.", "_sgpu_inside")
@@ -58,14 +58,14 @@ _notes_said: set[str] = set()
 
 
 class LendingSession(NamedTuple):
-    """The session a run belongs to, and the devices that session holds."""
+    """The session of a run, and the devices that the session holds."""
 
     session: str
     devices: tuple[Device, ...]
 
 
 class LaunchOrder(NamedTuple):
-    """A launch of a run, or of a session (which has an idle limit)."""
+    """A launch of a run, or of a session, which has an idle limit."""
 
     spec: RunSpec
     called_ns: int
@@ -82,18 +82,21 @@ def launch(
     *,
     watch: bool = False,
 ) -> Run[R]:
-    """Start a run here or through a server; `watch` if the caller waits at once. Errors start nothing."""
+    """Start a run on this machine or through a server. An error starts nothing.
+
+    `watch` is True if the caller waits for the run at once.
+    """
     called_ns = SystemClock().boottime_ns()
     arguments = check_call(function, args, kwargs, spec)
-    if spec.hang_warning_s:  # 0 for actors: their ranks wait for calls
+    if spec.hang_warning_s:  # The value is 0 for actors, because their ranks wait for calls.
         spec = msgspec.structs.replace(spec, hang_warning_s=hang_warning_s(os.environ.get(HANG_WARNING)))
     if spec.remote:
         if lender is not None:
             raise UsageError(
                 f"{spec.name} has remote=True, and session {lender.session} holds devices of this machine",
-                hint="call it outside of the session, or leave remote out",
+                hint="call it outside the session, or leave remote out",
             )
-        # By name: HTTP is loaded only for those who use a server.
+        # Loaded by name, because only calls with a server need HTTP.
         remote = importlib.import_module(_REMOTE)
         return cast("Run[R]", remote.launch(remote.SubmittedCall(function, args, kwargs, arguments), spec, watch=watch))
     order = LaunchOrder(with_tracking(spec, arguments), called_ns, lender)
@@ -109,17 +112,18 @@ def launch(
 def check_call(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], spec: RunSpec
 ) -> dict[str, object]:
-    """Return the arguments by name; raise UsageError for a call that no rank could make."""
+    """Return the arguments by name. Raise UsageError for a call that ranks cannot run."""
     check_function(function)
     arguments = bind_arguments(function, args, kwargs)
     if spec.ray is not None:
         check_ray(spec.ray)
-    is_cell = str(getattr(function, "__module__", "")).startswith(_OWN)  # it has its code as arguments
+    # The arguments of a cell function are code objects, which are not shown.
+    is_cell = str(getattr(function, "__module__", "")).startswith(_OWN)
     return {} if is_cell else arguments
 
 
 def launch_command(spec: RunSpec, *, watch: bool = False) -> Run[None]:
-    """Start the program `spec.payload` here or through a server, as `launch` does."""
+    """Start the program `spec.payload` on this machine or through a server, like `launch`."""
     called_ns = SystemClock().boottime_ns()
     if isinstance(spec.payload, Command):
         check_command(spec.payload)
@@ -131,17 +135,17 @@ def launch_command(spec: RunSpec, *, watch: bool = False) -> Run[None]:
 
 
 def launch_session(handle: Callable[..., Handle], spec: RunSpec, idle_timeout_s: float) -> Handle:
-    """Request a session's devices and return its handle, which may still wait for them."""
+    """Request the devices of a session and return its handle, which may still wait for them."""
     order = LaunchOrder(spec, SystemClock().boottime_ns(), idle_timeout_s=idle_timeout_s)
     return _place(handle, order, lambda directory: None)
 
 
 def _place(handle: Callable[..., Handle], order: LaunchOrder, fill: Callable[[Path], None]) -> Handle:
-    """Choose devices, write the run directory, send it to the agent."""
+    """Choose devices, write the run directory and send the launch to the agent."""
     home = home_with_notice()
     recognition = snapshot_environment.recognise(home) if order.spec.environment == "snapshot" else None
     try:
-        while True:  # twice at most: what was captured just now needs no second look
+        while True:  # The loop runs at most twice, because a new capture needs no further check.
             placed = _try_place(handle, order, fill, home, recognition)
             if placed is not None:
                 return placed
@@ -157,7 +161,7 @@ def _try_place(
     home: Home,
     recognition: snapshot_environment.Recognition | None,
 ) -> Handle | None:
-    """Launch; return None where the environment had changed, and the launch was withdrawn."""
+    """Launch the run. Return None if the environment had changed and the launch was withdrawn."""
     channel, greeting = connect(home)
     try:
         message = make_message(order, home, greeting)
@@ -171,15 +175,16 @@ def _try_place(
                 message = _in_environment(message, recognition)
             channel = _send(home, channel, message)
             if not message.confirmed and recognition is not None:
-                if recognition.changes():  # the next capture reports them
+                if recognition.changes():  # The next capture reports the changes.
                     withdraw(channel)
                     secret_files.remove(directory)
                     home.remove_run(message.run_id)
                     return None
-                with contextlib.suppress(OSError):  # its supervisor is gone: the handle finds out, and what to do
+                # If the supervisor has exited, the handle detects it and reports the ending.
+                with contextlib.suppress(OSError):
                     protocol.send(channel, protocol.Confirm())
         except BaseException:
-            # Ctrl-C may have come just after the launch was sent: then a supervisor reads this.
+            # Ctrl-C may come just after the launch was sent. In that case a supervisor reads the Cancel message.
             with contextlib.suppress(OSError):
                 protocol.send(channel, protocol.Cancel())
             secret_files.remove(directory)
@@ -190,7 +195,7 @@ def _try_place(
         raise
     again = msgspec.structs.replace(message, confirmed=True)
 
-    def launch_again() -> Channel:  # what had them was buried, and its secrets with it
+    def launch_again() -> Channel:  # The dead agent's cleanup removed the first copy of the secrets.
         return _send(home, None, with_secrets(home, again))
 
     source = LocalRun(message.run_id, directory, ranks_of(message), channel, launch_again)
@@ -201,7 +206,7 @@ def _try_place(
 
 
 def _relaunch(order: LaunchOrder, home: Home, message: protocol.Launch) -> LocalRun | None:
-    """Capture a damaged environment and launch its run again; None where capturing does not help."""
+    """Capture a damaged environment and launch its run again. Return None if the capture does not help."""
     recognition = snapshot_environment.Recognition(home)
     try:
         wanted = recognition.wanted()
@@ -238,18 +243,19 @@ def _relaunch(order: LaunchOrder, home: Home, message: protocol.Launch) -> Local
 
 
 def _in_environment(message: protocol.Launch, recognition: snapshot_environment.Recognition) -> protocol.Launch:
-    """Return the launch with its environment, which is captured first if it must be."""
+    """Return the launch with its environment. Capture the environment first if necessary."""
     display = snapshot_environment.capture_display(quiet=message.spec.quiet, logs=Path(message.directory) / "logs")
     try:
         wanted = recognition.wanted(display)
     finally:
         display.finish()
-    confirmed = recognition.verified or message.idle_timeout_s is not None  # a session runs nothing
+    # A session runs no user code, so it needs no check.
+    confirmed = recognition.verified or message.idle_timeout_s is not None
     return msgspec.structs.replace(message, environment=wanted, confirmed=confirmed)
 
 
 def withdraw(channel: Channel) -> None:
-    """End a launch that user code has not seen, and wait until its devices are free again."""
+    """Withdraw a launch before user code starts, and wait until its devices are free."""
     channel.sock.settimeout(_WITHDRAWN_S)
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         protocol.send(channel, protocol.Cancel())
@@ -260,8 +266,9 @@ def withdraw(channel: Channel) -> None:
 
 
 def prewarm(spec: RunSpec) -> None:
-    """Prepare a warm interpreter in the background; the first run reports errors."""
-    sysconfig.get_config_vars()  # here: up to Python 3.12, the caller might see it half filled by a thread
+    """Prepare a warm interpreter in the background. Errors are ignored here; the first run reports them."""
+    # Called in the main thread: up to Python 3.12, a call in a thread may show the caller incomplete values.
+    sysconfig.get_config_vars()
 
     def ask() -> None:
         try:
@@ -273,22 +280,22 @@ def prewarm(spec: RunSpec) -> None:
                 environment = recognition.wanted()
                 recognition.close()
                 if environment is None:
-                    return  # not captured yet: the first call does that, and shows it
+                    return  # The environment is not captured yet. The first call captures it and shows the progress.
             channel, _ = connect(home)
             ranks = spec.processes(spec.resources.gpus or 1)
             tracker = resolve(spec, {}, os.environ).tracking if not spec.remote else None
             asked = protocol.Prewarm(context=caller_context(), ranks=ranks, environment=environment, tracker=tracker)
             protocol.send(channel, asked)
             channel.close()
-        except Exception:  # noqa: BLE001 - a help for later, in a background thread
+        except Exception:  # noqa: BLE001 - prewarming is optional
             pass
 
-    with contextlib.suppress(HardwareError):  # no thread: the run starts cold
+    with contextlib.suppress(HardwareError):  # If no thread can start, the run starts cold.
         start_thread(ask, "serverless-gpu-prewarm")
 
 
 def should_prewarm(module: str) -> bool:
-    """Return whether decorating prewarms in this module: in scripts and notebooks, not in ranks and tests."""
+    """Return True if decorators in this module prewarm: in scripts and notebooks, not in ranks and tests."""
     setting = os.environ.get("SERVERLESS_GPU_PREWARM")
     if setting is not None:
         return setting not in ("0", "")
@@ -296,7 +303,7 @@ def should_prewarm(module: str) -> bool:
 
 
 def home_with_notice() -> Home:
-    """Return this process's home, and print its notice once."""
+    """Return the home of this process. Print its notice once."""
     home = find_home(os.environ)
     if home.note and home.note not in _notes_said:
         _notes_said.add(home.note)
@@ -305,14 +312,14 @@ def home_with_notice() -> Home:
 
 
 def make_message(order: LaunchOrder, home: Home, greeting: protocol.Greeting) -> protocol.Launch:
-    """Return the launch for an order; its attempt's directory does not exist yet."""
+    """Return the launch message for an order. The directory of its attempt does not exist yet."""
     context = caller_context()
     devices = offered(greeting, context.environ)
     chosen = _choose(greeting, order, devices, context.environ)
     if order.idle_timeout_s is not None and chosen.count > protocol.SESSION_DEVICES_MAX:
         raise InvalidValue(
             f"a session holds at most {protocol.SESSION_DEVICES_MAX} devices, not {chosen.count}",
-            hint="say how many with gpus=, or open several sessions",
+            hint="set the number of devices with gpus=, or open several sessions",
         )
     check_shown(order.spec, chosen.count)
     check_nccl(order.spec, chosen.devices)
@@ -334,18 +341,18 @@ def make_message(order: LaunchOrder, home: Home, greeting: protocol.Greeting) ->
 
 
 def check_shown(spec: RunSpec, devices: int) -> None:
-    """Raise InvalidValue if the spec shows ranks that the run does not have."""
+    """Raise InvalidValue if `ranks_log` names only ranks that the run does not have."""
     shown, ranks = spec.ranks_log, spec.processes(devices)
     if shown and min(shown) >= ranks:
         raise InvalidValue(
-            f"ranks_log names rank {', '.join(map(str, shown))}, and this run has "
+            f"ranks_log names rank {', '.join(map(str, shown))}, but this run has "
             + (f"ranks 0 to {ranks - 1}" if ranks > 1 else "rank 0 only"),
-            hint='or ranks_log="all"',
+            hint='name existing ranks, or set ranks_log="all"',
         )
 
 
 def check_nccl(spec: RunSpec, devices: Sequence[Device]) -> None:
-    """Raise InvalidValue for `init="nccl"` on declared GPUs or CPU slots."""
+    """Raise InvalidValue for `init="nccl"` with fake GPUs or CPU slots."""
     if spec.init != "nccl" or any(device.kind is DeviceKind.GPU for device in devices):
         return
     declared = devices[0].kind is DeviceKind.FAKE
@@ -367,12 +374,12 @@ def _choose(
         raise InvalidValue(
             f"{order.spec.name} asks for {wanted.gpus or 'all'} {kind}; session {order.lender.session} holds "
             f"{len(held)} {held[0].type}",
-            hint="open a session with what it needs, or call it outside of the session",
+            hint="open a session with these devices, or call it outside the session",
         ) from None
 
 
 def _send(home: Home, channel: Channel | None, message: protocol.Launch) -> Channel:
-    """Send a launch, to a new agent if the known one has just ended."""
+    """Send a launch to the known agent, or to a new agent if the known one has just ended."""
     for channel_or_none in (channel, None):
         live = channel_or_none or connect(home)[0]
         try:
@@ -382,5 +389,5 @@ def _send(home: Home, channel: Channel | None, message: protocol.Launch) -> Chan
             continue
         return live
     raise AgentUnavailable(
-        "the agent of this node ended twice while a run was sent to it", hint=f"see {home.agent_log}"
+        "the agent of this node ended twice before it accepted the run", hint=f"see {home.agent_log}"
     )

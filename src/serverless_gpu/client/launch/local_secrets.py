@@ -1,9 +1,9 @@
-"""Secrets for runs of this machine: files of this home, as `sgpu secret set --local` writes them.
+"""Secrets for local runs: files in the home directory, which `sgpu secret set --local` writes.
 
-    $SERVERLESS_GPU_HOME/secrets/HF_TOKEN (0600) ──▶ a copy in memory for each run, removed with its end
+    $SERVERLESS_GPU_HOME/secrets/HF_TOKEN (0600) ──▶ a copy in memory for each run, removed at its end
 
-They are as safe as their user's other files: any reader of the files could read a key beside them, too. A run through a
-server has the server's secrets, and none of these.
+The files have the same protection as the user's other files. Encryption would not help, because a reader of the files
+could also read a key stored beside them. A run through a server gets the server's secrets and none of these.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ DIRECTORY = "secrets"
 
 
 def with_secrets(home: Home, launch: protocol.Launch) -> protocol.Launch:
-    """Return a launch whose named secrets are written in memory for its ranks; SecretMissing without one."""
+    """Write a launch's secrets to memory for its ranks, and return the launch. Raise SecretMissing."""
     spec = launch.spec
-    if not spec.secrets or launch.idle_timeout_s is not None:  # a session runs nothing itself
+    if not spec.secrets or launch.idle_timeout_s is not None:  # A session itself runs no user code.
         return launch
     values = {name: _read(home, name) for name in spec.secrets}
     for name in spec.secret_variables:
@@ -39,7 +39,7 @@ def with_secrets(home: Home, launch: protocol.Launch) -> protocol.Launch:
 
 
 def write(home: Home, name: str, value: bytes) -> None:
-    """Set a secret of this home, atomically and readable for its user only."""
+    """Set a secret of this home atomically. Only its user can read the file."""
     check_value(check_name(name), value)
     path = home.root / DIRECTORY / name
     beside = path.with_name(f"..{name}-{os.getpid()}")
@@ -58,14 +58,14 @@ def write(home: Home, name: str, value: bytes) -> None:
 
 
 def names(home: Home) -> list[str]:
-    """Return which secrets this home has."""
+    """Return the names of this home's secrets."""
     with contextlib.suppress(OSError):
         return sorted(path.name for path in (home.root / DIRECTORY).iterdir() if not path.name.startswith("."))
     return []
 
 
 def delete(home: Home, name: str) -> None:
-    """Delete a secret of this home; raise SecretMissing if absent."""
+    """Delete a secret of this home. Raise SecretMissing if it does not exist."""
     try:
         (home.root / DIRECTORY / check_name(name)).unlink()
     except FileNotFoundError:
@@ -79,7 +79,8 @@ def _read(home: Home, name: str) -> bytes:
     except FileNotFoundError:
         raise SecretMissing(
             f"this home has no secret {name!r}",
-            hint=f"`sgpu secret set --local {name}` makes one for runs of this machine; with remote=True, the server's",
+            hint=f"set it with `sgpu secret set --local {name}` for runs of this machine; with remote=True, runs "
+            "use the server's secrets",
         ) from None
     except OSError as error:
         raise storage_error(error, path) from None

@@ -1,18 +1,19 @@
-"""Checks a call before anything is started, and writes it to its file.
+"""Checks a call before its run starts, and writes the call to its file.
 
-Reports a caller's mistakes in the caller's process: a function that ranks cannot run, arguments that do not fit,
-captured objects that cannot travel (with the way to the culprit) or are surprisingly large. Only pickling runs user
-code. A full disk raises `StorageError` and leaves no half-written file.
+The checks report mistakes in the caller's process: unsuitable functions, wrong arguments, and captured objects that are
+very large or cannot be pickled. For an object that cannot be pickled, the error shows the path to it. Only pickling
+runs user code. A full disk raises `StorageError` and leaves no partial file.
 
-Refuses objects that hold state of the process in which they were made. accelerate and Lightning set such an object up
-for one process. A copy in a rank says that the rank is alone, so each rank would train its own model, with a run that
-succeeds. transformers' `TrainingArguments` travel without that state (`node/inside/payload.py`); these do not, since
-their data loaders, optimizers and strategies are prepared for one process. Used data modules of Lightning travel
-without their trainer, as its modules do.
+Objects that hold state of their own process are refused. Packages such as accelerate and Lightning set up such objects
+for one process. A copy in a rank reports that the rank is alone, so each rank would train its own model and the run
+would still succeed. The `TrainingArguments` of transformers are pickled without that state (`node/inside/payload.py`).
+That is impossible for the refused objects, because their data loaders, optimizers and strategies are prepared for one
+process. Used data modules of Lightning are pickled without their trainer, like Lightning modules.
 
-Before a Ray cluster starts, refuses a missing or old Ray, references to other clusters, and a file or directory of the
-user's named `ray` that ranks would import: ranks import what the caller imports. Ray itself is not imported here: that
-takes a second. The rank reports problems that stay unknown here (no metadata, a finder of the user's that fails).
+Before a Ray cluster starts, the checks refuse a missing or old Ray and references to other clusters. They also refuse a
+file or directory of the user named `ray`, because ranks would import it like the caller. The checks do not import Ray,
+because the import takes a second. The rank reports problems that these checks cannot find, such as missing metadata or
+a failing finder of the user.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ __all__ += ["largest_captured", "pack"]
 
 
 class WrittenCall(NamedTuple):
-    """A written call: the size of its file in bytes, and a warning for the caller, if any."""
+    """A written call: the size of its file in bytes, and an optional warning for the caller."""
 
     size_bytes: int
     warning: str | None
@@ -92,18 +93,18 @@ def check_function(function: object) -> None:
         plain = getattr(function, "_function", None) or getattr(function, "__ray_actor_class__", None)
         name = _name(function if plain is None else plain)
         raise NotDistributable(
-            f"{name} is a task or an actor of Ray's, which a driver starts with .remote(...)",
-            hint="leave @ray.remote out, or decorate the function that starts it: that is the driver",
+            f"{name} is a Ray task or actor, which a driver starts with .remote(...)",
+            hint="remove @ray.remote, or decorate the driver function that starts it",
         )
     body = _unwrap(function)
     if inspect.iscoroutinefunction(body):
         raise NotDistributable(
             f"{_name(function)} is an async function, which ranks do not await",
-            hint="give a plain function that calls asyncio.run(...)",
+            hint="pass a plain function that calls asyncio.run(...)",
         )
     if inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
         raise NotDistributable(
-            f"{_name(function)} is a generator function, and a generator cannot be returned by a rank",
+            f"{_name(function)} is a generator function, and a rank cannot return a generator",
             hint="return a list",
         )
 
@@ -111,10 +112,10 @@ def check_function(function: object) -> None:
 def bind_arguments(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the arguments by name with defaults; `rank` and `world_size` are optional."""
+    """Return the arguments by name with defaults. `rank` and `world_size` are optional."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # builtins may have none
+    except (TypeError, ValueError):  # Builtins may have no signature.
         return dict(kwargs)
     filled = call.fill_rank(function, args, kwargs, 0, 1)
     try:
@@ -140,9 +141,9 @@ def pack(
     kwargs: Mapping[str, object],
     reducer: payload.Reducer | None = None,
 ) -> WrittenCall:
-    """Write a call to `path`; return its size, and a warning naming large objects above 10 MB.
+    """Write a call to `path`. Return its size, and a warning with the large objects of a call above 10 MB.
 
-    `reducer` is asked first for each object, and may raise. An error leaves no file.
+    The pickler first passes each object to `reducer`, which may raise. An error leaves no file.
     """
     try:
         size = call.dump_call(
@@ -157,7 +158,7 @@ def pack(
         raise StorageError(f"the call cannot be written to {path}: {error.strerror}", hint=hint) from None
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # pickling runs user code, which may raise anything
+    except BaseException as error:  # Pickling runs user code, which may raise any exception.
         raise _not_picklable(function, args, kwargs, error, reducer) from error
     return WrittenCall(size, _size_warning(size, function, args, kwargs) if size > _SIZE_WARNED else None)
 
@@ -173,7 +174,7 @@ def check_travels(
         call.measure_call(function, args, kwargs, _sources(function), reducer)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # pickling runs user code, which may raise anything
+    except BaseException as error:  # Pickling runs user code, which may raise any exception.
         raise _not_picklable(function, args, kwargs, error, reducer) from error
 
 
@@ -188,7 +189,7 @@ def _not_picklable(
     return NotPicklable(
         f"the call to {_name(function)} cannot be sent to its ranks, because of\n  {culprit}\n"
         f"{type(error).__name__}: {error_text(error)}",
-        hint="make it inside the function, or pass what is needed to make it",
+        hint="create it inside the function, or pass the data to create it",
     )
 
 
@@ -246,7 +247,10 @@ def _argument_hint(signature: inspect.Signature, args: Sequence[object], kwargs:
             return f"did you mean {close[0]}?"
     ranked = [name for name in names[: len(args)] if name in ("rank", "world_size")]
     if ranked:
-        return f"{' and '.join(ranked)} took a positional argument; pass the others by name to have it filled in"
+        return (
+            f"{' and '.join(ranked)} took a positional argument; pass the other arguments by name, and each "
+            "rank fills it in"
+        )
     return ""
 
 
@@ -261,14 +265,14 @@ def _size_warning(
 
 
 def _sources(function: Callable[..., object]) -> dict[str, list[str]]:
-    """Return source lines of code outside files: the function's own first, then the newest."""
+    """Return source lines of code that is not in files: the function's own first, then the newest."""
     code = getattr(_unwrap(function), "__code__", None)
     own = getattr(code, "co_filename", None)
     sources: dict[str, list[str]] = {}
     left = _SOURCES_SIZE_MAX
     for name in sorted(reversed(list(linecache.cache)), key=lambda name: name != own):
         entry = linecache.cache.get(name)
-        # A lazy entry has its loader only.
+        # A lazy cache entry has only its loader and no lines.
         lines = [] if entry is None or len(entry) != 4 or os.path.exists(name) else list(entry[2])
         size = sum(map(len, lines))
         if lines and size <= left:
@@ -278,40 +282,42 @@ def _sources(function: Callable[..., object]) -> dict[str, list[str]]:
 
 
 class RayInstallation(NamedTuple):
-    """The Ray that `import ray` would load."""
+    """The Ray installation that `import ray` would load."""
 
     version: str  # or ""
-    origin: str  # the imported file, or ""
+    origin: str  # The file that `import ray` would load, or "".
 
 
 def check_ray(cluster: RayCluster, found: RayInstallation | None = None) -> None:
-    """Raise RayMissing if no cluster can be made: no Ray, an old, hidden or incomplete one."""
+    """Raise RayMissing if no cluster can start because Ray is missing, old, hidden or incomplete."""
     version, origin = found if found is not None else find_ray()
     if version and origin and not _is_ray(origin):
         place = origin if os.path.basename(origin) != "__init__.py" else os.path.dirname(origin)
-        raise RayMissing(f"{place} hides Ray {version}: `import ray` gets that", hint=f"give {place} another name")
+        raise RayMissing(f"{place} hides Ray {version}, because `import ray` loads it instead", hint=f"rename {place}")
     if not version and not (origin and _is_ray(origin)):
         raise RayMissing("ray_launch needs Ray, which this Python environment does not have", hint=_PIP.format(""))
     if () < ray_installation.release(version) < ray_installation.OLDEST:
         oldest = ".".join(map(str, ray_installation.OLDEST))
         raise RayMissing(
-            f"ray_launch needs Ray {oldest} or newer, and here is Ray {version}", hint=_PIP.format("--upgrade ")
+            f"ray_launch needs Ray {oldest} or newer, but Ray {version} is installed", hint=_PIP.format("--upgrade ")
         )
     if cluster.dashboard and (missing := ray_installation.missing_parts()):
         raise RayMissing(
-            f"dashboard=True needs Ray's dashboard, for which {missing[0]} is missing here", hint=_PIP.format("")
+            f"dashboard=True needs Ray's dashboard, but its dependency {missing[0]} is not installed",
+            hint=_PIP.format(""),
         )
 
 
 def find_ray() -> RayInstallation:
-    """Return this environment's Ray without importing it."""
+    """Return this environment's Ray installation without importing Ray."""
     return RayInstallation(ray_installation.version(), ray_installation.origin())
 
 
 def ray_reference_reducer(spec: RunSpec) -> Reducer | None:
     """Return a reducer that refuses objects of the caller's own Ray cluster, or None.
 
-    Such a reference pickles but is useless in the driver: its owner is missing, and an actor's handle does not load.
+    Such a reference can be pickled but is useless in the driver. The owner of an object reference is missing there, and
+    an actor handle cannot be loaded.
     """
     ray = sys.modules.get("ray")
     found = (getattr(ray, "ObjectRef", None), getattr(getattr(ray, "actor", None), "ActorHandle", None))
@@ -322,7 +328,7 @@ def ray_reference_reducer(spec: RunSpec) -> Reducer | None:
     def refuse(value: object) -> Reduced:
         if isinstance(value, kinds):
             raise TypeError(
-                f"this {type(value).__name__} is of the Ray cluster it was made in, and the run has its own"
+                f"this {type(value).__name__} belongs to another Ray cluster, and the run has its own cluster"
             )
         return cast("Reduced", NotImplemented)
 
@@ -330,7 +336,7 @@ def ray_reference_reducer(spec: RunSpec) -> Reducer | None:
 
 
 def _is_ray(origin: str) -> bool:
-    """Return whether a file is the `__init__.py` of Ray's package: its compiled half lies beside it."""
+    """Return True if a file is the `__init__.py` of Ray's package, which has a compiled module beside it."""
     path = Path(origin)
     return path.name == "__init__.py" and any(path.parent.glob("_raylet*"))
 
@@ -345,7 +351,7 @@ def refusing_reducer(spec: RunSpec) -> Reducer | None:
     def refuse(value: object) -> Reduced:
         if isinstance(value, kinds):
             raise TypeError(
-                f"this {type(value).__name__} is set up for the process that made it, and every rank that used it "
+                f"this {type(value).__name__} is set up for the process that made it; each rank that uses it "
                 "would train alone"
             )
         if isinstance(value, data_modules):
@@ -359,6 +365,6 @@ def refusing_reducer(spec: RunSpec) -> Reducer | None:
 
 
 def _loaded_classes(names: Sequence[tuple[str, str]]) -> tuple[type, ...]:
-    """Return those of some classes that this process has imported."""
+    """Return the classes from a list of names that this process has imported."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in names)
     return tuple(kind for kind in found if isinstance(kind, type))

@@ -1,6 +1,6 @@
-"""Remedies in the syntax of the place where a request was typed: options of Python, of `sgpu submit`, of a cell magic.
+"""Writes remedies in the syntax of the request: Python options, `sgpu submit` options or a cell magic.
 
-NoSuitableNode(choices) ─▶ ``gpu_type="CPU"`` · ``--gpu-type CPU``, and how the run is queued all the same
+NoSuitableNode(choices) ─▶ ``gpu_type="CPU"`` · ``--gpu-type CPU``, and the option that queues the run
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CHOICES_MAX = 4
 
 
 def explain(error: NoSuitableNode, syntax: Syntax) -> None:
-    """Replace an error's hint with one in the syntax of the request."""
+    """Replace an error's hint with a hint in the syntax of the request."""
     written = [_choice_text(choice, syntax) for choice in error.choices[:CHOICES_MAX]]
     wait = "wait=True" if syntax == "python" else "--wait"
     parts = [f"would work: {' · '.join(written)}"] if written else []
@@ -24,8 +24,8 @@ def explain(error: NoSuitableNode, syntax: Syntax) -> None:
 
 
 def no_server(typed: str, instead: str = "") -> ServerNotConfigured:
-    """Return the refusal of `typed`, which needs a server, with an alternative or ""."""
-    hint = "`sgpu up` starts one on this machine, `sgpu login` uses one that is there"
+    """Return the error for the command `typed`, which needs a server. `instead` is an alternative or ""."""
+    hint = "start a server on this machine with `sgpu up`, or connect to an existing one with `sgpu login`"
     return ServerNotConfigured(
         f"`{typed}` needs a server, and none is configured", hint="; ".join(filter(None, (hint, instead)))
     )

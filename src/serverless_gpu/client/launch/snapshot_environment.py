@@ -1,13 +1,14 @@
-"""`env="snapshot"` in the caller's process: recognises this environment, captures it if needed, and checks it.
+"""Recognizes, captures and checks the caller's Python environment for `env="snapshot"`.
 
-    launch ─ ask ─────▶ service (a process of its own, `environment/service.py`)
-           ◀─ wanted ── known: at once · else captured first, and that is shown
-           ─ launched, beside it every file is looked at ─
-           ◀─ changes ─ none: Confirm, user code starts · else: said, captured, launched again
+    launch ─ ask ─────▶ service (a separate process, `environment/service.py`)
+           ◀─ wanted ── known: at once · else after a capture, which the client shows
+           ─ launched; meanwhile the service checks every file ─
+           ◀─ changes ─ none: Confirm, user code starts · else: shown, captured, launched again
 
-One service per process and home, started at its first use or by a decorator; a forked child starts its own. A killed
-service is started again, once for each question, and its refusals are raised here as the same class. Silence gives a
-notice after 10 s and an error after 15 minutes. Ctrl-C abandons the question and a capture that only it wants.
+Each process has one service per home, which its first use or a decorator starts. A forked child starts its own service.
+The client starts a killed service again, once for each question. The client raises the service's refusals as the same
+class. If the service is silent, the client prints a notice after 10 s and raises an error after 15 minutes. Ctrl-C
+abandons the question, and a capture that no other question needs.
 """
 
 from __future__ import annotations
@@ -37,15 +38,18 @@ from serverless_gpu.units import format_bytes, format_duration_ms
 RESTORE = "SERVERLESS_GPU_RESTORE"
 _TRIES_MAX = 2
 SILENT_S = 10.0
-"""After this time without a message of the service, the caller is told."""
+"""Seconds without a message from the service until the client prints a notice."""
 SILENT_S_MAX = 900.0
-"""After so long nothing is waited for any more. A store that is away is given up after a third of it, with words."""
+"""Seconds without a message from the service until the client gives up.
+
+The service itself gives up on an unreachable store after a third of this time, with an error message.
+"""
 _clock = SystemClock()
 _MODES: tuple[Mode, ...] = ("overlay", "links")
 
 
 class _ServiceEnded(Exception):
-    """The service has ended."""
+    """The service process has ended."""
 
 
 class _Service:
@@ -67,7 +71,7 @@ class _Service:
                 environ=os.environ,
                 fds=(theirs.fileno(),),
             )
-            process.wait()  # it detaches at once
+            process.wait()  # The process detaches at once, so this wait is short.
         except OSError as error:
             self._channel.close()
             raise EnvironmentProblem(f"the process that captures environments cannot be started: {error}") from None
@@ -75,7 +79,7 @@ class _Service:
             theirs.close()
 
     def ask(self, description: dict[str, object], store: StoreLocation, *, capture: bool) -> int:
-        """Send a question and return its number; raise _ServiceEnded when the service has ended."""
+        """Send a question and return its number. Raise _ServiceEnded if the service has ended."""
         with self._turn:
             self._number += 1
             number = self._number
@@ -93,7 +97,10 @@ class _Service:
         return number
 
     def answer(self, number: int, *, within_s: float) -> service_messages.Answer | None:
-        """Return the next answer, or None after a time; one waiting thread reads for all. Raises _ServiceEnded."""
+        """Return the next answer, or None after a timeout. Raise _ServiceEnded if the service has ended.
+
+        One waiting thread reads the answers for all threads.
+        """
         until_ns = _clock.boottime_ns() + round(within_s * 1e9)
         with self._turn:
             while not self._inbox[number]:
@@ -114,7 +121,7 @@ class _Service:
             return self._inbox[number].popleft()
 
     def forget(self, number: int, *, abandon: bool) -> None:
-        """Take no more answers to a question; `abandon` one that may have more."""
+        """Drop further answers to a question. `abandon` withdraws a question that may have more answers."""
         with self._turn:
             self._inbox.pop(number, None)
         if abandon:
@@ -122,16 +129,16 @@ class _Service:
                 self._send(service_messages.Abandon(number=number))
 
     def close(self) -> None:
-        """Let it end: it reads end of file."""
+        """Close the channel. The service reads the end of the stream and exits."""
         self.alive = False
         self._channel.close()
 
     def _read(self, within_s: float) -> None:
-        """Take one message, if there is one in time, while others may put questions, or find theirs answered."""
+        """Read one message if it arrives in time. Other threads may ask or get answers in the meantime."""
         self._turn.release()
         received = None
         try:
-            poller = select.poll()  # not `select`: a caller may have thousands of descriptors
+            poller = select.poll()  # `select` is not used, because a caller may have thousands of descriptors.
             poller.register(self._channel, select.POLLIN)
             if not poller.poll(within_s * 1000):
                 return
@@ -173,7 +180,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 class Recognition:
-    """One question to the service about this environment; `store` None is the home's own."""
+    """One question to the service about this environment. `store` is None for the home's own store."""
 
     def __init__(self, home: Home, *, capture: bool = True, store: StoreLocation | None = None) -> None:
         self._home = home
@@ -186,11 +193,11 @@ class Recognition:
         self._over = False
         self._snapshot = ""
         self.verified = False
-        """Whether every file is known to be as the snapshot says."""
+        """True if every file is known to match the snapshot."""
         self._put()
 
     def wanted(self, display: Display | None = None) -> EnvironmentRequest | None:
-        """Return this environment's snapshot, stored by then; None where it is not to be captured."""
+        """Return this environment's stored snapshot, or None if it is unknown and must not be captured."""
         if not self.verified:
             self._display = display
             self._snapshot = self._until_known(display)
@@ -201,9 +208,9 @@ class Recognition:
         )
 
     def changes(self) -> tuple[str, ...]:
-        """Return differences from the snapshot once every file was checked.
+        """Return the differences from the snapshot after a check of every file.
 
-        After changes `wanted` returns another snapshot, which is captured by then.
+        After changes, `wanted` returns another snapshot, which the service has captured by then.
         """
         while not self.verified:
             answer = self._next()
@@ -214,16 +221,16 @@ class Recognition:
                 self.close()
             elif isinstance(
                 answer, service_messages.UnknownEnvironment
-            ):  # it was asked again, because the service had died
-                return ("what is installed, or the project's code",)
+            ):  # The service died, and the client asked the question again.
+                return ("installed packages or the project's code",)
         return ()
 
     def is_about(self, home: Home, store: StoreLocation | None) -> bool:
-        """Return whether `recognise` of this home and store would ask the same."""
+        """Return True if `recognise` with this home and store would ask the same question."""
         return self._home.root == home.root and self._store == (store or _own_store(home))
 
     def close(self) -> None:
-        """Be done with it; a second call does nothing."""
+        """Withdraw the question. A second call does nothing."""
         if not self._over:
             self._service.forget(self._number, abandon=not self.verified)
         self._over = True
@@ -246,7 +253,7 @@ class Recognition:
         self._tries += 1
         if self._tries > _TRIES_MAX:
             raise EnvironmentProblem(
-                "the process that captures environments ended, and so did the next one",
+                "the process that captures environments ended twice",
                 hint=f"see {self._home.agent_log}",
             )
 
@@ -263,7 +270,7 @@ class Recognition:
         return answer
 
     def _heard(self) -> service_messages.Answer:
-        """Return the next answer; announce silence, and raise EnvironmentProblem after too much of it."""
+        """Return the next answer. Print a notice after a silence, and raise EnvironmentProblem after a limit."""
         waited_s = 0.0
         while True:
             with interruptible():
@@ -275,13 +282,13 @@ class Recognition:
             if waited_s >= SILENT_S_MAX:
                 self.close()
                 raise EnvironmentProblem(
-                    f"the process that looks at the environment has said nothing for {waited_s:.0f} s: {where}",
-                    hint=f"`sgpu doctor` looks at the server; see {self._home.agent_log}",
+                    f"the process that scans the environment has not answered for {waited_s:.0f} s: {where}",
+                    hint=f"check the server with `sgpu doctor`; see {self._home.agent_log}",
                 )
             if self._display is not None and waited_s == SILENT_S:
                 self._display.say(
-                    f"looking at the environment has not gone on for {waited_s:.0f} s: {where}; "
-                    f"waiting up to {SILENT_S_MAX:.0f} s (`sgpu doctor` looks)"
+                    f"the scan of the environment has made no progress for {waited_s:.0f} s: {where}; waiting up "
+                    f"to {SILENT_S_MAX:.0f} s (check the server with `sgpu doctor`)"
                 )
 
     def _until_known(self, display: Display | None) -> str:
@@ -303,23 +310,23 @@ class Recognition:
 
 
 class _CaptureNotices:
-    """Shows a capture on a display, if any: its changes once, its progress, its result."""
+    """Shows a capture on an optional display: its changes once, its progress and its result."""
 
     def __init__(self, display: Display | None) -> None:
         self._display = display
         self._shown = False
         self._found: service_messages.CapturedEnvironment | None = (
-            None  # of a service that has died meanwhile, too: shown once
+            None  # Kept across a restart of the service, so that the changes are shown once.
         )
 
     def take(self, answer: service_messages.Answer) -> None:
-        """Show an answer."""
+        """Show an answer on the display."""
         display = self._display
         if display is None:
             return
         if not self._shown:
             self._shown = True
-            display.state("CAPTURING", "looking at the environment")
+            display.state("CAPTURING", "scanning the environment")
         match answer:
             case service_messages.CapturedEnvironment() if self._found is None:
                 self._found = answer
@@ -340,7 +347,10 @@ def _own_store(home: Home) -> StoreLocation:
 
 
 def recognise(home: Home, store: StoreLocation | None = None) -> Recognition:
-    """Ask for this process's environment, once inside of `shared`; `store` None is the home's own."""
+    """Ask for this process's environment. `store` is None for the home's own store.
+
+    Inside `shared_environment`, calls share one question.
+    """
     kept: list[Recognition] | None = getattr(_shared, "kept", None)
     if kept is None:
         return Recognition(home, store=store)
@@ -351,7 +361,7 @@ def recognise(home: Home, store: StoreLocation | None = None) -> Recognition:
 
 @contextlib.contextmanager
 def shared_environment() -> Iterator[None]:
-    """Let all launches of this block, in this thread, use the environment of the first."""
+    """Let all launches of this block, in this thread, share the environment of the first launch."""
     _shared.kept = []
     try:
         yield
@@ -360,25 +370,26 @@ def shared_environment() -> Iterator[None]:
 
 
 def capture_display(*, quiet: bool, logs: Path) -> Display:
-    """Return where a capture is shown."""
+    """Return the display for a capture."""
     return make_display(quiet=quiet, logs=logs)
 
 
 def asked_mode(text: str | None) -> Mode:
-    """Return the restore mode of `SERVERLESS_GPU_RESTORE`."""
+    """Return the restore mode from the value of `SERVERLESS_GPU_RESTORE`."""
     for mode in _MODES:
         if text == mode:
             return mode
     if text:
         raise InvalidValue(
-            f"{RESTORE}={text!r} is no way to restore an environment", hint="overlay or links; unset, the node decides"
+            f"{RESTORE}={text!r} is not a valid restore mode",
+            hint="set overlay or links, or unset it to let the node decide",
         )
     return ""
 
 
 def progress_text(progress: ProgressPoint) -> str:
-    """Return how far a capture is, for a person."""
-    doing = "looking at the environment" if progress.phase == "scan" else "capturing the environment"
+    """Return the progress of a capture as a sentence."""
+    doing = "scanning the environment" if progress.phase == "scan" else "capturing the environment"
     done = format_bytes(progress.bytes_done)
     of = f" of {format_bytes(progress.bytes_total)}" if progress.bytes_total else ""
     files = f", {progress.files_done} files" if progress.files_done else ""
@@ -389,14 +400,14 @@ def found_text(found: service_messages.CapturedEnvironment) -> list[str]:
     """Return the lines shown before a capture."""
     said = []
     if found.first:
-        said.append("capturing the environment (done once; later calls only look whether it has changed)")
+        said.append("capturing the environment (done once; later calls only check for changes)")
     if found.changes:
         said.append(f"environment changed: {'; '.join(found.changes)}")
     return [*said, *found.remarks]
 
 
 def taken_text(taken: service_messages.CaptureDone, found: service_messages.CapturedEnvironment | None) -> str:
-    """Return the line shown after a capture: all of it the first time, then additions, or ""."""
+    """Return the line shown after a capture: full sizes the first time, later additions only, or ""."""
     address, took = taken.snapshot[:12], format_duration_ms(taken.ms)
     stored = format_bytes(taken.sent_bytes)
     if found is not None and not found.first:

@@ -1,1 +1,4 @@
-"""`remote=True`: calls that run through a server. Loaded with the first of them, not before (HTTP costs 50 ms)."""
+"""Runs calls with `remote=True` through a server.
+
+The first remote call loads this package, because loading HTTP takes 50 ms.
+"""

@@ -1,7 +1,7 @@
-"""Estimates a start on a server with one request; nothing is submitted or captured.
+"""Estimates the start of a run on a server with one request. The client submits and captures nothing.
 
-Failure cases: a server that does not answer is not waited for, and an old one has no estimates: both give "unknown" and
-the reason. A refusal by the server is raised.
+Failure cases: the client does not wait for an unreachable server, and an old server has no estimates. Both cases give
+"unknown" and the reason. A refusal by the server is raised.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from serverless_gpu.wire.runs import EstimateRequest, estimate_of
 
 
 def estimate(spec: RunSpec) -> Estimate:
-    """Return when a run of the server would start; raise what would refuse it."""
+    """Return the estimated start of a run of the server. Raise the error that would refuse the run."""
     home = remote_home(os.environ)
     server = server_of(home.root, os.environ)
     try:
@@ -29,11 +29,11 @@ def estimate(spec: RunSpec) -> Estimate:
     except ServerUnavailable as error:
         return unknown_estimate(f"the server at {server.profile.url} does not answer: {error.message}")
     except NotFound:
-        return unknown_estimate(f"the server at {server.profile.url} is of an earlier version, which cannot say")
+        return unknown_estimate(f"the server at {server.profile.url} is too old for estimates")
 
 
 def _fetch_estimate(server: RemoteServer, spec: RunSpec) -> Estimate:
-    server.version(patiently=False)  # remembered: whether it is on this machine follows from it
+    server.version(patiently=False)  # The answer is cached, and `environment_of` needs it.
     environment = environment_of(spec, server)
     travels = environment == "snapshot"
     payload = spec.payload if isinstance(spec.payload, Command) else Function()

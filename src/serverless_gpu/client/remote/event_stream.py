@@ -1,14 +1,16 @@
-"""The event stream of a run, resumed after a break without a gap and without a repeat.
+"""The event stream of a run, which resumes after a break without gaps and without repeats.
 
     thread: POST /runs, or GET /runs/{run}/events?after&offsets ──▶ cursor ──▶ queue ──▶ reader: the run's handle
-            ▲── again: after a pause, from the cursor ──┘                     pipe: something to read
+            ▲── again: after a pause, from the cursor ──┘                     pipe: wakes the reader
 
-The thread only moves messages; files and displays belong to the reader. The queue is bounded: an unread handle holds up
-its stream, and the server keeps the messages. Each stream has a connection, so that closing one touches no other.
+The thread only moves messages. Files and displays belong to the reader. The queue is bounded: if no thread reads the
+handle, the stream stops and the server keeps the messages. Each stream has its own connection, so that closing one
+stream affects no other stream.
 
-A broken connection is retried with one notice, until patience is over. A refusal goes to the reader. When the token
-ends after the run was accepted, the wait goes on with the next one (`RemoteServer.wait_for_token`). A proxy may cut
-streams again and again: each one advances. A dropped handle ends the thread at the next comment, sent every 10 s.
+The thread retries a broken connection, with one notice, for the seconds of `SERVERLESS_GPU_PATIENCE`. It passes a
+refusal to the reader. If the token expires after the server accepted the run, the thread waits for a new token
+(`RemoteServer.wait_for_token`). A proxy may cut streams repeatedly, because each stream makes progress. If the handle
+is dropped, the thread ends at the next comment, which the server sends every 10 s.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ _BYTES_MAX = 8 << 20
 
 
 class ServerAway(NamedTuple):
-    """Notice that the server does not answer, or no longer accepts the token."""
+    """Notice that the server does not answer or no longer accepts the token."""
 
     sentence: str
 
@@ -59,7 +61,7 @@ E = TypeVar("E", bound=ServerProblem)
 
 
 class StreamCursor:
-    """Position in a stream: tells the server where to go on, and drops repeats."""
+    """The position in a stream. It sets the start of the next request and drops repeats."""
 
     def __init__(self) -> None:
         self.after = 0
@@ -104,7 +106,10 @@ class StreamCursor:
 
 
 class EventStream:
-    """Reads a run's events in a thread; `request` creates the run first, and its answer is the stream."""
+    """Reads a run's events in a thread.
+
+    With `request`, the thread first submits the run. The server's answer to that request is the stream.
+    """
 
     def __init__(self, server: RemoteServer, run_id: str, request: RunRequest | None = None) -> None:
         self._server = server
@@ -115,7 +120,7 @@ class EventStream:
         self._queue: deque[Heard] = deque()
         self._queued_bytes = 0
         self._error: Exception | None = None
-        self._over = False  # nothing more will be put into the queue
+        self._over = False  # True after the last message is in the queue.
         self._closed = threading.Event()
         self._turn = threading.Condition()
         self._connection: Connection | None = None
@@ -125,11 +130,11 @@ class EventStream:
         start_thread(self._listen, f"serverless-gpu-run-{run_id}")
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when there is something to read, or -1."""
+        """Return a descriptor that is readable when a message is in the queue, or -1."""
         return self._readable
 
     def read(self, timeout_s: float | None) -> Heard | None:
-        """Return the next message, or None after the last; TimeoutError when none comes in time."""
+        """Return the next message, or None after the last. Raise TimeoutError if none arrives in time."""
         deadline_ns = None if timeout_s is None else self._clock.boottime_ns() + round(timeout_s * 1e9)
         poll = select.poll()
         poll.register(self._readable, select.POLLIN)
@@ -140,7 +145,7 @@ class EventStream:
                 if self._error is not None:
                     raise self._error.with_traceback(
                         None
-                    )  # the waiting caller reads one frame of ours, not the thread's
+                    )  # The caller sees one frame of this package instead of the thread's traceback.
                 if self._over or self._closed.is_set():
                     return None
             left_s = None if deadline_ns is None else (deadline_ns - self._clock.boottime_ns()) / 1e9
@@ -149,7 +154,7 @@ class EventStream:
             poll.poll(None if left_s is None else left_s * 1000)
 
     def close(self) -> None:
-        """Listen no more; safe at any moment, also from a garbage collector."""
+        """Stop reading. This method is safe at any time, also in a garbage collection."""
         with self._turn:
             if self._closed.is_set():
                 return
@@ -184,7 +189,7 @@ class EventStream:
 
     def _wake(self) -> None:
         if not self._closed.is_set():
-            with contextlib.suppress(BlockingIOError):  # full of news already
+            with contextlib.suppress(BlockingIOError):  # A full pipe already wakes the reader.
                 os.write(self._writable, b"\0")
 
     # --- the thread ----------------------------------------------------------------------------------------------
@@ -193,22 +198,22 @@ class EventStream:
         error: Exception | None = None
         try:
             self._keep_up()
-        except Exception as problem:  # noqa: BLE001 - the handle would wait for ever for a thread that died
+        except Exception as problem:  # noqa: BLE001 - the handle would wait forever for a dead thread
             error = problem
         with self._turn:
             self._error, self._over = error, True
             self._wake()
 
     def _keep_up(self) -> None:
-        """Listen until the last message, however often the connection breaks."""
+        """Read until the last message, and reconnect after each break."""
         pause_s, away_ns, told = _PAUSE_S, 0, False
         while not self._closed.is_set():
-            problem, token = "it ended the stream", self._server.profile.token
+            problem, token = "the server ended the stream", self._server.profile.token
             try:
                 for message in self._messages():
                     if told:
                         away_ms = (self._clock.boottime_ns() - away_ns) // 1_000_000
-                        self._put(ServerAway(f"the server is back, after {format_duration_ms(away_ms)}"))
+                        self._put(ServerAway(f"the server answers again after {format_duration_ms(away_ms)}"))
                     away_ns, told = 0, False
                     if self._queue_new(message):
                         pause_s = _PAUSE_S
@@ -217,7 +222,7 @@ class EventStream:
             except ServerProblem as error:
                 url = self._server.profile.url
                 if isinstance(error, NotAuthenticated) and self._server.look_again() != url:
-                    continue  # another server listens by now where ours was
+                    continue  # Another server now listens at the old address.
                 if isinstance(error, NotAuthenticated) and self._request is None:
                     if not self._server.wait_for_token(
                         self._with_run_state(error),
@@ -236,7 +241,8 @@ class EventStream:
             if (now_ns - away_ns) / 1e9 + pause_s > self._server.patience_s:
                 raise ServerUnavailable(
                     f"the server has not answered for {self._server.patience_s:.0f} s: {problem}",
-                    hint=f"the run goes on: serverless_gpu.attach({self._run_id!r}) finds it when the server is back",
+                    hint=f"the run goes on: attach with serverless_gpu.attach({self._run_id!r}) when the server "
+                    "answers again",
                 )
             if not told and now_ns - away_ns >= _TOLD_AFTER_S * 1e9:
                 told = True
@@ -245,9 +251,12 @@ class EventStream:
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
     def _with_run_state(self, error: E) -> E:
-        """Return a refusal with the state of the run if the server had accepted it."""
+        """Return a refusal with the state of the run if the server had accepted the run."""
         if self._request is None and isinstance(error, NotAuthenticated | NotAllowed):
-            still = f"run {self._run_id} goes on: `sgpu cancel {self._run_id}` with a token that may stops it"
+            still = (
+                f"run {self._run_id} goes on: stop it with `sgpu cancel {self._run_id}` and a token that has "
+                "the permission"
+            )
             return type(error)(error.message, hint="; ".join(filter(None, (error.hint, still))))
         return error
 
@@ -265,7 +274,7 @@ class EventStream:
             connection.close()
 
     def _queue_new(self, message: StreamMessage) -> bool:
-        """Queue the new part of a message; return whether the stream has advanced."""
+        """Queue the new part of a message. Return True if the stream has advanced."""
         if isinstance(message, AcceptedMessage):
             self._request = None
         new = self._cursor.take(message)

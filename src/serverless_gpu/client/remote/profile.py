@@ -1,9 +1,10 @@
-"""The server of remote calls, and the principal on it.
+"""The server of remote calls, and the caller's principal on this server.
 
-    SERVERLESS_GPU_SERVER + SERVERLESS_GPU_TOKEN      win, for jobs and containers
+    SERVERLESS_GPU_SERVER + SERVERLESS_GPU_TOKEN      take precedence, for jobs and containers
     $SERVERLESS_GPU_HOME/server.json (0600)           written by `sgpu up` on this machine, or by `sgpu login`
 
-Refuses an address without a token, an unreadable file or one of another user, and plain HTTP to another machine.
+This module refuses an address without a token, an unreadable file or a file of another user. It also refuses plain HTTP
+to another machine.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ class ServerProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str
     token: str
-    principal: str = ""  # owner of the token; "" where unknown
-    embedded: bool = False  # written by `sgpu up` of this home
-    machine: str = ""  # `ambient.machine()` of the server when written, or ""
-    ca: str = ""  # file with certificates to trust; "" for the system's
+    principal: str = ""  # Owner of the token, or "" if unknown.
+    embedded: bool = False  # True if `sgpu up` of this home wrote the profile.
+    machine: str = ""  # `ambient.machine()` of the server when the profile was written, or "".
+    ca: str = ""  # File with certificates to trust, or "" for the system's certificates.
 
 
 def remote_home(environ: Mapping[str, str]) -> Home:
-    """Return the home for remote calls: it names the server and keeps copies of results.
+    """Return the home for remote calls, which names the server and keeps copies of results.
 
-    A temporary replacement suffices where variables name the server, which keeps everything itself.
+    If variables name the server, a temporary home is enough, because the server itself keeps all results.
     """
     if not environ.get(SERVER):
-        return find_durable_home(environ, f"its {FILE} says which server there is")
+        return find_durable_home(environ, f"its {FILE} names the server")
     home = find_home(environ)
     if home.note and home.note not in _notes_said:
         _notes_said.add(home.note)
@@ -56,12 +57,12 @@ def remote_home(environ: Mapping[str, str]) -> Home:
 
 
 def find_profile(home: Path, environ: Mapping[str, str]) -> ServerProfile:
-    """Return the configured server; raise ServerNotConfigured without one."""
+    """Return the configured server. Raise ServerNotConfigured without one."""
     url, token = environ.get(SERVER, ""), environ.get(TOKEN, "")
     if url:
         if not token:
             raise ServerNotConfigured(
-                f"{SERVER} is set, and {TOKEN} is not", hint="a server needs a token: `sgpu token`"
+                f"{SERVER} is set, and {TOKEN} is not", hint="set it to a token of the server: `sgpu token`"
             )
         profile = ServerProfile(url=url, token=token)
     else:
@@ -73,28 +74,29 @@ def find_profile(home: Path, environ: Mapping[str, str]) -> ServerProfile:
 
 
 def is_configured(home: Path, environ: Mapping[str, str]) -> bool:
-    """Return whether a variable or the home's file names a server, validly or not."""
+    """Return True if a variable or the home's file names a server, even an invalid one."""
     return bool(environ.get(SERVER)) or (home / FILE).exists()
 
 
 def reread(home: Path, known: ServerProfile, environ: Mapping[str, str]) -> ServerProfile:
-    """Return the current address and token of a known server, or `known` without news.
+    """Return the current address and token of a known server, or `known` if nothing has changed.
 
-    Both may change at once: a restart on another port, replaced tokens. They come from one place, so that a token only
-    goes to the address stored with it. A different server or principal is ignored: the wait is on this server as this
-    principal.
+    Both may change at once, for example after a restart on another port with new tokens. Both come from the same place,
+    so that the client sends a token only to the address stored with it. A different server or principal is ignored,
+    because the caller waits for this server as this principal.
     """
     try:
         there = find_profile(home, environ)
-    except ServerlessGpuError:  # gone, or another process is writing it
+    except ServerlessGpuError:  # The file is missing, or another process is writing it.
         return known
-    same_token = there.token == known.token and not environ.get(TOKEN)  # the variable's says nothing about the server
+    # A token from the variable does not identify the server.
+    same_token = there.token == known.token and not environ.get(TOKEN)
     same_principal = there.principal == known.principal or not (there.principal and known.principal)
     return there if same_token or (same_principal and _is_same_server(there, known)) else known
 
 
 def _is_same_server(there: ServerProfile, known: ServerProfile) -> bool:
-    """Return whether profiles share the address, this home's `sgpu up`, or host and principal."""
+    """Return True if two profiles share the address, this home's `sgpu up`, or host and principal."""
     if there.url.rstrip("/") == known.url.rstrip("/"):
         return True
     if there.embedded and known.embedded:
@@ -110,7 +112,7 @@ def _host(profile: ServerProfile) -> tuple[str, str | None]:
 
 
 def patience_s(environ: Mapping[str, str]) -> float:
-    """Return the seconds to wait for a server that is away."""
+    """Return the number of seconds to wait for an unreachable server."""
     text = environ.get(PATIENCE)
     if not text:
         return PATIENCE_S
@@ -118,13 +120,13 @@ def patience_s(environ: Mapping[str, str]) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value <= 86_400:  # NaN is neither
+    if not 0 <= value <= 86_400:  # NaN also fails this comparison.
         raise InvalidValue(f"{PATIENCE}={text!r} is not a number of seconds up to a day", hint="the default is 600")
     return value
 
 
 def write_profile(home: Path, profile: ServerProfile) -> None:
-    """Store a server, readable for its user only."""
+    """Store a server in a file that only its user can read."""
     path = home / FILE
     temporary = path.with_name(f".{FILE}-{os.getpid()}")
     try:
@@ -146,8 +148,8 @@ def _read(path: Path) -> ServerProfile:
     except FileNotFoundError:
         missing = ServerNotConfigured(
             "remote=True needs a server, and none is configured",
-            hint="`sgpu up` starts one on this machine, `sgpu login` takes one that is there; "
-            "without remote, it runs on this machine",
+            hint="start a server on this machine with `sgpu up`, or connect to an existing one with `sgpu login`; "
+            "without remote, the call runs on this machine",
         )
         missing.is_missing = True
         raise missing from None
@@ -156,7 +158,7 @@ def _read(path: Path) -> ServerProfile:
     try:
         return from_json(data, ServerProfile)
     except msgspec.MsgspecError as error:
-        raise InvalidValue(f"{path} cannot be understood: {error}", hint="`sgpu login` writes it anew") from None
+        raise InvalidValue(f"{path} is invalid: {error}", hint="write the file again with `sgpu login`") from None
 
 
 def check_address(url: str) -> None:
@@ -164,12 +166,13 @@ def check_address(url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
         raise InvalidValue(
-            "the address of the server is not one",
-            hint="it begins with https:// or http://, for example https://gpus.example.org or http://127.0.0.1:7878",
+            "the address of the server is invalid",
+            hint="use an address with https:// or http://, for example https://gpus.example.org or "
+            "http://127.0.0.1:7878",
         )
     if parts.scheme == "http" and not _is_loopback(parts.hostname):
         raise InvalidValue(
-            f"{url} would carry the token readably over the network",
+            f"{url} would send the token unencrypted over the network",
             hint="use https://, or a tunnel: ssh -L 7878:127.0.0.1:7878 the-server",
         )
 
@@ -179,3 +182,16 @@ def _is_loopback(host: str) -> bool:
         with contextlib.suppress(OSError, ValueError):
             return socket.inet_pton(family, host).startswith(packed)
     return host == "localhost"
+
+
+def remove_profile(home: Path) -> ServerProfile | None:
+    """Delete the stored server and return it, or return None without one."""
+    path = home / FILE
+    if not path.exists():
+        return None
+    profile = _read(path)
+    try:
+        path.unlink()
+    except OSError as error:
+        raise storage_error(error, path) from None
+    return profile

@@ -1,20 +1,22 @@
-"""A remote run: translates a server's messages into those of a local supervisor.
+"""A remote run, which translates a server's messages into the messages of a local supervisor.
 
     EventStream ──StateMessage, LogMessage, Ended …──▶ RemoteRun ──Snapshot, Output, Stopped …──▶ Run
-                                                         └─ the run's files, copied when they are asked for
+                                                         └─ copies of the run's files, fetched on demand
 
-A run may have several attempts, one after the other; the files are those of the last. Of a run on several nodes the end
-may come twice: first the known part, then all of it. The server states the ending of a run whose node never came back.
+A run may have several attempts in sequence. The files are those of the last attempt. For a run on several nodes, the
+server may send the ending twice: first the known part, then the complete ending. If a node never comes back, the server
+itself sets the ending.
 
-`attach` finds a run again by its id, from any machine that has a token for it. It loads only the caller's own results,
-since loading runs code. Another principal's results need `allow_pickle_from="bob"`.
+`attach` finds a run by its id from any machine that has a token for the run. It loads only the caller's own results,
+because loading runs code. Another principal's results need `allow_pickle_from="bob"`.
 
-The files' copies on the caller's disk are laid out as in a run directory: outcomes are read from both alike.
+The copies on the caller's disk have the layout of a run directory. Local and remote outcomes are therefore read in the
+same way:
 
     $SERVERLESS_GPU_HOME/remote/<run>/<fence>/    spec.json · stopped.json · receipt.json · results/ · failures/
 
-Small files come with the run's end, large ones in pieces at their first use; each is written atomically. Names outside
-a run's files are never written.
+The client fetches small files at the run's end, and large files in pieces at their first use. It writes each file
+atomically. The client never writes names outside a run's files.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ _CLEANED_EVERY_S = 86_400.0
 
 
 class RemoteRun(RunSource):
-    """A run of a server; `untrusted` names the owner of results that must not be loaded here."""
+    """A run of a server. `untrusted` names an owner whose results this process must not load."""
 
     def __init__(
         self, server: RemoteServer, view: RunView, root: Path, *, untrusted: str = "", stream: EventStream | None = None
@@ -109,7 +111,7 @@ class RemoteRun(RunSource):
 
     @property
     def is_open(self) -> bool:
-        """Return whether more messages may come."""
+        """Return True if more messages may arrive."""
         return not self._over
 
     @property
@@ -118,7 +120,7 @@ class RemoteRun(RunSource):
         return f"sgpu logs {self.run_id}"
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when there is news, or -1."""
+        """Return a descriptor that is readable when messages arrive, or -1."""
         return -1 if self._over else self._open_stream().fileno()
 
     def receive(self, timeout_s: float | None) -> protocol.AnyMessage | ConnectionNote | None:
@@ -132,7 +134,7 @@ class RemoteRun(RunSource):
                     self._is_over_there = self._is_over_there or self._look()
                     if not self._is_over_there:
                         break
-                # A viewer must not miss its first messages, nor the ending of a run that has one.
+                # An attached client must get the first messages of a stream, and the ending of an ended run.
                 fresh = self._stream is None or (self._is_over_there and self._stopped is None)
                 left_s = None if deadline_ns is None else max(0.0, (deadline_ns - SystemClock().boottime_ns()) / 1e9)
                 heard = self._open_stream().read(max(left_s, _FIRST_S) if fresh and left_s is not None else left_s)
@@ -147,17 +149,17 @@ class RemoteRun(RunSource):
         return self._pending.popleft()
 
     def _unknown_run(self) -> protocol.Refused:
-        """Return the refusal of a run that the server had accepted and no longer knows."""
+        """Return the refusal for a run that the server had accepted but no longer has."""
         self.close()
         return protocol.Refused(
             code=NotFound.code,
-            message=f"the server at {self._server.profile.url} had accepted run {self.run_id} and does not know it any "
-            "more: its database was restored or rolled back, or you may not see the run now",
-            hint="nobody knows whether it ran: look for what it wrote, and submit it again if it did not",
+            message=f"the server at {self._server.profile.url} accepted run {self.run_id} but no longer has it: "
+            "its database was restored or rolled back, or you have lost access to the run",
+            hint="it is unknown whether the run took place: check for its output, and submit it again without any",
         )
 
     def _look(self) -> bool:
-        """Fetch the run's state without subscribing; return whether it has ended, which its stream tells."""
+        """Fetch the run's state without a stream. Return True if the run has ended."""
         view = self._server.run(self.run_id)
         if view.state in TERMINAL:
             return True
@@ -167,41 +169,41 @@ class RemoteRun(RunSource):
         return False
 
     def stop(self, why: StopReason, *, patiently: bool = True) -> None:
-        """Ask the server to stop the run; one that has ended is fine."""
+        """Ask the server to stop the run. A run that has already ended is not an error."""
         with contextlib.suppress(AlreadyFinished):
             self._server.stop(self.run_id, why, patiently=patiently)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop reading messages."""
         self._over = True
         if self._stream is not None:
             self._stream.close()
 
     def ending(self) -> protocol.Stopped:
-        """Return how the run ended."""
+        """Return the run's ending."""
         if self._stopped is None:
             raise ServerProblem(
                 f"the server ended the stream of run {self.run_id} before the run had ended",
-                hint=f"serverless_gpu.attach({self.run_id!r}) asks again",
+                hint=f"call serverless_gpu.attach({self.run_id!r}) to ask the server again",
             )
         return self._stopped
 
     def receipt(self) -> Receipt | None:
-        """Return the account of the run."""
+        """Return the receipt of the run."""
         return self._receipt
 
     def receipts(self) -> dict[str, Receipt]:
-        """Fetch the account of each node of several."""
+        """Fetch the receipt of each node of a run on several nodes."""
         found: dict[str, Receipt] = {}
         if self._receipt is None or not self._receipt.nodes:
             return super().receipts()
         for number, node in enumerate(self._receipt.nodes):
-            with contextlib.suppress(NotFound):  # a node that is gone has sent none
+            with contextlib.suppress(NotFound):  # A lost node has sent no receipt.
                 found[node] = self._server.receipt_of(self.run_id, self._fence, number)
         return found
 
     def bring_result(self, rank: int) -> None:
-        """Fetch a rank's result, unless it must not be loaded here."""
+        """Fetch a rank's result, unless this process must not load it."""
         copies = self._copies
         if copies is not None and not self._untrusted:
             self._server.with_valid_token(lambda: copies.bring(f"{_RESULT}{rank}.pkl"))
@@ -225,11 +227,9 @@ class RemoteRun(RunSource):
         try:
             return self._server.cost(self.run_id)
         except NotFound:
-            self._server.run(self.run_id)  # the run is there, so it is the question that is not known
+            self._server.run(self.run_id)  # The run exists, so the server does not know this route.
             url = self._server.profile.url
-            raise ServerProblem(
-                f"the server at {url} is of an earlier version, which cannot say what runs cost"
-            ) from None
+            raise ServerProblem(f"the server at {url} is too old to report the cost of runs") from None
 
     def attempts(self) -> list[AttemptTimes]:
         """Return each attempt from the server."""
@@ -255,7 +255,7 @@ class RemoteRun(RunSource):
         match heard:
             case ServerAway(sentence=sentence):
                 self._pending.append(ConnectionNote(sentence))
-            case AcceptedMessage(run=view):  # how it is now; what happened before comes next, in order
+            case AcceptedMessage(run=view):  # This view is the current state. The earlier messages follow in order.
                 self.world_size = view.processes or self.world_size
                 self._tell_tracked(view.tracked)
             case StateMessage():
@@ -281,23 +281,24 @@ class RemoteRun(RunSource):
             self._tell(message.state, _sentence(message, self.run_id))
 
     def _tell_tracked(self, url: str) -> None:
-        """Say where the run is tracked, once; the identifier is in the link."""
+        """Queue the link to the MLflow page once. The link contains the run's identifier."""
         if url and url != self._tracked:
             self._tracked = url
             self._pending.append(protocol.Tracked(run_id="", url=url))
 
     def _tell(self, state: State, sentence: str) -> None:
-        """Queue the state and its sentence; one that a person waits for is printed, others are shown."""
-        if (state, sentence) == self._told:  # again after a look, or a reconnect
+        """Queue the state and its message. The display prints messages for a waiting user and shows others."""
+        if (state, sentence) == self._told:  # A repeat comes from a state request or a new connection.
             return
         if state is not self._told[0] or not sentence:
-            waiting = sentence if state is not State.QUEUED else ""  # the next message has it, and its start
+            # The next message has the reason for the wait and its start.
+            waiting = sentence if state is not State.QUEUED else ""
             self._pending.append(
                 protocol.AttemptSnapshot(run_id=self.run_id, fence=self._fence, state=state, pid=0, waiting=waiting)
             )
         if sentence:
             queued_ns = self._queued_ns if state is State.QUEUED else None
-            # A sentence that matters to a waiting caller is printed, any other one only shown.
+            # Messages that matter to a waiting caller are printed. Other messages are only shown.
             passing = state not in _SAID_IN and not sentence.startswith(NOT_SENT)
             self._pending.append(protocol.WaitingNote(sentence=sentence, passing=passing, queued_ns=queued_ns))
         self._told = (state, sentence)
@@ -318,7 +319,8 @@ class RemoteRun(RunSource):
         for name in names:
             if not name.startswith(_RESULT) and not (self._untrusted and name.endswith(".pkl")):
                 self._server.with_valid_token(functools.partial(copies.bring, name))
-        if self.world_size is None or self.spec.per_node:  # of nodes the next attempt may have others
+        # The next attempt may run on other nodes with another number of ranks.
+        if self.world_size is None or self.spec.per_node:
             results = [name for name in names if name.startswith(_RESULT)]
             self.world_size = (
                 len(results) or self._server.with_valid_token(lambda: self._server.run(self.run_id)).processes
@@ -347,7 +349,7 @@ class RemoteRun(RunSource):
 
 
 def _sentence(said: RunView | StateMessage, run_id: str) -> str:
-    """Return a run's sentence; that of a wait is made here, in local time."""
+    """Return a run's message. The message of a wait is composed here, in local time."""
     wait = None if said.waiting is None else wait_of(said.waiting, run_id)
     return said.sentence if wait is None else wait_messages.sentence(wait, format_soon)
 
@@ -357,14 +359,14 @@ def _stopped_message(message: EndedMessage) -> protocol.Stopped:
     if message.ending is not msgspec.UNSET:
         said = from_json(message.ending, protocol.Stopped)
         if said.state is message.state and said.reason is message.reason:
-            # Only the server knows the preemptor, or the used-up budget.
+            # Only the server knows the preempting run or the exhausted budget.
             return msgspec.structs.replace(said, cause=why) if message.reason in _DISPLACED else said
     cause = why if message.sentence and message.reason is not Reason.COMPLETED else None
     return protocol.Stopped(state=message.state, reason=message.reason, cause=cause, consequences=())
 
 
 def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | None:
-    """Return a server's run, or None without a server; `trusted` principals' results load, too."""
+    """Return a server's run, or None without a server. Results of `trusted` principals load, too."""
     if not is_configured(home.root, os.environ):
         return None
     server = server_of(home.root, os.environ)
@@ -375,13 +377,13 @@ def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | N
 
 
 def unfinished_runs(run_ids: Sequence[str]) -> list[str]:
-    """Return which runs of the server have not ended, without waiting for a server that is away."""
+    """Return the runs of the server that have not ended. Do not wait for an unreachable server."""
     server = server_of(find_home(os.environ).root, os.environ)
     return [run_id for run_id in run_ids if server.run(run_id, patiently=False).state not in TERMINAL]
 
 
 class RunCopies:
-    """The files of one attempt on a server, copied into a directory."""
+    """The files of one attempt on a server, copied to a local directory."""
 
     def __init__(
         self, server: RemoteServer, run_id: str, fence: int, directory: Path, files: Iterable[FileView]
@@ -393,11 +395,11 @@ class RunCopies:
         self._files = {file.name: file for file in files if _NAME.fullmatch(file.name)}
 
     def names(self) -> list[str]:
-        """Return the names of all files that a run can have."""
+        """Return the names of all files of the run."""
         return list(self._files)
 
     def bring(self, name: str) -> None:
-        """Fetch a file into the directory; skip one that the run does not have."""
+        """Fetch a file into the directory. Skip a file that the run does not have."""
         file = self._files.get(name)
         path = self._directory / name
         if file is None or _is_there(path, file.size):
@@ -419,15 +421,16 @@ class RunCopies:
             data = self._server.read_file(self._run_id, self._fence, file.name, done, wanted)
             if not data or len(data) > wanted:
                 raise ServerProblem(
-                    f"{file.name} of run {self._run_id} has {file.size} bytes; the server gave {len(data)} at {done}",
-                    hint="ask again; if it comes back, the server's log says more",
+                    f"{file.name} of run {self._run_id} has {file.size} bytes; the server sent {len(data)} bytes "
+                    f"at offset {done}",
+                    hint="try again; if the error returns, see the server's log",
                 )
             _write(descriptor, data)
             done += len(data)
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file atomically; raise StorageError when the disk is full."""
+    """Write a file atomically. Raise StorageError if the disk is full."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _whole(path) as descriptor:
@@ -437,7 +440,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def clean_now_and_then(home: Home) -> None:
-    """Delete old copies by the `[retention]` rules, once a day at most and in the background."""
+    """Delete old copies by the `[retention]` rules, at most once a day and in the background."""
     marker = home.remote / _CLEANED
     with contextlib.suppress(OSError):
         if SystemClock().wall_ns() - marker.stat().st_mtime_ns < _CLEANED_EVERY_S * 1e9:
@@ -448,7 +451,7 @@ def clean_now_and_then(home: Home) -> None:
             marker.touch()
             clean(home.remote, read_configuration(home).retention, (), SystemClock())
 
-    with contextlib.suppress(HardwareError):  # no thread: another day
+    with contextlib.suppress(HardwareError):  # If no thread can start, a later call deletes the copies.
         start_thread(work, "serverless-gpu-clean")
 
 

@@ -1,12 +1,12 @@
-"""A server as the client uses it: its routes as methods, and one pool of connections for each process and server.
+"""The client's interface to a server: routes as methods, and one connection pool per process.
 
-A call waits for a server that is away for ten minutes, or the seconds in `SERVERLESS_GPU_PATIENCE`, with one notice.
-Streams have connections of their own (`event_stream.py`): they may be many and long, and closing one must not touch the
-others. When a token ends during a wait, the wait goes on until there is another one (`wait_for_token`); a new request
-is refused at once.
+A call waits for an unreachable server for ten minutes, or the seconds in `SERVERLESS_GPU_PATIENCE`, with one notice.
+Streams have their own connections (`event_stream.py`), because they may be many and long. Closing one stream must not
+affect the others. If a token expires during a wait, the client waits for another token (`wait_for_token`). A new
+request with an expired token fails at once.
 
-A forked child makes connections of its own. The address and token are read again when the server does not answer or
-refuses the token: it may have restarted on another port or with other tokens.
+A forked child opens its own connections. If the server does not answer or refuses the token, the client reads the
+address and the token again. The server may have restarted on another port or with other tokens.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from serverless_gpu.wire.server_status import Version
 
 T = TypeVar("T")
 _LOG_PIECE_BYTES = 4 << 20
-_TOKEN_LOOK_S = 0.5  # between two looks for another token
+_TOKEN_LOOK_S = 0.5  # Interval between two checks for a new token.
 
 
 class RemoteServer:
-    """One server, as one principal.
+    """One server, with the credentials of one principal.
 
-    `home` and `environ` may name another address or token later; `patience_s` bounds the wait for a server that is
-    away.
+    The client reads changes of the address and the token from `home` and `environ`. `patience_s` limits the wait for an
+    unreachable server.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class RemoteServer:
         self._principal = profile.principal
 
     def close(self) -> None:
-        """Close its connections, but those of streams."""
+        """Close all connections except those of streams."""
         self._patient.close()
         self._prompt.close()
 
     def look_again(self) -> str:
-        """Return the server's address as it is by now."""
+        """Return the server's current address."""
         self._reread()
         return self.profile.url
 
     def token(self) -> str:
-        """Return the token as it is by now."""
+        """Return the current token."""
         self._reread()
         return self.profile.token
 
@@ -92,9 +92,9 @@ class RemoteServer:
     def wait_for_token(
         self, ended: NotAuthenticated, used: str, *, say: Callable[[str], None], closed: threading.Event
     ) -> bool:
-        """Wait for a token other than `used`, and `say` so once; return False when `closed`.
+        """Wait for a token other than `used`, and report the wait once with `say`. Return False if `closed`.
 
-        Raises NotAuthenticated when patience is over, or when no source could provide another token.
+        Raises NotAuthenticated after `patience_s`, or if no source can provide another token.
         """
         clock = SystemClock()
         until_ns = clock.boottime_ns() + round(self.patience_s * 1e9)
@@ -104,16 +104,16 @@ class RemoteServer:
                 raise ended
             if not told:
                 told = True
-                other = f"`sgpu login {self.profile.url}` in a terminal stores another one"
+                other = f"store a new token with `sgpu login {self.profile.url}` in a terminal"
                 if self._environ.get(TOKEN):
-                    other = f"put another one into {TOKEN} of this process"
-                say(f"{ended.message}: {other}, and this wait goes on; the run does in any case")
+                    other = f"set {TOKEN} of this process to a new token"
+                say(f"{ended.message}: {other}; the client waits for the new token, and the run goes on")
             if closed.wait(min(_TOKEN_LOOK_S, self.patience_s)):
                 return False
         return True
 
     def with_valid_token(self, ask: Callable[[], T]) -> T:
-        """Return the answer for a waiting caller, waiting for a new token when the current one ends."""
+        """Return the server's answer. Wait for a new token if the current one expires."""
         while True:
             used = self.profile.token
             try:
@@ -122,15 +122,15 @@ class RemoteServer:
                 self.wait_for_token(error, used, say=_say, closed=threading.Event())
 
     def connect(self) -> Connection:
-        """Return a connection for one stream; the caller closes it."""
+        """Return a connection for one stream. The caller closes it."""
         return Connection(self.profile.url, self.profile.token, ca=self.profile.ca)
 
     def store(self) -> StoreLocation:
-        """Return where environments are put for runs of this server."""
+        """Return the location of environments for runs of this server."""
         return StoreLocation(f"sgpu+{self.profile.url.rstrip('/')}", self.profile.token, self.profile.ca)
 
     def version(self, *, patiently: bool = True) -> Version:
-        """Return the server's version, fetched once; `patiently` waits for a server that is away."""
+        """Return the server's version, fetched once. `patiently` waits for an unreachable server."""
         if self._version is None:
             connection = self._patient if patiently else self._prompt
             self._version = connection.ask("GET", "/version", answer=Version)
@@ -143,46 +143,46 @@ class RemoteServer:
         return self._principal
 
     def pools(self, *, patiently: bool = True) -> tuple[PoolView, ...]:
-        """Return the server's pools; `patiently` waits for a server that is away."""
+        """Return the server's pools. `patiently` waits for an unreachable server."""
         return (self._patient if patiently else self._prompt).ask("GET", "/pools", answer=PoolList).pools
 
     def submit(self, request: RunRequest) -> RunView:
-        """Ask for a run; the same request again means the same run."""
+        """Submit a run. A repeated request refers to the same run."""
         return self._patient.ask("POST", "/runs", request, answer=RunView)
 
     def estimate(self, request: EstimateRequest) -> EstimateView:
-        """Return when a run would start; a server that is away is not waited for."""
+        """Return the estimated start of a run. Do not wait for an unreachable server."""
         return self._prompt.ask("POST", "/estimates", request, answer=EstimateView)
 
     def run(self, run_id: str, *, patiently: bool = True) -> RunView:
-        """Return a run as it is now."""
+        """Return the current state of a run."""
         return (self._patient if patiently else self._prompt).ask("GET", f"/runs/{run_id}", answer=RunView)
 
     def attempts(self, run_id: str) -> tuple[AttemptView, ...]:
-        """Return all tries at a run, in order."""
+        """Return all attempts of a run in order."""
         return self._patient.ask("GET", f"/runs/{run_id}/attempts", answer=AttemptList).attempts
 
     def receipt_of(self, run_id: str, fence: int, crew: int) -> Receipt:
-        """Return the account of one node of an attempt on several."""
+        """Return the receipt of one node of an attempt on several nodes."""
         query = {"fence": str(fence), "crew": str(crew)}
         return self._patient.ask("GET", f"/runs/{run_id}/receipt", answer=Receipt, query=query)
 
     def cost(self, run_id: str) -> Cost:
-        """Return a run's use and cost so far, without waiting for a server that is away."""
+        """Return a run's use and cost so far. Do not wait for an unreachable server."""
         return self._prompt.ask("GET", f"/runs/{run_id}/cost", answer=CostView).cost
 
     def stop(self, run_id: str, why: StopReason, *, patiently: bool) -> RunView:
-        """Request a run's stop; `patiently` waits for a server that is away."""
+        """Request a run's stop. `patiently` waits for an unreachable server."""
         connection = self._patient if patiently else self._prompt
         return connection.ask("POST", f"/runs/{run_id}/stop", StopRequest(reason=why), answer=RunView)
 
     def read_file(self, run_id: str, fence: int, name: str, start: int, length: int) -> bytes:
-        """Return a part of an output of a run."""
+        """Return a part of an output file of a run."""
         path = f"/runs/{run_id}/files/{name}"
         return self._patient.get(path, query={"fence": str(fence)}, start=start, length=length)
 
     def read_log(self, run_id: str, fence: int, rank: int, stream: str) -> bytes:
-        """Return the kept output of a rank."""
+        """Return the stored output of a rank."""
         pieces: list[bytes] = []
         offset = 0
         while True:
@@ -194,11 +194,11 @@ class RemoteServer:
             offset = int(headers.get("SGPU-Next-Offset", offset + len(data)))
 
     def missing_parts(self, digests: tuple[str, ...]) -> tuple[str, ...]:
-        """Return which parts the server lacks."""
+        """Return the parts that the server does not have."""
         return self._patient.ask("POST", "/blobs/missing", DigestList(digests=digests), answer=DigestList).digests
 
     def put_part(self, digest: str, data: bytes | memoryview) -> None:
-        """Store a part."""
+        """Store a part on the server."""
         self._patient.put(f"/blobs/{digest}", data)
 
 
@@ -217,7 +217,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 @atexit.register
 def close_all() -> None:
-    """Close the connections of this process; the next call makes new ones."""
+    """Close the connections of this process. The next call opens new ones."""
     with _making:
         for server in _servers.values():
             server.close()
@@ -225,7 +225,7 @@ def close_all() -> None:
 
 
 def server_of(home: Path, environ: Mapping[str, str]) -> RemoteServer:
-    """Return the server of remote calls, one per process; raise ServerNotConfigured without one."""
+    """Return the server of remote calls, one per process. Raise ServerNotConfigured without one."""
     profile = find_profile(home, environ)
     seconds = patience_s(environ)
     with _making:

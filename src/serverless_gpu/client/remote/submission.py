@@ -1,27 +1,28 @@
 """Submits a function and its arguments as a run of a server, with one request if nothing has changed.
 
-    profile ─ environment: live, or which snapshot? ─ id and call on disk ─ large? parts first ─ POST /runs
-                                                                               its answer is the stream ┘
+    profile ─ environment: live or snapshot ─ id and call on disk ─ parts of a large call first ─ POST /runs
+                                                                              its answer is the stream ┘
 
-The counterpart of `launch.py`. The identifier is on the caller's disk before the request leaves, and a repeated request
-has the same one: a lost answer costs nothing. A refusal leaves no files; an unanswered request may have become a run,
-so its identifier stays here and is printed. Ctrl-C during the request cancels the run that it may have started. An
-environment that changes during the check is checked again.
+This module is the counterpart of `launch.py`. The client writes the run's identifier to disk before it sends the
+request, and a repeated request has the same identifier. A lost answer therefore has no effect. A refusal leaves no
+files. An unanswered request may have become a run, so the client keeps its identifier and prints it. Ctrl-C during the
+request cancels the run that the request may have started. If the environment changes during the check, the client
+checks it again.
 
-A large payload is uploaded in parts named by their content, so that a broken upload resumes:
+The client uploads a large payload in parts that are named by their content, so that a broken upload resumes:
 
-    call.pkl ──▶ parts of 16 MiB, BLAKE3 each ──▶ which are missing? ──▶ these are sent ──▶ BlobReference
+    call.pkl ──▶ parts of 16 MiB, BLAKE3 each ──▶ ask for missing parts ──▶ send these ──▶ BlobReference
 
-Each part is retried while patience lasts; a part that arrives damaged is sent once more.
+The client retries each part for the seconds of `SERVERLESS_GPU_PATIENCE`. It sends a damaged part once more.
 
-The pool and usage policy come from the code, else from variables at the call:
+The pool and the usage policy come from the code, or from variables at the time of the call:
 
     pool=  >  policy= (the server knows its pool)  >  SGPU_POOL  >  DATABRICKS_REMOTE_GPU_POOL_ID
                                                                  >  DATABRICKS_USE_RESERVED_GPU_POOL=true: the only one
-    policy=  >  SGPU_POLICY  >  the one that is attached (the server knows it)
+    policy=  >  SGPU_POLICY  >  the attached policy (the server knows it)
 
-`DATABRICKS_USE_RESERVED_GPU_POOL=false` asks for on-demand devices and overrides the variable before it. The run's
-spec records the choice.
+`DATABRICKS_USE_RESERVED_GPU_POOL=false` requests on-demand devices and overrides `DATABRICKS_REMOTE_GPU_POOL_ID`. The
+run's spec records the choice.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ from serverless_gpu.wire.runs import AcceptedMessage, RunRequest, RunView, Targe
 
 R = TypeVar("R")
 _ON_ITS_WAY_S = 2.0
-"""How long a request that was interrupted is given to arrive, so that its run can be stopped."""
+"""Seconds for an interrupted request to arrive at the server, so that its run can be stopped."""
 _STOP_PAUSE_S = 0.1
-_UNKNOWN = "whether run {} was started is not known"
+_UNKNOWN = "it is unknown whether run {} was started"
 _PART_TRIES = 2
 POOL = "SGPU_POOL"
 POLICY = "SGPU_POLICY"
@@ -87,20 +88,21 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 class SubmittedCall(NamedTuple):
-    """The call of every rank."""
+    """The call that every rank runs."""
 
     function: Callable[..., object]
     args: Sequence[object]
     kwargs: Mapping[str, object]
-    named: Mapping[str, object] = {}  # the arguments by name, for displays
+    named: Mapping[str, object] = {}  # Arguments by name, for displays.
 
 
 def launch(call: SubmittedCall | None, spec: RunSpec, *, watch: bool) -> Run[object]:
-    """Start a run on a server; call None runs `spec.payload`, `watch` streams in the request's answer.
+    """Start a run on a server. If `call` is None, the run executes `spec.payload`.
 
-    Raises ServerUnavailable when it is unknown whether the server has the run; other errors start nothing.
+    With `watch`, the server's answer to the request is the stream. Raises ServerUnavailable if it is unknown whether
+    the server has the run. Other errors start nothing.
     """
-    require_linux("calls through a server", "their ranks import the packages that are captured here")
+    require_linux("calls through a server", "their ranks import the packages that the client captures on this machine")
     home = remote_home(os.environ)
     server = server_of(home.root, os.environ)
     choice = choose_pool(spec, os.environ, server.pools)
@@ -132,13 +134,16 @@ def launch(call: SubmittedCall | None, spec: RunSpec, *, watch: bool) -> Run[obj
     with contextlib.suppress(OSError):
         (root / "call.pkl").unlink()
     clean_now_and_then(home)
-    # The run's policy and its server set these limits.
+    # The server and the run's policy set these limits.
     names = ("policy", "team", "timeout_s", "max_run_s", "idle_timeout_s")
     return Run(source, msgspec.structs.replace(spec, **{name: getattr(source.spec, name) for name in names}))
 
 
 def is_of_this_machine(home: Home, spec: RunSpec) -> bool:
-    """Return whether this home's agent starts the ranks, so that prewarming helps; asks without patience."""
+    """Return True if this home's agent starts the ranks, so that prewarming helps.
+
+    This function does not wait for an unreachable server.
+    """
     server = server_of(home.root, os.environ)
     server.version(patiently=False)
     return server.profile.embedded and environment_of(spec, server) == "live"
@@ -147,7 +152,7 @@ def is_of_this_machine(home: Home, spec: RunSpec) -> bool:
 def environment_of(spec: RunSpec, server: RemoteServer) -> Environment:
     """Return the ranks' environment: live only if the server is `sgpu up` of this machine alone.
 
-    Where other machines can join, local files would keep the run here, away from most of the pool.
+    If other machines can join the server, a live environment would exclude the run from most of the pool.
     """
     if spec.environment != "auto":
         return spec.environment
@@ -159,11 +164,11 @@ def _is_beside(server: RemoteServer) -> bool:
 
 
 def _snapshot(home: Home, server: RemoteServer, spec: RunSpec, root: Path) -> str:
-    """Return the address of this environment, stored on the server and equal to the local files."""
+    """Return the address of this environment on the server, equal to the local files."""
     recognition = snapshot_environment.recognise(home, server.store())
     display = snapshot_environment.capture_display(quiet=spec.quiet, logs=root)
     try:
-        while True:  # twice at most: what was captured just now needs no second look
+        while True:  # The loop runs at most twice, because a new capture needs no further check.
             wanted = recognition.wanted(display)
             if not recognition.changes():
                 return wanted.snapshot if wanted is not None else ""
@@ -178,7 +183,7 @@ def _request(server: RemoteServer, root: Path, run_id: str, spec: RunSpec, snaps
     context = msgspec.structs.replace(context, environ=travelling)
     path, call = root / "call.pkl", None
     if not isinstance(spec.payload, Function):
-        pass  # a program travels as its arguments
+        pass  # A program is sent as its arguments.
     elif path.stat().st_size <= INLINE_BYTES_MAX:
         call = path.read_bytes()
     else:
@@ -195,7 +200,7 @@ def _request(server: RemoteServer, root: Path, run_id: str, spec: RunSpec, snaps
 
 
 def target(*, travels: bool) -> Target:
-    """Return the node's requirements; a captured environment `travels` to any machine."""
+    """Return the requirements for nodes. `travels` means that a captured environment runs on any machine."""
     return Target(
         machine="" if travels else machine(),
         caller=machine(),
@@ -205,7 +210,7 @@ def target(*, travels: bool) -> Target:
 
 
 def _submit(server: RemoteServer, request: RunRequest, root: Path, *, watch: bool) -> RemoteRun:
-    """Send the request; a failure leaves no files, and Ctrl-C stops a run that may have started."""
+    """Send the request. A failure leaves no files, and Ctrl-C stops a run that may have started."""
     try:
         with interruptible():
             return _send(server, request, root, watch=watch)
@@ -213,7 +218,7 @@ def _submit(server: RemoteServer, request: RunRequest, root: Path, *, watch: boo
         if _stop_submitted(server, request.id):
             shutil.rmtree(root, ignore_errors=True)
         else:
-            TerminalDisplay(quiet=False).say(f"{_UNKNOWN.format(request.id)}; `sgpu cancel {request.id}` ends it")
+            TerminalDisplay(quiet=False).say(f"{_UNKNOWN.format(request.id)}; end it with `sgpu cancel {request.id}`")
         raise
     except ServerlessGpuError as error:
         if not isinstance(error, ServerUnavailable) and type(error) is not ServerProblem:
@@ -221,7 +226,7 @@ def _submit(server: RemoteServer, request: RunRequest, root: Path, *, watch: boo
             raise
         raise ServerUnavailable(
             f"{error.message}; {_UNKNOWN.format(request.id)}",
-            hint=f"`sgpu show {request.id}` says so when the server is back; another call would be another run",
+            hint=f"check with `sgpu show {request.id}` when the server answers; another call would start another run",
         ) from error
     except BaseException:
         shutil.rmtree(root, ignore_errors=True)
@@ -240,7 +245,7 @@ def _send(server: RemoteServer, request: RunRequest, root: Path, *, watch: bool)
 
 
 def _stop_submitted(server: RemoteServer, run_id: str) -> bool:
-    """Stop a possibly submitted run; return whether it is known to be over."""
+    """Stop a run that the client may have submitted. Return True if the run has ended or never existed."""
     clock = SystemClock()
     until_ns = clock.boottime_ns() + round(_ON_ITS_WAY_S * 1e9)
     pause = threading.Event()
@@ -249,7 +254,7 @@ def _stop_submitted(server: RemoteServer, run_id: str) -> bool:
             server.stop(run_id, StopReason.CANCEL, patiently=False)
         except AlreadyFinished:
             return True
-        except NotFound:  # not there, or not yet
+        except NotFound:  # The request has not arrived, or not yet.
             if clock.boottime_ns() > until_ns:
                 return True
             pause.wait(_STOP_PAUSE_S)
@@ -265,12 +270,14 @@ def _await_acceptance(stream: EventStream, *, quiet: bool) -> RunView:
         if isinstance(heard, AcceptedMessage):
             return heard.run
         if not isinstance(heard, ServerAway):
-            raise ServerProblem(f"the server began the stream of a new run with {type(heard).__name__}")
+            raise ServerProblem(
+                f"the server started the stream of a new run with an unexpected message: {type(heard).__name__}"
+            )
         TerminalDisplay(quiet=quiet).say(heard.sentence)
 
 
 def upload_payload(server: RemoteServer, path: Path) -> BlobReference:
-    """Upload a file of at least one byte and return its reference in the server's store."""
+    """Upload a file of at least one byte. Return its reference in the server's store."""
     size = path.stat().st_size
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         parts = tuple(blake3.blake3(part).hexdigest() for part in _parts(content, size))
@@ -297,14 +304,14 @@ def _put_part(server: RemoteServer, digest: str, part: bytes) -> None:
 
 
 class PoolChoice(NamedTuple):
-    """A pool, None for any on-demand one, and a policy."""
+    """A pool and a policy. `pool` is None for any on-demand pool."""
 
     pool: str | None
-    variable: str = ""  # source of the pool, or ""
-    policy: str | None = None  # of `SGPU_POLICY` where the code has none, or None
+    variable: str = ""  # Variable that names the pool, or "".
+    policy: str | None = None  # Policy from `SGPU_POLICY` if the code sets none, or None.
 
     def applied(self, spec: RunSpec) -> RunSpec:
-        """Return a run with the choice."""
+        """Return a run spec with the choice."""
         return msgspec.structs.replace(spec, pool=self.pool, policy=spec.policy or self.policy)
 
     def told(self, error: InvalidValue) -> InvalidValue:
@@ -316,7 +323,10 @@ class PoolChoice(NamedTuple):
 
 
 def choose_pool(spec: RunSpec, environ: Mapping[str, str], pools: Callable[[], Iterable[PoolView]]) -> PoolChoice:
-    """Return a run's pool and policy; asks for `pools` only if a variable wants an unnamed reserved one."""
+    """Return a run's pool and policy.
+
+    `pools` is called only if a variable requests a reserved pool without its name.
+    """
     if spec.policy is not None:
         return PoolChoice(spec.pool)
     return _pool(spec, environ, pools)._replace(policy=environ.get(POLICY) or None)
@@ -343,10 +353,11 @@ def _only_reserved(pools: Iterable[PoolView]) -> str:
         return names[0]
     if not names:
         raise InvalidValue(
-            f"{USE_RESERVED} asks for a reserved pool, and the server has none",
-            hint="unset it for on-demand devices; an operator makes one with `sgpu pool set NAME --reserved`",
+            f"{USE_RESERVED} asks for a reserved pool, but the server has none",
+            hint="unset it to use on-demand devices, or ask an operator to create a pool with `sgpu pool set NAME "
+            "--reserved`",
         )
     raise InvalidValue(
-        f"{USE_RESERVED} asks for a reserved pool, and the server has {len(names)}: {', '.join(names[:20])}",
-        hint=f"pool=, or {POOL_ID}, says which",
+        f"{USE_RESERVED} asks for a reserved pool, but the server has {len(names)}: {', '.join(names[:20])}",
+        hint=f"choose one with pool= or {POOL_ID}",
     )

@@ -1,1 +1,1 @@
-"""Handles of runs: wait, results, receipts, logs, futures, lists and attachment. Start with `run.py`."""
+"""Run handles: waiting, results, receipts, logs, futures, lists and attachment. Start with `run.py`."""

@@ -1,7 +1,11 @@
-"""Attaches to a run by its id: through its supervisor's socket, its directory after the end, or the server.
+"""Attaches to a run by its id.
 
-Failure cases, each with an error: it waits in the agent's queue and has no supervisor yet; its supervisor is out of
-reach (another /tmp, another SERVERLESS_GPU_SOCKETS); its directory was deleted.
+A running local run is found through its supervisor's socket, an ended one through its directory, and any other run
+through the server.
+
+Each failure case raises an error. The run may still wait in the agent's queue, without a supervisor. Its supervisor may
+be unreachable because this process uses another /tmp or another SERVERLESS_GPU_SOCKETS. Its directory may have been
+deleted.
 """
 
 from __future__ import annotations
@@ -27,21 +31,22 @@ from serverless_gpu.node.base.lock_files import is_held
 from serverless_gpu.node.inside.channel import Channel
 
 SNAPSHOT_S = 2.0
-_APPEAR_S = 2.0  # for the supervisor of a run that was launched this moment
+_APPEAR_S = 2.0  # Time for a newly launched run to get its supervisor.
 _LOOK_S = 0.01
 
 
 def attach(run_id: str, allow_pickle_from: str | Collection[str] = ()) -> Run[object]:
-    """Return the handle of a run that was started by another process of this user on this machine, or on the server.
+    """Return the handle of a run that another process of this user or the server has started.
 
     Args:
-        run_id: the run's identifier, all of it.
-        allow_pickle_from: of a server, principals beside oneself whose results may be loaded, which runs their code.
+        run_id: the complete identifier of the run.
+        allow_pickle_from: other principals of the server whose results this process may load. Loading a result runs
+            code of its owner.
 
     Raises:
-        InvalidOption: one of them is no string.
-        InvalidValue: there is no such run.
-        AgentUnavailable: it goes on and cannot be reached, or too many watch it.
+        InvalidOption: an argument is not a string.
+        InvalidValue: no run has this identifier.
+        AgentUnavailable: the run continues, but its supervisor is unreachable or has too many attached clients.
     """
     if not isinstance(run_id, str):
         raise InvalidOption(f"attach takes the identifier of a run, a string, not {run_id!r}")
@@ -49,23 +54,23 @@ def attach(run_id: str, allow_pickle_from: str | Collection[str] = ()) -> Run[ob
     if not all(isinstance(name, str) for name in trusted):
         raise InvalidOption(f"allow_pickle_from takes names of principals, not {allow_pickle_from!r}")
     home = find_home(os.environ)
-    # Only what can be an identifier is looked for: it becomes part of a path.
+    # The identifier becomes part of a path, so only a valid identifier is looked up.
     is_identifier = run_id.isascii() and run_id.isalnum()
     record = read_run(home.runs, run_id) if is_identifier else None
     elsewhere = ""
     if record is None or record.problem or (record.directory / "remote.json").exists():
         try:
-            # By name: HTTP is loaded only for those who use a server.
+            # Loaded by name, because only calls with a server need HTTP.
             module = importlib.import_module("serverless_gpu.client.remote.remote_run") if is_identifier else None
             run = None if module is None else module.attach(home, run_id, trusted)
         except NotFound:
-            run, elsewhere = None, ", and none of the server's that you may see"
+            run, elsewhere = None, ", nor among the server's runs that you may see"
         if run is not None:
             return cast("Run[object]", run)
     if record is None or record.problem:
         raise InvalidValue(
             f"there is no run {run_id!r} in {home.runs}{elsewhere}",
-            hint="`sgpu runs` lists them; those that ended long ago are deleted (`[retention]` in config.toml)",
+            hint="list runs with `sgpu runs`; old runs are deleted (`[retention]` in config.toml)",
         )
     return _attach_here(home, record)
 
@@ -81,14 +86,14 @@ def _attach_here(home: Home, record: RunRecord) -> Run[object]:
         run._nothing_more()
     else:
         if not run._hear(SNAPSHOT_S) and record.live:
-            run._state = State(record.state)  # its supervisor has no time just now: what the files say
+            run._state = State(record.state)  # The supervisor is busy, so the state comes from the run's files.
         if run._refused is not None:
             raise AgentUnavailable(f"run {run_id} goes on: {run._refused.message}", hint=run._refused.hint)
     return run
 
 
 def _find_supervisor(home: Home, run_id: str, directory: Path) -> Channel | None:
-    """Return a connection to a run's supervisor, waiting for a new run; None when it has ended."""
+    """Return a connection to a run's supervisor, or None after the run's end. Wait for a new run."""
     path = str(home.sockets() / f"{run_id}.sock")
     deadline_ns = SystemClock().boottime_ns() + int(_APPEAR_S * 1e9)
     while True:
@@ -104,12 +109,12 @@ def _find_supervisor(home: Home, run_id: str, directory: Path) -> Channel | None
 
 
 def _refuse_unreachable(home: Home, run_id: str, directory: Path) -> None:
-    """Raise for a run that has not ended and cannot be reached; return when its supervisor is gone."""
+    """Raise if the run continues but is unreachable. Return if its supervisor has ended."""
     status = agent_status(home.root)
     if status is not None and run_id in status.queued:
-        message = f"run {run_id} still waits behind {len(status.attempts)} others of this home"
-        raise AgentUnavailable(message, hint="attach when it has started: `sgpu status` shows the queue")
+        message = f"run {run_id} is still queued behind {len(status.attempts)} other runs of this home"
+        raise AgentUnavailable(message, hint="attach after it has started; `sgpu status` shows the queue")
     if is_held(directory / "supervisor.lock"):
-        message = f"run {run_id} goes on, but its supervisor cannot be reached from here"
-        hint = f"is SERVERLESS_GPU_SOCKETS, or /tmp, another one here? The outcome will be in {directory}"
+        message = f"run {run_id} goes on, but this process cannot reach its supervisor"
+        hint = f"use the same SERVERLESS_GPU_SOCKETS and /tmp as the run; its outcome will be in {directory}"
         raise AgentUnavailable(message, hint=hint)

@@ -1,11 +1,11 @@
 """Futures of runs, for `concurrent.futures.wait`, executors and `await`.
 
     run.future() ──▶ RunWaiter ──poll──▶ descriptors of all runs that have a future
-                       │ one daemon thread of the process, which ends when no run is left
+                       │ one daemon thread per process, which ends after the last run
                        └──▶ Future.set_result(run.results()) or set_exception(...)
 
-A forked child has the futures and no thread: it asks the handles themselves. When another thread reads a run's
-messages, the waiter looks again every second.
+A forked child inherits the futures but not the thread, so its code must ask the run handles. If another thread reads
+the messages of a run, the waiter checks the run every second.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class RunWaiter:
         self._wake = -1
 
     def add(self, run: Run[R]) -> Future[list[R]]:
-        """Return the future of a run, which is resolved when the run has ended."""
+        """Return the future of a run. The thread resolves it when the run has ended."""
         future: Future[list[R]] = Future()
-        # A future that runs cannot be cancelled, as of an executor: `Run.cancel` stops the run.
+        # As in an executor, a caller cannot cancel a running future. `Run.cancel` stops the run.
         future.set_running_or_notify_cancel()
         with self._lock:
             is_first = not self._pending
@@ -61,7 +61,7 @@ class RunWaiter:
             for run in ended:
                 try:
                     self._pending[run].set_result(run.results())
-                except BaseException as error:  # noqa: BLE001 - any ending of the run, also SystemExit of a result
+                except BaseException as error:  # noqa: BLE001 - any ending of the run, even a SystemExit from a result
                     self._pending[run].set_exception(error)
             with self._lock:
                 for run in ended:
@@ -91,7 +91,7 @@ def future_of(run: Run[R]) -> Future[list[R]]:
 
 
 async def results_of(run: Run[R]) -> list[R]:
-    """Return a run's results without blocking the event loop; cancelling the task leaves the run."""
+    """Return a run's results without blocking the event loop. A cancelled task leaves the run alone."""
     try:
         return await asyncio.wrap_future(run.future())
     except asyncio.CancelledError:

@@ -1,10 +1,10 @@
 """Cost of a local run so far, from the directories of its attempts.
 
-    runs/<run>/<fence>/   spec.json (what it pays) · facts.jsonl · stopped.json · lock held ─▶ lines ─▶ `Cost`
-                          receipt.json: where facts or the price are not there (an earlier version, a full disk)
+    runs/<run>/<fence>/   spec.json (price) · facts.jsonl · stopped.json · lock held ─▶ lines ─▶ `Cost`
+                          receipt.json: used if facts or the price are missing (an earlier version, a full disk)
 
-A running attempt counts up to now: its supervisor lives, and would have recorded that its devices are free. An
-unreadable file counts as absent; the use of a killed supervisor ends with its last fact.
+A running attempt counts up to now, because its supervisor would have recorded the release of its devices. An unreadable
+file counts as absent. The use of a killed supervisor ends with its last fact.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def attempt_used(directory: Path, clock: Clock) -> AttemptUse:
     stopped = read_ending(directory)
     meter, _ = meter_of(directory)
     if live and facts and receipt is None:
-        first = facts[0]  # a living supervisor would give a sign of life now
+        first = facts[0]  # A running supervisor would record an ALIVE fact now.
         now_ns = clock.boottime_ns() if first.boot_id == clock.boot_id() else first.boottime_ns
         alive_ns = max(first.boottime_ns, now_ns)
         meter.add(msgspec.structs.replace(first, kind=FactKind.ALIVE, boottime_ns=alive_ns))
@@ -54,12 +54,12 @@ def attempt_used(directory: Path, clock: Clock) -> AttemptUse:
         currency=(tariff or UNPRICED).currency,
         gpu_type=gpu_type,
         queued_ms=_waited_ms(directory, facts, receipt),
-        is_final=receipt is not None or not live,  # the last receipt: its writer is about to end
+        is_final=receipt is not None or not live,  # The receipt is the last file, after which its supervisor exits.
     )
 
 
 def _waited_ms(directory: Path, facts: list[Fact], receipt: Receipt | None) -> int:
-    """Return for how long the attempt waited for its devices."""
+    """Return the time in milliseconds that the attempt waited for its devices."""
     if receipt is not None and receipt.segments.queued_ms is not None:
         return receipt.segments.queued_ms
     created_ns = created_wall_ns(directory.parent.name)
@@ -69,7 +69,7 @@ def _waited_ms(directory: Path, facts: list[Fact], receipt: Receipt | None) -> i
 
 
 def _by_receipt(receipt: Receipt) -> AttemptUse:
-    """Return an attempt's use from its receipt, without facts or its tariff."""
+    """Return an attempt's use from its receipt, without facts or a tariff."""
     bill = receipt.bill or Bill(billed_ms=receipt.gpu_ms)
     whole = LedgerLine(
         day=0, start_ns=0, end_ns=0, gpus=len(receipt.gpus), gpu_ms=receipt.gpu_ms, billed_ms=bill.billed_ms

@@ -1,10 +1,11 @@
-"""Turns the ending of a run into its results, or one exception that explains it.
+"""Turns the ending of a run into its results or into one exception that explains the ending.
 
-Reads a run directory. Only the calling process, or an attached one of the same user, unpickles its files.
+This module reads a run directory. Only the calling process, or an attached process of the same user, unpickles its
+files.
 
-An `Exception` of user code is raised as its own type with the remote traceback as its cause. What would end the
-caller's own process (`SystemExit`, `KeyboardInterrupt`, cancellation), and a class that cannot be loaded here, becomes
-an error of ours.
+An `Exception` of user code is raised with its own type, and the remote traceback is its cause. An exception that would
+end the caller's process (`SystemExit`, `KeyboardInterrupt`, cancellation) becomes an error of this package. The same
+applies to a class that this process cannot load.
 """
 
 from __future__ import annotations
@@ -77,10 +78,13 @@ _CLASSES: dict[Reason, type[RunError]] = {
     Reason.COMMAND_FAILED: CommandFailed,
     Reason.ENGINE_HEAD_LOST: EngineHeadLost,
 }
-_KEEPS = "work of a device, output or `attach` keeps a run; a larger idle_timeout= lets it stand longer"
-_SAVES = "save to runtime.checkpoint_dir() and begin with runtime.resume_dir(), or ask for a longer limit"
-_KILLED = "it is a process of the run's own user, who can have ended it; retries=1 makes another attempt"
-_OF_A_CLUSTER = (Reason.ENGINE_HEAD_LOST.value, Reason.START_FAILED.value)  # what a failure's record calls itself
+_KEEPS = (
+    "device activity, output or an attached client prevents this stop; set a larger idle_timeout= for longer pauses"
+)
+_SAVES = "save to runtime.checkpoint_dir() and start from runtime.resume_dir(), or set a longer limit"
+_KILLED = "this process belongs to the run's own user, who may have ended it; set retries=1 for another attempt"
+# Values of "kind" in the failure record of a Ray cluster.
+_OF_A_CLUSTER = (Reason.ENGINE_HEAD_LOST.value, Reason.START_FAILED.value)
 _CONSEQUENCES_MAX = 8
 _CONSEQUENCE_CHARACTERS_MAX = 300
 
@@ -88,15 +92,15 @@ _CONSEQUENCE_CHARACTERS_MAX = 300
 class Origin(NamedTuple):
     """Origin of a run's files."""
 
-    node: str = ""  # the server's node that ran it; "" for this machine
-    untrusted: str = ""  # owner of the run, if results of theirs must not be loaded here
+    node: str = ""  # The server's node that ran the attempt, or "" for this machine.
+    untrusted: str = ""  # Owner of the run, if this process must not load the owner's results.
 
 
 HERE = Origin()
 
 
 def checked_rank(rank: object, count: int | None, run_id: str) -> int:
-    """Return a user-given rank; raise InvalidOption or InvalidValue. `count` None means not known yet."""
+    """Return a valid rank, or raise InvalidOption or InvalidValue. `count` is None if still unknown."""
     if not isinstance(rank, SupportsIndex):
         raise InvalidOption(f"rank must be a number, not {rank!r}")
     number = operator.index(rank)
@@ -107,12 +111,13 @@ def checked_rank(rank: object, count: int | None, run_id: str) -> int:
 
 
 def load_result(directory: Path, rank: int, run_id: str, origin: Origin = HERE) -> object:
-    """Return a rank's result; raise UntrustedResult or ResultUnavailableHere."""
+    """Return a rank's result. Raise UntrustedResult or ResultUnavailableHere if it cannot be loaded."""
     path = directory / "results" / f"{rank}.pkl"
     if origin.untrusted:
         raise UntrustedResult(
-            f"run {run_id} is {origin.untrusted}'s, and loading what it returned would run their code here",
-            hint=f"if you trust them: serverless_gpu.attach({run_id!r}, allow_pickle_from={origin.untrusted!r})",
+            f"run {run_id} belongs to {origin.untrusted}; loading its result would run code of that user here",
+            hint=f"if you trust this user, call serverless_gpu.attach({run_id!r}, "
+            f"allow_pickle_from={origin.untrusted!r})",
             run_id=run_id,
             rank=rank,
             reason=Reason.COMPLETED.value,
@@ -120,12 +125,12 @@ def load_result(directory: Path, rank: int, run_id: str, origin: Origin = HERE) 
     try:
         return payload.load(str(path))
     except FileNotFoundError as error:
-        if path.exists():  # then it is the user's code that misses a file
+        if path.exists():  # The result exists, so user code failed to find another file.
             raise _not_loadable(error, path, rank, run_id) from error
         raise _files_deleted(directory, path, rank, run_id) from None
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # loading runs the user's code, which may raise SystemExit
+    except BaseException as error:  # Loading a result runs user code, which may raise SystemExit.
         raise _not_loadable(error, path, rank, run_id) from error
 
 
@@ -138,7 +143,7 @@ def make_exception(
     *,
     with_tail: bool = True,
 ) -> BaseException:
-    """Return the exception for a run's ending; `with_tail` adds the failed rank's output."""
+    """Return the exception for a run's ending. `with_tail` adds the failed rank's output."""
     rank, origin = _raising_rank(stopped), _failed_origin(stopped, origin)
     error: BaseException
     if rank is None:
@@ -152,7 +157,7 @@ def make_exception(
 
 
 def failed_rank(stopped: Stopped) -> int | None:
-    """Return the first rank that failed; None where no rank did."""
+    """Return the first rank that failed, or None if no rank failed."""
     if stopped.state is not State.FAILED:
         return None
     failures = (stopped.cause, *stopped.consequences)
@@ -160,19 +165,19 @@ def failed_rank(stopped: Stopped) -> int | None:
 
 
 def carries_tail(stopped: Stopped) -> bool:
-    """Return whether the exception for an ending has its rank's last output in a note."""
+    """Return True if the exception for an ending has its rank's last output in a note."""
     cause = stopped.cause
     return cause is not None and cause.rank is not None and _raising_rank(stopped) is None and bool(stopped.log_tail)
 
 
 def untold_tails(stopped: Stopped, *, with_tail: bool = True) -> dict[int, str]:
-    """Return the last output by rank, except of the rank whose exception carries it if `with_tail`."""
+    """Return the last output by rank. `with_tail` omits the rank whose exception carries the output."""
     told = stopped.cause.rank if with_tail and stopped.cause is not None and carries_tail(stopped) else None
     return {rank: tail for rank, tail in stopped.tails.items() if rank != told}
 
 
 def ending_text(stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | None, origin: Origin = HERE) -> str:
-    """Return a run's ending as text: as `make_exception`, but without loading or running user code."""
+    """Return a run's ending as text, without loading or running user code."""
     rank, origin = _raising_rank(stopped), _failed_origin(stopped, origin)
     if rank is None:
         error = _run_error(stopped, directory, run_id, spec, origin)
@@ -184,24 +189,24 @@ def ending_text(stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | 
 
 
 def _failed_origin(stopped: Stopped, origin: Origin) -> Origin:
-    """Return the origin of the files: of a run on several nodes, the node that failed."""
+    """Return the origin of the files. For a run on several nodes, it names the failed node."""
     node = _node(stopped)
     return origin._replace(node=node) if node else origin
 
 
 def _node(stopped: Stopped) -> str:
-    """Return the one of several nodes on which the run failed, or ""."""
+    """Return the node on which a run on several nodes failed, or ""."""
     return stopped.cause.node if stopped.cause is not None else ""
 
 
 def _rank_name(stopped: Stopped, rank: int) -> str:
-    """Return a rank's name for messages: with its node if there are several."""
+    """Return a rank's name for messages, with its node for a run on several nodes."""
     node = _node(stopped)
     return f"rank {rank} on {node}" if node else f"rank {rank}"
 
 
 def _raising_rank(stopped: Stopped) -> int | None:
-    """Return the rank whose exception ended the run; None for another ending."""
+    """Return the rank whose exception ended the run, or None for another ending."""
     return stopped.cause.rank if stopped.cause is not None and stopped.reason in _RAISED else None
 
 
@@ -225,7 +230,7 @@ def _consequences(stopped: Stopped) -> list[str]:
 def _not_loadable(error: BaseException, path: Path, rank: int, run_id: str) -> ResultUnavailableHere:
     return ResultUnavailableHere(
         f"rank {rank} returned a value that this process cannot load: {type(error).__name__}: {error_text(error)}",
-        hint=f"import what it needs and call results() again; the bytes are in {path}",
+        hint=f"import the modules of the value and call results() again; the pickled bytes are in {path}",
         run_id=run_id,
         rank=rank,
         reason=Reason.COMPLETED.value,
@@ -237,7 +242,7 @@ def _files_deleted(directory: Path, path: Path, rank: int, run_id: str) -> Resul
     message = f"the files of run {run_id} were deleted" if cleaned else f"the file {path} is missing"
     return ResultUnavailableHere(
         f"rank {rank} returned a value, but {message}",
-        hint="take results out within the time that `[retention]` in config.toml gives them; `sgpu clean` deletes, too",
+        hint="fetch results before `[retention]` in config.toml or `sgpu clean` deletes them",
         run_id=run_id,
         rank=rank,
         reason=Reason.COMPLETED.value,
@@ -246,12 +251,12 @@ def _files_deleted(directory: Path, path: Path, rank: int, run_id: str) -> Resul
 
 def _rank_exception(rank: int, detail: str, directory: Path, run_id: str, origin: Origin) -> BaseException:
     record = _record(directory, rank)
-    if not record:  # its disk was full: what the event carried is all there is
+    if not record:  # The disk was full, so only the detail of the event exists.
         record = {"kind": "exception", "type": detail, "message": "", "traceback": ""}
     if origin.untrusted:
         record["untrusted"] = origin.untrusted
     pickled, logs = directory / "failures" / f"{rank}.pkl", directory / "logs"
-    # The rank's last words are in stderr if it wrote there.
+    # The last output of a rank is in stderr if the rank wrote to stderr.
     log = next((path for path in (logs / f"{rank}.stderr", logs / f"{rank}.stdout") if path.exists()), logs)
     return rebuild_exception(
         record,
@@ -295,7 +300,7 @@ def _run_error(
         if stack:
             error.add_note(f"Python stack of rank {rank} when it was ended:\n{stack}")
         if stopped.log_tail and with_tail:
-            # Python prints notes as they are, on a terminal too.
+            # Python prints notes unchanged, so control characters would reach a terminal.
             lines = "\n".join(safe(line, tty=True) for line in stopped.log_tail.split("\n"))
             error.add_note(f"last output of rank {rank}:\n{lines}")
     return error
@@ -310,7 +315,7 @@ def _explain_hang(error: CollectiveHang, hang: Hang, directory: Path) -> None:
 
 
 def _explain_loss(error: RunError, record: dict[str, object]) -> None:
-    """Add the lost part of a Ray cluster, and the exception it caused, with its place."""
+    """Add the lost part of a Ray cluster, and the exception of user code with its position."""
     notes = record.get("notes")
     lost = [] if isinstance(error, EngineHeadLost) else [record.get("message")]
     for text in (*lost, *(notes if isinstance(notes, list) else []), record.get("traceback")):
@@ -319,7 +324,7 @@ def _explain_loss(error: RunError, record: dict[str, object]) -> None:
 
 
 def _logs_text(run_id: str, rank: int | None, directory: Path | None = None) -> str:
-    """Return where the output of a rank is: the command that shows it, and its files where they lie here."""
+    """Return the command that shows the output of a rank, and its files on this machine."""
     option = "" if rank is None else f" --rank {rank}"
     files = "" if directory is None else f" (files: {directory / 'logs'})"
     return f"logs: `sgpu logs {run_id}{option}`{files}"
@@ -328,16 +333,19 @@ def _logs_text(run_id: str, rank: int | None, directory: Path | None = None) -> 
 def _hint(reason: Reason, directory: Path, logs: str) -> str:
     if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, *SUPERVISOR_GONE):
         killed = f"{_KILLED}; " if reason is Reason.RUNTIME_LOST else ""
-        files = f"the run's files: {directory}; what our own processes wrote: {directory.parents[2] / 'agent.log'}"
+        files = (
+            f"the run's files: {directory}; log of the agent and its processes: {directory.parents[2] / 'agent.log'}"
+        )
         return f"{killed}{files}"
     if reason is Reason.NODE_DISK:
         return "free some space (`sgpu env gc` helps), or set SERVERLESS_GPU_HOME to a directory on another disk"
     if reason is Reason.ENV_CORRUPT:
         return (
-            "call it again: what is missing in the store is captured first; if it comes back, the disk may be failing"
+            "call the function again: the client first captures the missing part of the environment; if the error "
+            "returns, check the disk"
         )
     if reason is Reason.ENV_UNAVAILABLE:
-        return f"what our own processes wrote: {directory.parents[2] / 'agent.log'}"
+        return f"log of the agent and its processes: {directory.parents[2] / 'agent.log'}"
     if reason is Reason.IDLE:
         return f"{_KEEPS}; {logs}"
     if reason is Reason.NO_PROGRESS:
@@ -345,7 +353,7 @@ def _hint(reason: Reason, directory: Path, logs: str) -> str:
     if reason is Reason.RESULT_STORAGE:
         return "free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"
     if reason is Reason.ENGINE_HEAD_LOST:
-        return f"what Ray wrote: {files_of(str(directory))}; {logs}"
+        return f"Ray's logs: {files_of(str(directory))}; {logs}"
     return logs
 
 
@@ -353,29 +361,30 @@ def _hint_elsewhere(reason: Reason, run_id: str, origin: Origin, rank: int | Non
     logs = _logs_text(run_id, rank)
     if reason in (Reason.START_FAILED, Reason.RUNTIME_LOST, Reason.ENV_UNAVAILABLE, *SUPERVISOR_GONE):
         killed = f"{_KILLED}; " if reason is Reason.RUNTIME_LOST else ""
-        return f"{killed}what our own processes wrote is on node {origin.node}: agent.log in the home of its agent"
+        return f"{killed}log of the agent and its processes on node {origin.node}: agent.log in the home of its agent"
     if reason is Reason.ENGINE_HEAD_LOST:
-        return f"what Ray wrote is on node {origin.node}: ray/ in the run's directory there; {logs}"
+        return f"Ray's logs on node {origin.node}: ray/ in the run's directory; {logs}"
     if reason in (Reason.NODE_DISK, Reason.RESULT_STORAGE):
-        return f"node {origin.node} needs space: `sgpu env gc` there helps"
+        return f"free some space on node {origin.node} (`sgpu env gc` on that node helps)"
     advice = {Reason.IDLE: _KEEPS, Reason.NO_PROGRESS: _SAVES}.get(reason)
     return f"{advice}; {logs}" if advice else logs
 
 
 def _limit(reason: Reason, spec: RunSpec) -> str:
-    """Return the limit that a run has reached, and its owner if not the user; "" for another ending."""
+    """Return the limit that a run has reached, with its owner if not the user, or ""."""
     by = spec.limited_by
     idle_s = idleness.limit_s(spec)
     if reason is Reason.IDLE and idle_s:
-        whose = f", which {by} may have set" if spec.policy else ""
-        return f": no device worked, and nothing was printed, for {idle_s:g} s{whose}"
+        whose = f"; {by} may have set this limit" if spec.policy else ""
+        return f": no device was busy and no rank printed output for {idle_s:g} s{whose}"
     if reason is not Reason.TIMEOUT or not spec.limit_s:
         return ""
     if spec.is_capped:
         return (
-            f" of {spec.limit_s:g} s: {by} lets an attempt run no longer; with resume=True the run goes on as another"
+            f" of {spec.limit_s:g} s: {by} sets this maximum for an attempt; with resume=True the run continues "
+            "as another attempt"
         )
-    return f" of {spec.limit_s:g} s (ranks are asked to end one grace before it)"
+    return f" of {spec.limit_s:g} s (ranks get SIGTERM one grace period earlier)"
 
 
 def _message(stopped: Stopped, rank: int | None, directory: Path, spec: RunSpec | None) -> str:
@@ -386,7 +395,7 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, spec: RunSpec 
     if limit:
         return f"{meaning}{limit}"
     if stopped.state not in (State.FAILED, State.LOST):
-        # What ranks said after the stop is not why the run stopped; what a server says is.
+        # Messages of ranks after the stop do not explain the stop. A message of the server does.
         is_why = stopped.cause is not None and stopped.cause.rank is None and detail.startswith(meaning)
         return detail if is_why else meaning
     if stopped.reason is Reason.COLLECTIVE_HANG and detail:
@@ -397,7 +406,7 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, spec: RunSpec 
     if stopped.reason is Reason.ENGINE_HEAD_LOST and detail:
         return detail
     if rank is None:
-        is_whole = detail.startswith(meaning)  # the server says both
+        is_whole = detail.startswith(meaning)  # The server's detail already contains the meaning.
         what = detail if is_whole else f"{meaning}: {detail}" if detail and detail not in meaning else meaning
         return f"node {node}: {what}" if node else what
     who = _rank_name(stopped, rank)
@@ -419,7 +428,7 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, spec: RunSpec 
 
 
 def _result_message(reason: Reason, who: str, detail: str, record: dict[str, object]) -> str:
-    """Return the message for an unreturned value; a full disk may have lost its record."""
+    """Return the message for a value that was not returned. A full disk may have lost its record."""
     finished = f"{who} finished, but its result"
     if reason is Reason.RESULT_STORAGE:
         return f"{finished} could not be written: {detail}"
@@ -460,7 +469,7 @@ _CONTROL_REASONS = {
 
 
 class RemoteTraceback(Exception):
-    """The traceback of another process, as the cause of the exception raised here."""
+    """The traceback of another process, as the cause of an exception in this process."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -471,7 +480,7 @@ class RemoteTraceback(Exception):
 
 
 def without_own_frames(error: BaseException) -> BaseException:
-    """Return the error without frames of this package in its traceback and in its causes'."""
+    """Remove this package's frames from the tracebacks of an error and its causes. Return the error."""
     link: BaseException | None = error
     for _ in range(_CHAIN_MAX):
         if link is None:
@@ -485,19 +494,21 @@ def without_own_frames(error: BaseException) -> BaseException:
 
 
 class NotebookTraceback:
-    """Renders an error for IPython: the caller's frames and the remote traceback, none of ours.
+    """Renders an error for IPython with the caller's frames and the remote traceback.
 
-    IPython leaves out frames with `__tracebackhide__`, but always shows the last one, which raised.
+    Frames of this package are left out. IPython omits frames with `__tracebackhide__`, but always shows the last frame,
+    which raised.
     """
 
     def __init__(self, error: BaseException | None = None) -> None:
         self._error = error
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (NotebookTraceback, ())  # the error can be pickled; elsewhere it is shown as any other
+        # Allows the error to be pickled. Another process shows it with the default renderer.
+        return (NotebookTraceback, ())
 
     def __call__(self) -> list[str]:
-        """Return the lines; called by IPython, which falls back to its own where this raises."""
+        """Return the lines for IPython. If this method raises, IPython uses its own renderer."""
         error = self._error
         assert error is not None
         shell = sys.modules["IPython"].get_ipython()
@@ -507,12 +518,12 @@ class NotebookTraceback:
 
 
 def in_notebooks(error: E) -> E:
-    """Return a user's error for a public method to raise: IPython shows it without our frames.
+    """Prepare a user's error so that IPython shows it without frames of this package. Return the error.
 
-    Internal errors (bugs of ours) do not pass here and keep all frames.
+    Internal errors (bugs of this package) do not pass through this function and keep all frames.
     """
     if "IPython" in sys.modules and not hasattr(error, "_render_traceback_"):
-        with contextlib.suppress(Exception):  # an exception class of the user's may refuse attributes
+        with contextlib.suppress(Exception):  # An exception class of the user may refuse new attributes.
             object.__setattr__(error, "_render_traceback_", NotebookTraceback(error))
     return error
 
@@ -541,8 +552,8 @@ def rebuild_exception(
 ) -> BaseException:
     """Return the exception for a rank's failure: the user's own, or a `RunError`.
 
-    The remote traceback is its `__cause__`, and a note names the place. `description` is that of
-    `inside.failure.describe`; `pickled_path` is None where the exception did not pickle.
+    The remote traceback becomes the `__cause__`, and a note names the rank and the host. `description` has the form of
+    `inside.failure.describe`. `pickled_path` is None if the rank could not pickle the exception.
     """
     kind = description.get("kind", "exception")
     error: BaseException
@@ -551,7 +562,7 @@ def rebuild_exception(
     else:
         error = _load(description, pickled_path, rank, run_id)
     text = _printable(str(description.get("traceback") or ""))
-    # By way of object: an exception class may refuse assignment, as frozen dataclasses do.
+    # An exception class may refuse assignment, as frozen dataclasses do. `object.__setattr__` bypasses this.
     object.__setattr__(error, "__cause__", RemoteTraceback(text))
     add_note(error, _printable(f"rank {rank} on host {host}, run {run_id}; log: {log_path}"))
     if (description.get("module"), description.get("type")) == _DEBUGGER_LEFT:
@@ -560,31 +571,37 @@ def rebuild_exception(
 
 
 def _debugging_hint(program: Path) -> str:
-    """Return how to debug a function, from the local program that repeats the run."""
+    """Return a hint on debugging the function, with the local program that repeats the run."""
     by_hand = (
-        f"`python {program}` repeats rank 0 in this terminal, and stops there"
-        if program.is_absolute() and program.exists()  # of a run elsewhere there is no path
+        f"run `python {program}`, which repeats rank 0 in this terminal and stops at the breakpoint"
+        if program.is_absolute() and program.exists()  # A run on another machine has no local path.
         else "call the function itself in a terminal"
     )
     return (
-        "a rank has no terminal, so breakpoint() and pdb end at once; what works: "
-        f"{by_hand}; or attach an editor to a rank with debugpy (docs/how-to/debugging.md)"
+        f"a rank has no terminal, so breakpoint() and pdb end at once; {by_hand}, or attach an editor to a rank "
+        "with debugpy (docs/how-to/debugging.md)"
     )
 
 
 def _load(description: Mapping[str, object], path: str | None, rank: int, run_id: str) -> BaseException:
     if description.get("untrusted"):
-        why = f"the run is {description['untrusted']}'s, and loading it would run their code here"
+        why = (
+            f"the run belongs to {description['untrusted']}, and loading the exception would run code of that user here"
+        )
         return _remote_error(description, rank, run_id, why)
     if path is None or description.get("kind") == "base":
         is_base = description.get("kind") == "base"
-        why = "not being an Exception, it would end this process" if is_base else "the rank could not pickle it"
+        why = (
+            "it is not a subclass of Exception and would end this process"
+            if is_base
+            else "the rank could not pickle it"
+        )
         return _remote_error(description, rank, run_id, why)
     try:
         return failure.load_exception(path)
     except KeyboardInterrupt:
         raise
-    except BaseException as problem:  # noqa: BLE001 - loading runs user code, which must not hide what the rank raised
+    except BaseException as problem:  # noqa: BLE001 - errors of user code must not hide the rank's exception
         return _remote_error(description, rank, run_id, f"{type(problem).__name__}: {error_text(problem)}")
 
 
@@ -592,7 +609,7 @@ def _remote_error(description: Mapping[str, object], rank: int, run_id: str, why
     reason = Reason.GPU_OOM if description.get("gpu_oom") else Reason.RANK_RAISED
     error = RemoteError(
         f"rank {rank} raised {_name(description)}",
-        hint=f"the exception itself cannot be rebuilt here ({why}); its traceback is above",
+        hint=f"this process cannot rebuild the exception ({why}); its traceback is above",
         run_id=run_id,
         rank=rank,
         reason=str(reason),
@@ -610,19 +627,19 @@ def _control_error(kind: str, description: Mapping[str, object], rank: int, run_
         told = f" ({message})" if message not in ("", str(code)) else ""
         return RunError(
             f"rank {rank} called sys.exit before it returned a result: exit code {code}{told}",
-            hint="return from the function instead; a rank that exits has no result, whatever its code",
+            hint="return from the function instead; a rank that exits has no result, even with exit code 0",
             run_id=run_id,
             rank=rank,
             reason=reason,
         )
     if kind == "interrupt":
         return RunError(f"rank {rank} raised KeyboardInterrupt", run_id=run_id, rank=rank, reason=reason)
-    message = f"rank {rank} was cancelled from inside: {_name(description)}"
+    message = f"user code in rank {rank} raised a cancellation: {_name(description)}"
     return RunError(message, run_id=run_id, rank=rank, reason=reason)
 
 
 def _printable(text: str) -> str:
-    """Return a rank's text made safe for printing: tracebacks end up on terminals."""
+    """Return a rank's text without control characters, because tracebacks are printed on terminals."""
     return "\n".join(safe(line, tty=True) for line in text.split("\n"))
 
 
@@ -639,12 +656,12 @@ def error_text(error: BaseException) -> str:
         return str(error)
     except KeyboardInterrupt:
         raise
-    except BaseException:  # noqa: BLE001 - the user's __str__ may raise anything, SystemExit among it
-        return "its text cannot be made"
+    except BaseException:  # noqa: BLE001 - the user's __str__ may raise any exception, even SystemExit
+        return "its __str__() failed"
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an error, even if its class refuses assignment; skip one that takes none."""
+    """Add a note to an error, even if its class refuses assignment. Skip an error that accepts no notes."""
     with contextlib.suppress(Exception, SystemExit, GeneratorExit):
         notes = vars(error).get("__notes__")
         object.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else []), note])

@@ -1,11 +1,11 @@
 """The handle of one run: wait, results, cancel, receipt, logs.
 
-Each call on a handle advances it, in the caller's thread. Its messages and files come from a `RunSource`: a supervisor
-of this machine, or a server. Either keeps its messages until they are read, so an unused handle costs nothing and loses
-nothing but live output (which is in the logs).
+Each call on a handle advances the handle in the caller's thread. The handle gets messages and files from a `RunSource`:
+a supervisor of this machine, or a server. Both keep their messages until the handle reads them. An unused handle
+therefore uses no CPU time and loses only live output, which is also in the logs.
 
-A run whose environment is damaged in the store has not begun: it is captured and launched again, and the handle is from
-then on that of the new run.
+If the stored environment of a run is damaged, the run has not started. The client then captures the environment again
+and launches a new run. From that moment the handle refers to the new run.
 """
 
 from __future__ import annotations
@@ -43,18 +43,19 @@ if TYPE_CHECKING:
     from serverless_gpu.model.cost import Cost
 
 own_sessions: set[str] = set()
-"""Identifiers of those that are open now."""
+"""Identifiers of the sessions that are open in this process."""
 R = TypeVar("R")
-_FUTURES = "serverless_gpu.client.runs.futures"  # loaded when it is asked for: a call has no use for it
-_RELAUNCHES = 3  # behind a damaged snapshot damaged units may be found, and behind these damaged packs
+_FUTURES = "serverless_gpu.client.runs.futures"  # Loaded at first use, because a call does not need this module.
+# Behind a damaged snapshot there may be damaged units, and behind damaged units there may be damaged packs.
+_RELAUNCHES = 3
 _STARTED = "serverless_gpu.client.runs.started_runs"
 _RECEIPT_AFTER_FAILURE_S = 0.05
 Relaunch = Callable[[], RunSource | None]
-"""Captures the environment once more and launches again; None where that does not help."""
+"""Captures the environment again and launches a new run. Returns None if that does not help."""
 
 
 def with_session_advice(sentence: str) -> str:
-    """Return the reason of a wait, with advice for a caller that blocks itself."""
+    """Return the reason for a wait, with advice for a caller that blocks itself."""
     if any(f"session {session} " in sentence for session in own_sessions):
         return f"{sentence}; that session is open in this process: call session.distributed(...), or close it"
     return sentence
@@ -64,7 +65,7 @@ class Run(Generic[R]):
     """One submitted run.
 
     Attributes:
-        session: the session whose devices it uses, or "".
+        session: identifier of the session whose devices the run uses, or "".
     """
 
     def __init__(self, source: RunSource, spec: RunSpec) -> None:
@@ -89,30 +90,31 @@ class Run(Generic[R]):
         self._left = False
 
     def _keep(self, source: RunSource) -> None:
-        """Attach to a source; a garbage-collected handle closes it and leaves the run alone."""
+        """Attach to a source. A garbage-collected handle closes the source and leaves the run alone."""
         self._source = source
-        # Not `__del__`: in a reference cycle, such as an exception's traceback makes, a socket would go first.
+        # `__del__` is not used: in a reference cycle, such as a traceback creates, the socket could be finalized first.
         weakref.finalize(self, source.close)
 
     @property
     def id(self) -> str:
-        """Return the run's identifier, with which `serverless_gpu.attach(id)` finds it from another process.
+        """Return the run's identifier. Another process attaches with `serverless_gpu.attach(id)`.
 
-        It is another one after the environment was found damaged in the store, and the run was launched again.
+        The identifier changes if the client finds a damaged environment and launches the run again.
         """
         return self._source.run_id
 
     @property
     def directory(self) -> Path:
-        """Return the directory of the run's last attempt, with its results and receipt (and logs, if it ran here)."""
+        """Return the directory of the last attempt, with results, receipt and (for a local run) logs."""
         return self._source.directory
 
     def __repr__(self) -> str:
         return f"<Run {self.id} {self._state}>"
 
     def status(self) -> str:
-        """Return the state now, for example ``"RUNNING"``."""
-        if self._lock.acquire(blocking=False):  # else another thread is waiting for the run and keeps the state fresh
+        """Return the current state, for example ``"RUNNING"``."""
+        # If the lock is taken, another thread waits for the run and keeps the state current.
+        if self._lock.acquire(blocking=False):
             try:
                 while self._hear(0.0):
                     pass
@@ -121,25 +123,25 @@ class Run(Generic[R]):
         return self._state.value
 
     def last_sentence(self) -> str:
-        """Return the run's last sentence: its wait, ranks that returned long ago, a standstill."""
+        """Return the last message about the run: its wait, ranks that returned early, or a hang warning."""
         self.status()
         return self._waiting
 
     def waiting_for(self) -> str:
-        """Return in words what a queued run waits for and who has it; "" when it does not wait."""
+        """Return a sentence with the devices that a queued run waits for and their holders, else ""."""
         return self._waiting if self.status() == State.QUEUED else ""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until no rank runs any more; of a run that failed on one of several nodes, until that is known.
+        """Wait until no rank is running. After a failure on several nodes, wait for all nodes.
 
         Args:
-            timeout: seconds to wait at most, or None.
+            timeout: maximum number of seconds to wait, or None.
 
         Returns:
-            Whether the run has ended.
+            True if the run has ended.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C; the run goes on.
+            KeyboardInterrupt: the user pressed Ctrl-C. The run continues.
         """
         try:
             return self._ended(timeout)
@@ -148,15 +150,15 @@ class Run(Generic[R]):
             raise KeyboardInterrupt from None
 
     def results(self, timeout: float | None = None) -> list[R]:
-        """Return what every rank returned, by global rank; raise what ended the run otherwise.
+        """Return the results of all ranks by global rank, or raise the error that ended the run.
 
         Args:
-            timeout: seconds to wait at most, or None.
+            timeout: maximum number of seconds to wait, or None.
 
         Raises:
-            TimeoutError: the run has not ended by then; it goes on.
+            TimeoutError: the run did not end in time. It continues.
             RunError: the run did not succeed.
-            Exception: what user code raised, as its own type.
+            Exception: the exception that user code raised, with its own type.
         """
         self._refuse_session()
         error = self._error(timeout)
@@ -165,28 +167,28 @@ class Run(Generic[R]):
         return [self._load(rank) for rank in range(self._source.world_size or 0)]
 
     def done(self) -> bool:
-        """Return whether the run has ended, well or not."""
+        """Return True if the run has ended, successfully or not."""
         return self._ended(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return what ended the run, as `results` raises it; None when the run succeeded.
+        """Return the error that ended the run, as `results` raises it, or None after success.
 
         Args:
-            timeout: seconds to wait at most, or None.
+            timeout: maximum number of seconds to wait, or None.
 
         Raises:
-            TimeoutError: the run has not ended by then; it goes on.
+            TimeoutError: the run did not end in time. It continues.
         """
         self._refuse_session()
         if not self.wait(timeout):
             raise TimeoutError(f"run {self.id} is still {self._state}")
-        return self._error(0)  # may be a TimeoutError of the user's
+        return self._error(0)  # The returned error may be a TimeoutError of user code.
 
     def future(self) -> Future[list[R]]:
-        """Return a `concurrent.futures.Future` of what `results` returns or raises, the same one each time.
+        """Return a `concurrent.futures.Future` of the results. Each call returns the same future.
 
-        For `concurrent.futures.wait`, callbacks and `asyncio.wrap_future`. Cancelling it does nothing: `cancel` of the
-        run stops the run.
+        The future works with `concurrent.futures.wait`, callbacks and `asyncio.wrap_future`. Cancelling the future has
+        no effect. `Run.cancel` stops the run.
         """
         self._refuse_session()
         if self._future is None:
@@ -194,27 +196,31 @@ class Run(Generic[R]):
         return self._future
 
     def __await__(self) -> Generator[object, None, list[R]]:
-        """Wait in an event loop; return or raise as `results` does. A task that is cancelled leaves the run alone."""
+        """Wait in an event loop, and return or raise like `results`.
+
+        A cancelled task leaves the run alone.
+        """
         self._refuse_session()
         waiting: Generator[object, None, list[R]] = load(_FUTURES).results_of(self).__await__()
         return waiting
 
     def result(self, rank: int = 0, timeout: float | None = None) -> R:
-        """Return what one rank returned; as `results` otherwise.
+        """Return the result of one rank. Wait and raise like `results`.
 
         Raises:
             InvalidOption: the rank is not a number.
-            InvalidValue: there is no such rank.
+            InvalidValue: the run has no such rank.
         """
         self._rank(rank)
         error = self._error(timeout)
         if error is not None:
             raise in_notebooks(error)
-        return self._load(self._rank(rank))  # once more: how many there are may have been unknown
+        # The rank is checked again, because the number of ranks may have been unknown before.
+        return self._load(self._rank(rank))
 
     def _load(self, rank: int) -> R:
         if isinstance(self._spec.payload, Command):
-            return cast("R", None)  # a program leaves files and an exit code
+            return cast("R", None)  # A program has an exit code and files, but no return value.
         self._source.bring_result(rank)
         return cast("R", load_result(self.directory, rank, self.id, self._source.origin))
 
@@ -225,75 +231,78 @@ class Run(Generic[R]):
     def _refuse_session(self) -> None:
         if self._source.world_size == 0:
             message = f"{self.id} is a session: it has a receipt, but no ranks and no results of its own"
-            raise InvalidValue(message, hint="the runs that use it have: `sgpu runs` lists them")
+            raise InvalidValue(message, hint="get results from the runs of the session; `sgpu runs` lists them")
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when there is news of the run, or -1: for `select` and `asyncio`."""
+        """Return a descriptor for `select` and `asyncio` that is readable when the run has news, or -1."""
         return self._source.fileno()
 
     def cancel(self) -> None:
-        """Ask for the run to be stopped; does nothing when it has ended.
+        """Request the end of the run. This does nothing after the end.
 
         Raises:
-            ServerUnavailable: the run goes on through a server, which does not answer.
+            ServerUnavailable: the server does not answer, so the run continues.
         """
-        # Without the lock: another thread may be waiting for the run, and holds it.
+        # Without the lock, because another thread may hold it while that thread waits for the run.
         if self._stopped is None:
             self._source.stop(StopReason.CANCEL)
 
     def preempt(self) -> None:
-        """Ask the run to make room for another, as a server does: its ranks may save, and are told why.
+        """Request preemption of the run, as a server does. The ranks get the reason and may save.
 
-        A run of a server with ``resume=True`` continues as a new attempt; any other ends, reason ``preempted``.
+        A run of a server with ``resume=True`` continues as a new attempt. Any other run ends with the reason
+        ``preempted``.
 
         Raises:
-            ServerUnavailable: as `cancel`.
+            ServerUnavailable: the server does not answer, so the run continues.
         """
         if self._stopped is None:
             self._source.stop(StopReason.PREEMPT)
 
     def receipt(self, timeout: float | None = None) -> Receipt:
-        """Return the account of the run, once its GPUs were checked and given back.
+        """Return the receipt of the run after its GPUs were verified and handed back.
 
         Raises:
-            TimeoutError: that has not happened by then.
-            ServerlessGpuError: there is none, because the run never started.
+            TimeoutError: the receipt did not exist in time.
+            ServerlessGpuError: the run never started and has no receipt.
         """
         self._hear_until(lambda: self._receipt is not None or not self._source.is_open, timeout)
         if self._receipt is None:
             if self._source.is_open:
                 raise TimeoutError(f"run {self.id} has no receipt yet")
-            raise ServerlessGpuError(f"run {self.id} has no receipt", hint=f"what there is: {self.directory}")
+            raise ServerlessGpuError(
+                f"run {self.id} has no receipt", hint=f"remaining files of the run: {self.directory}"
+            )
         return self._receipt
 
     def receipts(self, timeout: float | None = None) -> dict[str, Receipt]:
-        """Return the account of each of the run's nodes, by its name; raises as `receipt`, which has their sum."""
+        """Return the receipt of each node by its name. `receipt` returns their sum and raises the same errors."""
         self.receipt(timeout)
         return self._source.receipts()
 
     def cost(self) -> Cost:
-        """Return what the run used so far, over all of its attempts, and what that costs; `print` says it in words.
+        """Return the use and cost of all attempts so far. `print` shows them as a sentence.
 
         Raises:
-            ServerProblem: the run is a server's that does not answer, or is of an earlier version.
+            ServerProblem: the run's server does not answer, or its version is too old.
         """
         return self._source.cost()
 
     def tracked(self) -> TrackedRun | None:
-        """Return its run in MLflow, which may come to be a moment after its first line; None without one."""
+        """Return the MLflow run of this run, or None. It may appear shortly after the first line of user code."""
         self.status()
         link = self._receipt.tracked if self._receipt is not None else ""
         return self._tracked or from_directory(self.directory) or from_link(link)
 
     def logs(self, rank: int = 0, stream: str = "stdout") -> str:
-        """Return what a rank has written so far, all that is kept of it: up to 1 GiB.
+        """Return the output of a rank so far. At most 1 GiB is kept.
 
         Args:
             rank: global rank.
             stream: ``"stdout"`` or ``"stderr"``.
 
         Raises:
-            InvalidValue: there is no such rank or stream.
+            InvalidValue: the run has no such rank or stream.
         """
         number = self._rank(rank)
         if stream not in ("stdout", "stderr"):
@@ -301,22 +310,23 @@ class Run(Generic[R]):
         return self._source.read_log(number, stream).decode("utf-8", "replace")
 
     def metrics(self) -> dict[str, Series]:
-        """Return what was sampled so far of nodes, GPUs and ranks: ``times`` (seconds since 1970) and ``values``.
+        """Return the samples of nodes, GPUs and ranks so far: ``times`` (seconds since 1970) and ``values``.
 
-        Names are those in MLflow, as ``"system/node_0/gpu_0_utilization_percentage"``; attempts follow each other.
+        The names are the names in MLflow, such as ``"system/node_0/gpu_0_utilization_percentage"``. The samples of all
+        attempts are in one series.
         """
         self._refuse_session()
         series: dict[str, Series] = load("serverless_gpu.client.metrics").read_metrics(self._source.read_telemetry())
         return series
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Return a picture of the run: use and memory of every GPU over time, with failures and stops marked.
+        """Return a figure with use and memory of every GPU over time, and marks for failures and stops.
 
         Args:
-            path: a file to write it to, too; its ending says as what: ``.png``, ``.svg``, ``.pdf``.
+            path: optional file for the figure. Its suffix sets the format: ``.png``, ``.svg`` or ``.pdf``.
 
         Raises:
-            ServerlessGpuError: there is no Matplotlib here, or the file cannot be written.
+            ServerlessGpuError: Matplotlib is missing, or the file cannot be written.
         """
         self._refuse_session()
         figure: Figure = load("serverless_gpu.client.runs.run_plot").plot(
@@ -325,17 +335,17 @@ class Run(Generic[R]):
         return figure
 
     def follow(self, *, only_looks: bool = False, raises: bool = True) -> BaseException | None:
-        """Show the run while it goes on; return what ended it, or None when its results are there.
+        """Show the run until its end. Return the error that ended the run, or None if the results exist.
 
         Args:
-            only_looks: whether the caller only views the run: Ctrl-C leaves it to itself, whatever
-                its options say.
-            raises: whether the caller raises what ended the run, which shows its notes; else the last output of the
-                rank that failed is shown here, where it was not shown live.
+            only_looks: True if the caller only views the run. Ctrl-C then leaves the run alone, whatever its options
+                say.
+            raises: True if the caller raises the returned error, which shows its notes. Otherwise this method prints
+                the last output of the failed rank if it was not shown live.
 
         Raises:
-            KeyboardInterrupt: after Ctrl-C; the run was cancelled and its GPUs handed back, unless Ctrl-C came twice or
-                `on_interrupt="detach"` was asked for.
+            KeyboardInterrupt: the user pressed Ctrl-C. The run was cancelled and its GPUs are free, unless the user
+                pressed Ctrl-C twice or set `on_interrupt="detach"`.
         """
         if only_looks:
             self._spec = msgspec.structs.replace(self._spec, on_interrupt="detach", quiet=False)
@@ -359,9 +369,9 @@ class Run(Generic[R]):
         except KeyboardInterrupt:
             self._interrupted(display)
             raise
-        except ServerProblem:  # the stop request reached no server: the run goes on
+        except ServerProblem:  # The stop request reached no server, so the run continues.
             raise
-        except BaseException:  # a signal handler that exits, a notebook's own interrupt: the wait is over
+        except BaseException:  # A signal handler that exits or a notebook's own interrupt has ended the wait.
             if self._spec.on_interrupt == "cancel":
                 self.cancel()
             raise
@@ -372,7 +382,7 @@ class Run(Generic[R]):
 
     def _interrupted(self, display: Display) -> None:
         if self._spec.on_interrupt == "detach":
-            display.state(self._state.value, "not watched any more")
+            display.state(self._state.value, "this client detached")
             display.finish()
             display.say(f"run {self.id} goes on; find it again with serverless_gpu.attach({self.id!r})")
             return
@@ -381,26 +391,29 @@ class Run(Generic[R]):
             display.finish()
             display.say(
                 f"cancelling; {second_interrupt_text()} to leave at once"
-            )  # first: a server that is away is waited for
+            )  # Printed first, because the stop request may wait for an absent server.
             self.cancel()
             self._hear_until(lambda: self._receipt is not None or not self._source.is_open, None)
         except KeyboardInterrupt:
             self._left = True
             display.state(self._state.value, "being cancelled")
             try:
-                self._source.stop(StopReason.CANCEL, patiently=False)  # the first may not have been sent
+                self._source.stop(StopReason.CANCEL, patiently=False)  # The first stop request may not have been sent.
             except ServerProblem:
-                display.say(f"left; the server does not answer, and run {self.id} goes on: `sgpu cancel {self.id}`")
+                display.say(
+                    f"stopped waiting; the server does not answer, and run {self.id} goes on: cancel it "
+                    f"with `sgpu cancel {self.id}`"
+                )
             else:
-                display.say(f"left; run {self.id} is still being cancelled")
+                display.say(f"stopped waiting; run {self.id} is still being cancelled")
             raise
         took_ms = (SystemClock().boottime_ns() - started_ns) // 1_000_000
-        gate = self._receipt.gate if self._receipt is not None else "it had not started"
+        gate = self._receipt.gate if self._receipt is not None else "the run had not started"
         ended = "cancelled" if self._state is State.CANCELLED else f"ended as {self._state}"
         display.say(f"{ended}; {gate}, after {format_duration_ms(took_ms)}")
 
     def _error(self, timeout: float | None, *, with_tail: bool = True) -> BaseException | None:
-        """Return the exception that ended the run; public methods raise it, with one frame of ours."""
+        """Return the exception that ended the run. Public methods raise it with one frame of this package."""
         if not self.wait(timeout):
             return TimeoutError(f"run {self.id} is still {self._state}")
         if self._refused is not None:
@@ -411,15 +424,15 @@ class Run(Generic[R]):
         return make_exception(stopped, self.directory, self.id, self._spec, self._source.origin, with_tail=with_tail)
 
     def _abandoned(self, *, interrupted: bool) -> bool:
-        """Return whether to stop waiting: Ctrl-C came twice, or once (`interrupted`) where that detaches."""
+        """Return True if the caller stops waiting: after two Ctrl-C, or one (`interrupted`) that detaches."""
         return self._left or (interrupted and self._spec.on_interrupt == "detach")
 
     def _say_that_it_goes_on(self) -> None:
-        """Print that the run goes on though its caller waits no longer."""
+        """Print that the run continues although its caller has stopped waiting."""
         self._note_end()
-        while_session = " while its session does" if self.session else ""
+        while_session = " until its session ends" if self.session else ""
         TerminalDisplay(quiet=self._spec.quiet).say(
-            f"run {self.id} goes on{while_session}; cancel() of its handle, or `sgpu cancel`, stops it"
+            f"run {self.id} goes on{while_session}; stop it with cancel() of its handle or `sgpu cancel`"
         )
 
     def _ended(self, timeout: float | None) -> bool:
@@ -429,7 +442,7 @@ class Run(Generic[R]):
         clock, timeout = SystemClock(), patience("timeout", timeout)
         deadline_ns = None if timeout is None else clock.boottime_ns() + round(timeout * 1e9)
         if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
-            return done()  # another thread is waiting for the run, and keeps it fresh
+            return done()  # Another thread waits for the run and keeps the state current.
         try:
             with interruptible():
                 while not done():
@@ -438,9 +451,10 @@ class Run(Generic[R]):
                         return done()
                     tick_s = self._display.tick_s if self._display is not None else None
                     pause_s = min((limit for limit in (left_s, tick_s) if limit is not None), default=None)
-                    if not self._hear(pause_s) and left_s == 0:  # messages that are there are read in any case
+                    # Messages that have already arrived are read even after the deadline.
+                    if not self._hear(pause_s) and left_s == 0:
                         return done()
-                    # The display redraws also while messages keep coming.
+                    # The display also redraws while messages keep arriving.
                     display, now_ns = self._display, clock.boottime_ns()
                     tick_s = display.tick_s if display is not None else None
                     if display is not None and tick_s is not None and now_ns - self._ticked_ns >= tick_s * 1e9:
@@ -451,7 +465,7 @@ class Run(Generic[R]):
         return True
 
     def _hear(self, timeout_s: float | None) -> bool:
-        """Take one message if it comes in time; return whether one came."""
+        """Take one message if it arrives in time. Return True if a message arrived."""
         if not self._source.is_open:
             return False
         try:
@@ -475,7 +489,8 @@ class Run(Generic[R]):
 
     def _take(self, message: protocol.AnyMessage | ConnectionNote) -> None:
         match message:
-            case ConnectionNote(sentence=sentence):  # also where nothing else is shown: the caller waits
+            # This note is printed even without a display, because the caller waits.
+            case ConnectionNote(sentence=sentence):
                 (self._display or TerminalDisplay(quiet=self._spec.quiet)).say(sentence)
             case protocol.AttemptSnapshot(state=state, waiting=waiting, tracked=tracked):
                 self._state, self._waiting, self._queued_ns = state, waiting, created_wall_ns(self.id)
@@ -491,7 +506,8 @@ class Run(Generic[R]):
                     self._display.progress(sentence)
                     self._told = (self._state, sentence)
             case protocol.WaitingNote(sentence=sentence, queued_ns=int(queued_ns)) if self._state is State.QUEUED:
-                self._waiting, self._queued_ns = with_session_advice(sentence), queued_ns  # shown as the state is
+                # The display shows this sentence with the state.
+                self._waiting, self._queued_ns = with_session_advice(sentence), queued_ns
             case protocol.WaitingNote(sentence=sentence):
                 self._waiting, self._queued_ns = with_session_advice(sentence), None
                 if self._display is not None and sentence:
@@ -511,7 +527,7 @@ class Run(Generic[R]):
                 self._note_end()
             case protocol.Finished(receipt=receipt):
                 self._receipt = receipt
-                if self._stopped is None:  # a Ctrl-C between hearing it and taking it in
+                if self._stopped is None:  # Ctrl-C came between the receipt of the Stopped message and its processing.
                     self._stopped = self._source.ending()
                     self._state = self._stopped.state
                     self._note_end()
@@ -524,7 +540,7 @@ class Run(Generic[R]):
                 pass
 
     def _note_started(self) -> None:
-        """Register the run to be named at the end of this process, unless its end is seen before."""
+        """Register the run, so that the exit of this process names it if it is still running."""
         if not self._spec.quiet:
             is_remote = self._spec.remote
             self._started = load(_STARTED).note_started(self.id, self.directory, is_remote=is_remote)
@@ -534,16 +550,16 @@ class Run(Generic[R]):
             self._started.is_over = True
 
     def _relaunch_with(self, relaunch: Relaunch) -> None:
-        """Launch the run again if its environment turns out to be damaged in the store."""
+        """Set the function that launches the run again if its stored environment is damaged."""
         self._relaunch = relaunch
 
     def _relaunched(self) -> bool:
-        """Continue as a new run, whose environment was captured again; return whether there is one."""
+        """Continue as a new run with a new capture of the environment. Return True if the launch succeeded."""
         if self._relaunch is None or not self._relaunches_left:
             return False
         if self._relaunches_left == _RELAUNCHES:
             display = self._display or TerminalDisplay(quiet=self._spec.quiet)
-            display.say("what is stored of the environment is damaged: it is captured again, and the run starts anew")
+            display.say("the stored environment is damaged; the client captures it again and restarts the run")
         self._relaunches_left -= 1
         launched = self._relaunch()
         if launched is None:
@@ -556,7 +572,7 @@ class Run(Generic[R]):
         return True
 
     def _nothing_more(self) -> None:
-        """Set the ending of a run whose source has ended without the last message."""
+        """Set the ending of a run whose source closed without the last message."""
         self._source.close()
         if self._stopped is None:
             self._stopped = self._source.ending()

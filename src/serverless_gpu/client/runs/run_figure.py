@@ -1,12 +1,13 @@
-"""The picture of a run, `Run.plot()`: use and memory of every device over time, with marked failures and stops.
+"""Draws the figure of `Run.plot()`: use and memory of every device over time, with failures and stops.
 
     1 device     two panels, one above the other        ┐
     2 to 8       a row for each: use | memory           ├─ marks as lines through all, explained below the panels
     more         two heat maps, a row for each device   ┘
 
-Only figure modules import Matplotlib; callers load them by name. Only its objects are used, not `pyplot`, whose state
-is the caller's. All colours are set, so that a dark notebook or the caller's style changes nothing. Without samples
-the picture says so. Names with control characters or ``$`` are shown as they are, without math mode.
+Only figure modules import Matplotlib, and callers load these modules by name. The modules use Matplotlib's objects and
+not `pyplot`, because the caller owns the state of `pyplot`. All colours are set here, so that a dark notebook or the
+caller's style has no effect. Without samples, the figure contains a message. Names with control characters or ``$`` are
+shown without math mode.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from serverless_gpu.client.runs import timeline
 from serverless_gpu.client.runs.timeline import Curve, CurveMark, Lane
 from serverless_gpu.units import format_duration_ms
 
-ROWS_MAX = 8  # more devices than that are shown as heat maps
+ROWS_MAX = 8  # Runs with more devices are shown as heat maps.
 MARKS_MAX = 8
-_LITTLE = 3  # fewer samples are points, not a curve
+_LITTLE = 3  # Curves with fewer samples are drawn as points.
 _WIDTH_IN = 10.0
 _ABOVE_IN = 1.0
 _LETTERS = "ABCDEFGH"
-_LETTER_POINTS = 8.0  # wide, with the space beside it
+_LETTER_POINTS = 8.0  # Width of a mark's letter, including the space beside it.
 
 _PAPER, _INK, _FAINT, _GRID, _NOTHING = "#ffffff", "#1f2328", "#6a737d", "#e4e7eb", "#e4e7eb"
 _BUSY, _MEMORY = "#2166b0", "#0f7d6c"
@@ -44,14 +45,14 @@ _MAPS = {
 
 
 class Titles(NamedTuple):
-    """Titles of a picture: the run, and facts about it."""
+    """Titles of a figure: the name of the run, and facts about the run."""
 
     name: str
     about: str
 
 
 class RunFigure(Figure):
-    """A Matplotlib figure that a notebook shows as a cell's value, whichever backend is in use."""
+    """A Matplotlib figure that a notebook shows as a cell's value with any backend."""
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()
@@ -69,12 +70,12 @@ class _Stage(NamedTuple):
     marks: Sequence[CurveMark]
 
     def at(self, moments: Sequence[float]) -> list[float]:
-        """Return places on the time axis."""
+        """Return positions on the time axis."""
         return [(moment - self.begin) / self.unit for moment in moments]
 
 
 def draw(lanes: Sequence[Lane], marks: Sequence[CurveMark], titles: Titles, path: Path | None) -> RunFigure:
-    """Return a run's picture, and write it if a path is given; ValueError for an unknown file type."""
+    """Return a run's figure and write it to `path` if given. Raise ValueError for an unknown file type."""
     marks = sorted(marks, key=lambda mark: mark.at)[:MARKS_MAX]
     height, n = 2.0, len(lanes)  # inches
     if n:
@@ -83,7 +84,7 @@ def draw(lanes: Sequence[Lane], marks: Sequence[CurveMark], titles: Titles, path
     figure = RunFigure(figsize=(_WIDTH_IN, height), facecolor=_PAPER, layout=None)
     stage = _stage(lanes, marks)
     if stage is None:
-        text = "nothing was sampled of this run: it ended within its first second, or has not begun"
+        text = "this run has no samples: it ended within its first second or has not started"
         figure.text(
             0.5, 0.4, text, ha="center", va="center", color=_INK, fontsize=10,
             bbox={"facecolor": _PAPER, "edgecolor": _GRID, "boxstyle": "round,pad=0.5"},
@@ -93,7 +94,7 @@ def draw(lanes: Sequence[Lane], marks: Sequence[CurveMark], titles: Titles, path
     else:
         _rows(figure, lanes, stage)
     few = stage is not None and timeline.samples(lanes) < _LITTLE
-    _write_titles(figure, titles, "too short for a curve: it is sampled once a second" if few else "")
+    _write_titles(figure, titles, "too short for a curve: the sample interval is one second" if few else "")
     if stage is not None:
         _write_marks(figure, stage)
     if path is not None:
@@ -105,7 +106,7 @@ def draw(lanes: Sequence[Lane], marks: Sequence[CurveMark], titles: Titles, path
 
 
 def _rows(figure: Figure, lanes: Sequence[Lane], stage: _Stage) -> None:
-    """Draw a pair of panels for each device: side by side, but for one device above each other."""
+    """Draw two panels per device, side by side. The panels of a single device are stacked."""
     alone = len(lanes) == 1
     shape = (2, 1) if alone else (len(lanes), 2)
     panels = figure.subplots(*shape, sharex=True, squeeze=False)
@@ -175,7 +176,7 @@ def _maps(figure: Figure, lanes: Sequence[Lane], stage: _Stage) -> None:
 
 
 def _lane_axis(panel: Axes, lanes: Sequence[Lane]) -> None:
-    """Name the rows of a heat map: all while there is room, else the first of each node or every eighth."""
+    """Label all rows of a heat map if they fit, else the first row of each node or every few rows."""
     starts = [place for place, lane in enumerate(lanes) if place == 0 or lane.node != lanes[place - 1].node]
     if len(lanes) <= 32 and len(starts) == 1:
         places = list(range(len(lanes)))
@@ -208,7 +209,7 @@ def _head(panel: Axes, text: str) -> None:
 
 
 def _beside(panel: Axes, place: float, side: Literal["left", "right"], label: str, number: str) -> None:
-    """Write a device's name beside its panel, and its number below."""
+    """Write a device's name beside its panel, and its number below the name."""
     for text, y, colour in ((label, 0.62, _INK), (number, 0.3 if label else 0.5, _FAINT)):
         panel.text(place, y, text, transform=panel.transAxes, ha=side, va="center", color=colour, fontsize=8.5)
 
@@ -277,7 +278,7 @@ def _draw_marks(panel: Axes, stage: _Stage) -> None:
 
 
 def _plain(text: str) -> str:
-    """Return text without control characters, on one line, as long as it can be read."""
+    """Return text on one line, without control characters and shortened to 150 characters."""
     shown = "".join(letter if letter.isprintable() else " " for letter in text)
     return shown if len(shown) <= 150 else f"{shown[:149]}…"
 
@@ -286,7 +287,7 @@ def _plain(text: str) -> str:
 
 
 def _place(figure: Figure, stage: _Stage, rows: int, *, left: float, right: float, gap_in: float) -> None:
-    """Give the panels the room between titles and marks, with so many inches between one and the next."""
+    """Place the panels between titles and marks, with a gap of `gap_in` inches between rows."""
     height, below = figure.get_figheight(), 0.6 + 0.2 * len(stage.marks)
     panel_in = (height - _ABOVE_IN - below - gap_in * (rows - 1)) / rows
     figure.subplots_adjust(

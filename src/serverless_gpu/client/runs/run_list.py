@@ -1,4 +1,4 @@
-"""The runs of one `.map()` as a list with the values of all of them, and runs in the order in which they end."""
+"""The list of runs of one `.map()` call, and an iterator over runs in the order of their ends."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from serverless_gpu.errors import InvalidOption
 from serverless_gpu.model.spec import patience
 
 R = TypeVar("R")
-_LOOK_S = 1.0  # another thread may be waiting for one of the runs, and have read what its end says
+_LOOK_S = 1.0  # Poll interval, because another thread that waits for a run may have read its final message.
 
 
 class RunList(list[Run[R]]):
-    """Runs in the order of their items; everything that a list can do, and their values.
+    """A list of runs in the order of their items.
 
-    The value of a run is what its rank 0 returned, as `Run.result()` gives it.
+    The value of a run is the result of its rank 0, as `Run.result()` returns it.
     """
 
     @overload
@@ -32,17 +32,17 @@ class RunList(list[Run[R]]):
     def results(
         self, timeout: float | None = None, *, return_exceptions: bool = False
     ) -> list[R] | list[R | BaseException]:
-        """Wait for all runs and return their values, in the order of the items.
+        """Wait for all runs and return their values in the order of the items.
 
         Args:
-            timeout: seconds to wait for all of them at most, or None.
-            return_exceptions: True puts what ended a run in the place of its value; False raises the first of them
-                in the order of the items. The other runs go on either way.
+            timeout: maximum number of seconds to wait for all runs, or None.
+            return_exceptions: True puts the error of a failed run in the place of its value. False raises the first
+                error in the order of the items. The other runs continue in both cases.
 
         Raises:
-            TimeoutError: a run has not ended by then; it goes on.
+            TimeoutError: a run did not end in time. It continues.
             RunError: a run did not succeed.
-            Exception: what user code raised, as its own type.
+            Exception: the exception that user code raised, with its own type.
         """
         timeout = patience("timeout", timeout)
         clock = SystemClock()
@@ -60,33 +60,33 @@ class RunList(list[Run[R]]):
         return cast("list[R] | list[R | BaseException]", values)
 
     def as_completed(self, timeout: float | None = None) -> Iterator[Run[R]]:
-        """Yield the runs as they end, well or not, as `serverless_gpu.as_completed` does.
+        """Yield each run when it ends, successfully or not, like `serverless_gpu.as_completed`.
 
         Args:
-            timeout: seconds to wait for all of them at most, or None.
+            timeout: maximum number of seconds to wait for all runs, or None.
 
         Raises:
-            TimeoutError: some have not ended by then; they go on.
+            TimeoutError: some runs did not end in time. They continue.
         """
         return as_completed(self, timeout)
 
     def cancel(self) -> None:
-        """Ask for every run to be stopped; those that have ended stay as they are."""
+        """Request the end of every run. Ended runs do not change."""
         for run in self:
             run.cancel()
 
 
 def as_completed(runs: Iterable[Run[R]], timeout: float | None = None) -> Iterator[Run[R]]:
-    """Yield runs as they end, well or not; what ended them is raised by `result()` or `results()` of each.
+    """Yield each run when it ends. `result()` or `results()` of a failed run raises its error.
 
     Args:
-        runs: runs of this process, or attached to.
-        timeout: seconds to wait for all of them at most, or None.
+        runs: runs that this process has started or attached to.
+        timeout: maximum number of seconds to wait for all runs, or None.
 
     Raises:
-        InvalidOption: something in it is no run.
-        TimeoutError: some have not ended by then; they go on.
-        KeyboardInterrupt: Ctrl-C; they go on.
+        InvalidOption: an element of `runs` is not a run.
+        TimeoutError: some runs did not end in time. They continue.
+        KeyboardInterrupt: the user pressed Ctrl-C. The runs continue.
     """
     given: Iterable[object] = runs
     if not isinstance(given, Iterable):
@@ -94,7 +94,7 @@ def as_completed(runs: Iterable[Run[R]], timeout: float | None = None) -> Iterat
     pending: dict[Run[R], None] = {}
     for run in given:
         if not isinstance(run, Run):
-            raise InvalidOption(f"as_completed takes a list of runs; {run!r} is none")
+            raise InvalidOption(f"as_completed takes a list of runs; {run!r} is not a run")
         pending[run] = None
     return _as_completed(list(pending), patience("timeout", timeout))
 
@@ -115,13 +115,13 @@ def _as_completed(pending: list[Run[R]], timeout: float | None) -> Iterator[Run[
                 _wait_for_any(pending, left_s)
             except KeyboardInterrupt:
                 TerminalDisplay(quiet=False).say(
-                    f"{len(pending)} of {total} runs go on; cancel() of a handle stops one"
+                    f"{len(pending)} of {total} runs go on; stop one with cancel() of its handle"
                 )
                 raise KeyboardInterrupt from None
 
 
 def _wait_for_any(runs: list[Run[R]], limit_s: float) -> None:
-    poll = select.poll()  # not `select`, which knows no descriptor above 1023
+    poll = select.poll()  # `select` does not support descriptors above 1023.
     for run in runs:
         fd = run.fileno()
         if fd >= 0:

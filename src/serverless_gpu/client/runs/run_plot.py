@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def plot(source: RunSource, name: str, state: str, path: str | os.PathLike[str] | None) -> Figure:
-    """Return a run's picture, and write it if a path is given; errors are ServerlessGpuError."""
+    """Return a run's figure and write it to `path` if given. All errors are ServerlessGpuErrors."""
     try:
         figures = load("serverless_gpu.client.runs.run_figure")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        message = "Run.plot() draws with Matplotlib, which this Python does not have"
+        message = "Run.plot() needs Matplotlib, which is not installed for this Python"
         raise ServerlessGpuError(message, hint="pip install 'serverless-gpu[plot]'") from None
     files = source.read_telemetry()
     attempts = source.attempts()
@@ -47,7 +47,7 @@ def plot(source: RunSource, name: str, state: str, path: str | os.PathLike[str] 
     try:
         figure: Figure = figures.draw(shown, marks(attempts), titles, target)
     except OSError as error:
-        message = f"the picture cannot be written to {target}: {error.strerror or error}"
+        message = f"the figure cannot be written to {target}: {error.strerror or error}"
         raise StorageError(message, hint="give the path of a file in a directory you can write to") from None
     except ValueError as error:
         raise InvalidValue(f"{path} cannot be written: {error}") from None
@@ -55,7 +55,7 @@ def plot(source: RunSource, name: str, state: str, path: str | os.PathLike[str] 
 
 
 def _devices_text(files: list[bytes]) -> str:
-    """Return the last attempt's devices and its number of nodes: ``16 H100 on 2 nodes``."""
+    """Return the last attempt's devices and its number of nodes, such as ``16 H100 on 2 nodes``."""
     headers = [header for header in map(_last_header, files) if header is not None]
     newest = max((header.fence for header in headers), default=0)
     nodes = {header.node_rank: header.devices for header in headers if header.fence == newest}
@@ -73,7 +73,7 @@ def _devices_text(files: list[bytes]) -> str:
 
 
 def _totals(files: list[bytes]) -> dict[tuple[int, int], int]:
-    """Return each GPU's memory by node and number, from the last sample of each file."""
+    """Return the memory of each GPU by node and number, from the last sample of each file."""
     totals: dict[tuple[int, int], int] = {}
     for data in files:
         header = _last_header(data)
@@ -86,7 +86,7 @@ def _totals(files: list[bytes]) -> dict[tuple[int, int], int]:
 
 
 def _last_header(data: bytes) -> Header | None:
-    """Return the last header of a file of samples: it has the devices."""
+    """Return the last header of a sample file. The header lists the devices."""
     start = data.rfind(b"\n{") + 1
     found = decode(data[start : data.find(b"\n", start) + 1])[0]
     return found[0] if found and isinstance(found[0], Header) else None

@@ -1,11 +1,12 @@
-"""Sources of a run's messages and files for its handle.
+"""Sources of messages and files for the handle of a run.
 
     Run ──▶ RunSource ──┬─ LocalRun    the run's supervisor on this machine: a socket and the run directory
                         └─ RemoteRun   a server: its event stream, and copies of its files (`remote/remote_run.py`)
 
-Every source returns messages of `node.protocol`, so that all handles behave alike. When the connection of a `LocalRun`
-ends before a supervisor had accepted it (the agent died with the run in its queue), the launch goes to a new agent:
-nothing has run. When it ends without the last message, the run directory has it, or the supervisor was killed.
+Every source returns messages of `node.protocol`, so that all handles behave the same. If the agent dies while a run is
+in its queue, the connection of a `LocalRun` ends before a supervisor accepts the run. `LocalRun` then sends the launch
+to a new agent, because no user code has run. If the connection ends without the last message, the ending is in the run
+directory. Without an ending there, the supervisor was killed.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ if TYPE_CHECKING:
     from serverless_gpu.model.cost import Cost
 
 _LAUNCH_TRIES = 3
-_TIMELINE = "serverless_gpu.client.runs.timeline"  # loaded when it is asked for: a call has no use for it
+_TIMELINE = "serverless_gpu.client.runs.timeline"  # Loaded at first use, because a call does not need this module.
 _LOSS = "serverless_gpu.node.attempt.supervisor_loss"
 
 Reconnect = Callable[[], Channel]
 
 
 class ConnectionNote(NamedTuple):
-    """Something to say about the way to the run, not about the run."""
+    """A message about the connection to the run, not about the run itself."""
 
     sentence: str
 
@@ -50,47 +51,47 @@ class RunSource(abc.ABC):
     """Source of a run's messages and files."""
 
     run_id: str
-    directory: Path  # of the last attempt's files, or their copies
-    world_size: int | None  # 0 for a session; None while unknown
-    origin: Origin = Origin()  # machine of the files, and whether loading them is safe
+    directory: Path  # Directory of the last attempt's files or of their copies.
+    world_size: int | None  # 0 for a session, None while unknown.
+    origin: Origin = Origin()  # Machine of the files, and the owner if results are untrusted.
 
     @property
     @abc.abstractmethod
     def is_open(self) -> bool:
-        """Return whether more messages may come."""
+        """Return True if more messages may arrive."""
 
     @property
     @abc.abstractmethod
     def logs(self) -> Path | str:
-        """Return where all output of the ranks is: a directory, or the command that shows it."""
+        """Return the directory of all output of the ranks, or the command that shows the output."""
 
     @abc.abstractmethod
     def fileno(self) -> int:
-        """Return a descriptor that is readable when there is news, or -1."""
+        """Return a descriptor that is readable when messages arrive, or -1."""
 
     @abc.abstractmethod
     def receive(self, timeout_s: float | None) -> protocol.AnyMessage | ConnectionNote | None:
         """Return the next message, or None after the last.
 
-        Raises TimeoutError when none came in time, BlockingIOError when none is there and `timeout_s` is 0, and
-        ServerlessGpuError when the run's state cannot be known.
+        Raises TimeoutError if no message arrives in time. Raises BlockingIOError if `timeout_s` is 0 and no message is
+        waiting. Raises ServerlessGpuError if the state of the run is unknown.
         """
 
     @abc.abstractmethod
     def stop(self, why: StopReason, *, patiently: bool = True) -> None:
-        """Request the run's stop, if it has not ended; `patiently` waits for a server that is away."""
+        """Request the run's stop, if it has not ended. `patiently` waits for an absent server."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Listen no more; the run goes on."""
+        """Stop reading messages. The run continues."""
 
     @abc.abstractmethod
     def ending(self) -> protocol.Stopped:
-        """Return the run's ending, after the last message."""
+        """Return the run's ending after the last message."""
 
     @abc.abstractmethod
     def receipt(self) -> Receipt | None:
-        """Return the run's receipt, after the last message."""
+        """Return the run's receipt after the last message."""
 
     def receipts(self) -> dict[str, Receipt]:
         """Return the receipt of each node by name, after the last message."""
@@ -99,19 +100,19 @@ class RunSource(abc.ABC):
 
     @abc.abstractmethod
     def bring_result(self, rank: int) -> None:
-        """Provide a rank's result in `directory`, where it is kept at all."""
+        """Provide a rank's result in `directory`, if the result still exists."""
 
     @abc.abstractmethod
     def read_log(self, rank: int, stream: str) -> bytes:
-        """Return a rank's output so far, as far as it is kept."""
+        """Return a rank's output so far. Old output may have been deleted."""
 
     @abc.abstractmethod
     def read_telemetry(self) -> list[bytes]:
-        """Return the samples so far: a file for each node of each attempt."""
+        """Return the samples so far, with one file for each node of each attempt."""
 
     @abc.abstractmethod
     def cost(self) -> Cost:
-        """Return the run's use and cost so far, over all of its attempts."""
+        """Return the use and cost of all attempts so far."""
 
     @abc.abstractmethod
     def attempts(self) -> list[AttemptTimes]:
@@ -119,7 +120,10 @@ class RunSource(abc.ABC):
 
 
 class LocalRun(RunSource):
-    """A run of this machine; channel None when it has ended, `again` relaunches one that was not accepted."""
+    """A run of this machine. `channel` is None after its end.
+
+    `again` sends the launch again if the agent dies before a supervisor accepts the run.
+    """
 
     def __init__(
         self, run_id: str, directory: Path, world_size: int, channel: Channel | None, again: Reconnect | None = None
@@ -131,11 +135,11 @@ class LocalRun(RunSource):
         self._again = again
         self._tries = 1
         self._accepted = again is None
-        self._lost_ns: int | None = None  # boottime at which the supervisor's end was noticed
+        self._lost_ns: int | None = None  # Boot time in nanoseconds at which this process noticed the supervisor's end.
 
     @property
     def is_open(self) -> bool:
-        """Return whether more messages may come."""
+        """Return True if more messages may arrive."""
         return self.channel is not None
 
     @property
@@ -148,7 +152,7 @@ class LocalRun(RunSource):
         return -1 if self.channel is None else self.channel.fileno()
 
     def receive(self, timeout_s: float | None) -> protocol.AnyMessage | None:
-        """Return the supervisor's next message, or None after its last; a lost launch is sent again meanwhile."""
+        """Return the supervisor's next message, or None after its last. Send a lost launch again."""
         while self.channel is not None:
             self.channel.sock.settimeout(timeout_s)
             try:
@@ -168,7 +172,7 @@ class LocalRun(RunSource):
         return None
 
     def stop(self, why: StopReason, *, patiently: bool = True) -> None:
-        """Tell the supervisor; one that is gone has ended its ranks."""
+        """Send the stop request to the supervisor. A supervisor that has exited has already ended its ranks."""
         channel = self.channel
         if channel is not None:
             with contextlib.suppress(OSError):
@@ -181,21 +185,21 @@ class LocalRun(RunSource):
             self.channel = None
 
     def ending(self) -> protocol.Stopped:
-        """Return the ending from the run directory; write it where the supervisor died."""
+        """Return the ending from the run directory. Record the ending first if the supervisor died."""
         stopped = read_ending(self.directory)
         if stopped is None and self._settle():
             stopped = read_ending(self.directory)
         return stopped or supervisor_lost()
 
     def receipt(self) -> Receipt | None:
-        """Return the receipt that the run directory has; write it where the supervisor died."""
+        """Return the receipt from the run directory. Record it first if the supervisor died."""
         receipt = read_receipt(self.directory)
         if receipt is None and self._settle():
             receipt = read_receipt(self.directory)
         return receipt
 
     def bring_result(self, rank: int) -> None:
-        """Do nothing: it is there."""
+        """Do nothing, because the result is already in the directory."""
 
     def read_log(self, rank: int, stream: str) -> bytes:
         """Return the contents of the rank's file."""
@@ -205,7 +209,7 @@ class LocalRun(RunSource):
             return b""
 
     def read_telemetry(self) -> list[bytes]:
-        """Return the files of samples below the run's directory."""
+        """Return the sample files below the run's directory."""
         directories = load(_TIMELINE).attempt_directories(self.directory.parent)
         paths = [path for directory in directories for path in sorted((directory / "logs").glob("*.telemetry"))]
         return [path.read_bytes() for path in paths]
@@ -223,7 +227,7 @@ class LocalRun(RunSource):
         ]
 
     def _settle(self) -> bool:
-        """Record the ending of a run whose supervisor died; return False if none had it, or one still has it."""
+        """Record the ending of a run whose supervisor died. Return False if none ran or one is running."""
         settled: bool = load(_LOSS).settle_here(self.directory, SystemClock(), seen_ns=self._lost_ns)
         return settled
 
@@ -231,13 +235,14 @@ class LocalRun(RunSource):
         match message:
             case protocol.Accepted() | protocol.Stopped():
                 self._accepted = True
-            case protocol.Refused() if not self._accepted:  # nothing was started
+            # No process was started, so the run directory is not needed.
+            case protocol.Refused() if not self._accepted:
                 remove_at_once(self.directory.parent)
             case _:
                 pass
 
 
 def supervisor_lost() -> protocol.Stopped:
-    """Return the ending of a run whose supervisor died silently and without evidence of the cause."""
+    """Return the ending of a run whose supervisor died without evidence of the cause."""
     reason = Reason.SUPERVISOR_KILLED
     return protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=None, consequences=())

@@ -1,8 +1,8 @@
-"""Runs that this process started and has not seen end: a line on stderr names them when the process ends.
+"""Names the unfinished runs of this process on stderr when the process exits.
 
-A script that drops the handles of `.map()` and returns leaves runs behind that hold devices. `submit` and `map` note
-each run here; its handle notes the end. The exit of the interpreter looks the rest up once more. When the server does
-not answer within a second, the line says that these runs may go on. A forked child prints nothing.
+A script that drops the handles of `.map()` and returns leaves runs behind that hold devices. `submit` and `map` record
+each run here, and the handle of a run records its end. At exit, the interpreter checks the state of the other runs. If
+the server does not answer within a second, the line says that these runs may continue. A forked child prints nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from serverless_gpu.lazy_import import load
 from serverless_gpu.node.attempt.history import read_ending
 
 _NAMED_MAX = 5
-_ASKED_MAX = 20  # runs of a server that are asked about, one request each
+_ASKED_MAX = 20  # Maximum number of server runs to check, with one request each.
 _PRUNED_AT = 256
 
 
 class StartedRun:
-    """A started run, its home, and whether its end was seen."""
+    """A started run, its directory, and a flag for its end."""
 
     __slots__ = ("directory", "is_over", "is_remote", "run_id")
 
@@ -39,7 +39,7 @@ _owner = 0
 
 
 def note_started(run_id: str, directory: Path, *, is_remote: bool) -> StartedRun:
-    """Remember a run until its end is seen."""
+    """Record a run until its handle records the end."""
     global _owner, _started
     if _owner != os.getpid():
         _owner, _started = os.getpid(), []
@@ -52,7 +52,7 @@ def note_started(run_id: str, directory: Path, *, is_remote: bool) -> StartedRun
 
 
 def unfinished_text(run_ids: list[str], unknown: list[str]) -> str:
-    """Return the line for running runs and runs in an unknown state; "" without any."""
+    """Return the line for running runs and for runs in an unknown state, or "" without any."""
     if not run_ids and not unknown:
         return ""
     ids = run_ids + unknown

@@ -1,13 +1,13 @@
-"""The time line of a run: curves of its devices, and marks of its attempts.
+"""The timeline of a run: curves of its devices, and marks of its attempts.
 
     metrics: "system/node_0/gpu_3_…" → times, values ─▶ Lane per device ─┬─ line: with breaks, at most 1,500 points
                                                                          └─ cells: at most 600 columns of a heat map
     runs/<run>/<fence>/  facts.jsonl (boottime ↔ wall) · stop_reason · stopped.json  ─┐
     a server's list of attempts ──────────────────────────────────────────────────────┴─▶ AttemptTimes ─▶ CurveMark
 
-`run_figure.py` draws it. Where there is no GPU, a lane is a rank: its share of a core and its host memory. Where
-nothing was sampled for long (a node was away, between two attempts) there is a hole and no line across it. A killed
-attempt has no ending and no mark for it. An unreadable file counts as absent.
+`run_figure.py` draws the timeline. Without GPUs, a lane shows a rank: its share of a core and its host memory. A long
+time without samples leaves a gap in the curve, for example between two attempts or while a node was unreachable. A
+killed attempt has no ending and therefore no mark. An unreadable file counts as absent.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from serverless_gpu.node.attempt.history import first_facts, read_ending
 from serverless_gpu.node.supervisor.rank_environment import STOP_FILE
 
 Curve = tuple[Sequence[float], Sequence[float]]
-"""Times in seconds since 1970, and values."""
+"""Times in seconds since 1970, and the values at these times."""
 POINTS_MAX = 1_500
 COLUMNS_MAX = 600
 _GIB = 1 << 30
-_FIRST_S = 1.0  # as in receipts
-_HOLE = 4.0  # so many times the interval before: intervals grow with a run's age, but never more than twofold at once
+_FIRST_S = 1.0  # Duration in seconds of the first sample, as in receipts.
+# A gap is a step of more than this multiple of the step before. Sample intervals grow with a run's age, at most twofold
+# at once.
+_HOLE = 4.0
 _GPU = re.compile(r"system/node_(\d+)/gpu_(\d+)_(utilization_percentage|memory_usage_megabytes)")
 _RANK = re.compile(r"system/node_(\d+)/rank_(\d+)_(cpu_utilization_percentage|memory_usage_megabytes)")
 _EMPTY: Curve = ((), ())
@@ -39,17 +41,17 @@ _WORD_CHARACTERS = 32
 
 
 class Lane(NamedTuple):
-    """Curves of one device, or of a rank where there are no devices."""
+    """Curves of one device, or of a rank if the run has no devices."""
 
-    node: int  # its number
-    label: str  # ``"GPU 3"``, ``"rank 0"``
+    node: int  # Number of the node.
+    label: str  # Such as ``"GPU 3"`` or ``"rank 0"``.
     busy: Curve  # percent
-    memory: Curve  # of a GPU in GiB, as nvidia-smi has it; of a rank in GB
-    memory_total: float | None  # of a GPU in GiB; None where unknown
+    memory: Curve  # GPU memory in GiB, as in nvidia-smi, or the host memory of a rank in GB.
+    memory_total: float | None  # Total memory of the GPU in GiB, or None if unknown.
 
 
 class CurveMark(NamedTuple):
-    """A moment worth seeing: `at` seconds since 1970."""
+    """A marked event of a run. `at` is in seconds since 1970."""
 
     at: float
     kind: Literal["failure", "stop", "attempt"]
@@ -57,7 +59,7 @@ class CurveMark(NamedTuple):
 
 
 def lanes(metrics: Mapping[str, Curve], totals: Mapping[tuple[int, int], int] | None = None) -> list[Lane]:
-    """Return the curves of each GPU, or of each rank without GPUs; `totals` has GPU memory in bytes."""
+    """Return the curves of each GPU, or of each rank without GPUs. `totals` has GPU memory in bytes."""
     found = []
     for place, series in sorted(_curves_by_device(metrics, _GPU).items()):
         memory = _scale(series.get("memory_usage_megabytes", _EMPTY), 1e6 / _GIB)
@@ -73,7 +75,7 @@ def lanes(metrics: Mapping[str, Curve], totals: Mapping[tuple[int, int], int] | 
 
 
 def span(lanes: Sequence[Lane]) -> tuple[float, float] | None:
-    """Return the first and the last moment of all curves, or None without samples."""
+    """Return the first and the last time of all curves, or None without samples."""
     ends = [
         moment for lane in lanes for times, _ in (lane.busy, lane.memory) if times for moment in (times[0], times[-1])
     ]
@@ -81,12 +83,12 @@ def span(lanes: Sequence[Lane]) -> tuple[float, float] | None:
 
 
 def samples(lanes: Sequence[Lane]) -> int:
-    """Return how many samples the longest curve has."""
+    """Return the number of samples in the longest curve."""
     return max((len(times) for lane in lanes for times, _ in (lane.busy, lane.memory)), default=0)
 
 
 def line(curve: Curve) -> tuple[list[float], list[float]]:
-    """Return a curve as a line: NaN where it has a hole, and at most as many points as pixels."""
+    """Return a curve as a line with NaN in its gaps and at most POINTS_MAX points."""
     times, values = curve
     if len(times) > POINTS_MAX:
         times, values = _thin(times, values)
@@ -102,7 +104,7 @@ def line(curve: Curve) -> tuple[list[float], list[float]]:
 
 
 def cells(curve: Curve, begin: float, end: float, columns: int) -> list[float]:
-    """Return a curve as a row of a heat map: the mean of each column, NaN without samples."""
+    """Return a curve as a row of a heat map: the mean of each column, or NaN without samples."""
     times, values = curve
     width = max(end - begin, 1e-9) / columns
     sums, counts = [0.0] * columns, [0] * columns
@@ -111,7 +113,8 @@ def cells(curve: Curve, begin: float, end: float, columns: int) -> list[float]:
         sums[column] += value
         counts[column] += 1
     row = [total / count if count else math.nan for total, count in zip(sums, counts, strict=True)]
-    # Late samples are far apart: what was seen holds until the next one, unless there is a hole between them.
+    # Samples of an old run are far apart. A value therefore fills the columns up to the next sample, except across a
+    # gap.
     for is_hole, (moment, following), value in zip(_holes(times), pairwise(times), values, strict=False):
         if not is_hole:
             first, last = (min(columns - 1, max(0, int((at - begin) / width))) for at in (moment, following))
@@ -121,7 +124,7 @@ def cells(curve: Curve, begin: float, end: float, columns: int) -> list[float]:
 
 
 def mean(curve: Curve) -> float | None:
-    """Return a curve's mean over time: each value counts while it held, the first for a second."""
+    """Return a curve's mean over time. Each value is weighted by its duration, the first by one second."""
     times, values = curve
     if not values:
         return None
@@ -139,7 +142,7 @@ def peak(curve: Curve) -> float | None:
 
 
 def unit_of(seconds: float) -> tuple[float, str]:
-    """Return the unit in which a time axis of this length is written: its seconds, and its name."""
+    """Return the unit for a time axis of this length: its size in seconds, and its name."""
     for limit, size, name in ((180, 1.0, "seconds"), (3 * 3600, 60.0, "minutes"), (72 * 3600, 3600.0, "hours")):
         if seconds < limit:
             return size, name
@@ -147,8 +150,8 @@ def unit_of(seconds: float) -> tuple[float, str]:
 
 
 def spread(places: Sequence[float], gap: float, end: float) -> list[float]:
-    """Return ordered places at least a gap apart, each moved group around its middle, none after the end."""
-    groups: list[tuple[float, int]] = []  # middle, members
+    """Return ordered positions at least a gap apart and none after the end. Groups keep their middle."""
+    groups: list[tuple[float, int]] = []  # Middle of each group and its number of members.
     for place in places:
         middle, members = place, 1
         while groups and groups[-1][0] + gap * (groups[-1][1] + members) / 2 > middle:
@@ -179,7 +182,7 @@ def _scale(curve: Curve, factor: float) -> Curve:
 
 
 def _holes(times: Sequence[float]) -> list[bool]:
-    """Return for each step between samples whether it is too long for the two before it."""
+    """Return True for each step between samples that is too long compared with the two steps before it."""
     steps = [after - before for before, after in pairwise(times)]
     if len(steps) < 2:
         return [False] * len(steps)
@@ -188,7 +191,7 @@ def _holes(times: Sequence[float]) -> list[bool]:
 
 
 def _thin(times: Sequence[float], values: Sequence[float]) -> Curve:
-    """Return means of neighbours, so many that a picture can show them; none across a hole."""
+    """Return means of neighbouring samples, few enough for a figure. No mean spans a gap."""
     at_once = math.ceil(len(times) / POINTS_MAX)
     holes = _holes(times)
     thin_times: list[float] = []
@@ -204,17 +207,17 @@ def _thin(times: Sequence[float], values: Sequence[float]) -> Curve:
 
 
 class AttemptTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt; moments are nanoseconds since 1970, None where unknown or still to come."""
+    """One attempt. Times are in nanoseconds since 1970, or None if unknown or in the future."""
 
     fence: int
     state: State | None = None
     reason: Reason | None = None
     began_ns: int | None = None
     ended_ns: int | None = None
-    asked_ns: int | None = None  # stop request
-    asked: str = ""  # its reason, in the word that ranks read
-    failed_ns: int | None = None  # first failure
-    rank: int | None = None  # of the first failure
+    asked_ns: int | None = None  # Time of the stop request.
+    asked: str = ""  # Reason of the stop request, as ranks read it.
+    failed_ns: int | None = None  # Time of the first failure.
+    rank: int | None = None  # Rank of the first failure.
 
 
 def attempt_directories(run: Path) -> list[Path]:
@@ -227,12 +230,13 @@ def attempt_directories(run: Path) -> list[Path]:
 
 
 def read_attempt_times(directory: Path) -> AttemptTimes:
-    """Return an attempt from its directory."""
+    """Return the times of an attempt from its directory."""
     facts = first_facts(directory)
     stopped = read_ending(directory)
     cause = stopped.cause if stopped is not None and stopped.state in (State.FAILED, State.LOST) else None
     failed_ns = None
-    if cause is not None and facts and cause.at_ns > 0:  # facts of the same boot have both times
+    # Facts of the same boot have both a wall clock time and a boot time.
+    if cause is not None and facts and cause.at_ns > 0:
         failed_ns = facts[0].wall_ns + cause.at_ns - facts[0].boottime_ns
     return AttemptTimes(
         fence=int(directory.name),
@@ -248,7 +252,7 @@ def read_attempt_times(directory: Path) -> AttemptTimes:
 
 
 def marks(attempts: Iterable[AttemptTimes]) -> list[CurveMark]:
-    """Return a run's marks: starts of later attempts, failures, stop requests."""
+    """Return the marks of a run: starts of later attempts, failures and stop requests."""
     found: list[CurveMark] = []
     for each in attempts:
         name = f"attempt {each.fence}" if each.fence > 1 else ""
@@ -256,7 +260,7 @@ def marks(attempts: Iterable[AttemptTimes]) -> list[CurveMark]:
             found.append(CurveMark(each.began_ns / 1e9, "attempt", f"{name} began"))
         if each.asked_ns is not None:
             found.append(
-                CurveMark(each.asked_ns / 1e9, "stop", _label(name, f"asked to stop: {each.asked or 'cancel'}"))
+                CurveMark(each.asked_ns / 1e9, "stop", _label(name, f"stop requested: {each.asked or 'cancel'}"))
             )
         at_ns = each.failed_ns or each.ended_ns
         if each.state is None or each.reason is None or each.state is State.SUCCEEDED or at_ns is None:

@@ -1,25 +1,25 @@
-"""Units become packs in a store: read, checked, compressed and stored, several blocks at a time, in bounded memory.
+"""Packs units into a store: reads, checks, compresses and stores blocks in bounded memory.
 
     this thread       plans units, hands out blocks in order, takes frames back in the same order, fills packs, reports
     reading threads   one block each: read the files, check their digests, compress          (all of it without the GIL)
-    storing threads   put packs, and a unit's document once all of its packs are there
+    storing threads   put packs, and a unit's document once all of its packs are stored
 
-    pack closed ─▶ group ─ 8 MB, or 64 of them ─▶ a storing thread: packs, and then the units that were all read
+    pack closed ─▶ group ─ 8 MB, or 64 of them ─▶ a storing thread: packs, and then the units that were read completely
     unit read   ─▶   │
 
-Frames come back in the order in which blocks were handed out, so a unit packed twice gives the same packs, and after a
-capture that was killed the next one finds the packs that it had stored. In memory are the blocks under way (each once
-as content and once compressed), the pack being filled, and the packs being stored: about 150 MB, whatever the
-environment's size.
+Frames come back in the order of their blocks, so a unit that is packed twice gives the same packs. After a killed
+capture, the next one finds the packs that it had stored. Memory holds the blocks in progress (their content and their
+frames), the pack being filled, and the packs being stored. These take about 150 MB, whatever the environment's size.
 
-A small unit is one pack of some kB and one document: put one by one, a disk spends more time on making them durable
-than on their bytes, and a bucket on waiting. A unit is put after all packs are, its own and those of others. Groups are
-sent in the order in which they were filled, so a unit waits only for packs that are being sent already.
+A small unit is one pack of some kB and one document. Stored one by one, they cost a disk more time for durability than
+for their bytes, and a bucket mostly round trips. A unit is stored only after its own packs and the other packs of its
+group. The threads send groups in the order in which they were filled. So a unit waits only for packs that are already
+being sent.
 
-Failure cases: a file whose size is not its row's (the unit is planned again with what is there now, a few times, then
-`EnvironmentUnsupported` names it), unreadable or gone (named), what no restore would accept (named), the store is full
-or does not answer (its error, for everything in the group). In each of them the threads are ended before the error goes
-on, and no document was written that points at what is not there.
+Failure cases: a file's size differs from its row. The packer then plans the unit again a few times, until
+`EnvironmentUnsupported` names the file. A file is unreadable, missing, or not valid for a restore: the error names it.
+The store is full or does not answer: its error applies to the whole group. In each case the threads end before the
+error is raised, and no document points at missing packs.
 """
 
 from __future__ import annotations
@@ -56,25 +56,26 @@ from serverless_gpu.errors import EnvironmentRejected, EnvironmentUnsupported
 
 STORING_THREADS = 4
 BYTES_IN_FLIGHT = 32 * 1024 * 1024
-"""Compressed bytes that wait to be stored, at most; or one pack."""
+"""Maximum of compressed bytes that wait to be stored; a single pack may exceed it."""
 GROUP_BYTES = 8 * 1024 * 1024
 GROUP_ITEMS = 64
 WAIT_S = 0.2
-"""How long a thread waits for anything before it reports again."""
+"""Seconds that a thread waits before it reports again."""
 BLOCKS_MAX = 12
-"""How many blocks are under way, at most."""
+"""Maximum number of blocks in progress."""
 _Result = TypeVar("_Result")
 
 
 class PackSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How to pack."""
+    """The settings of a packer."""
 
-    level: int = LEVEL_LOCAL  # of zstd
-    # that read and compress; 0 means one per core, 2 to 8, and one more, for one may wait for its turn to read small
+    level: int = LEVEL_LOCAL  # Compression level of zstd.
+    # Threads that read and compress. 0 means one per core (2 to 8) plus one, because one thread may wait for its turn
+    # to read small files.
     # files
     threads: int = 0
-    block_bytes: int = BLOCK_BYTES  # content of a block
-    pack_bytes: int = PACK_BYTES  # after which a pack is closed
+    block_bytes: int = BLOCK_BYTES  # Content bytes of a block.
+    pack_bytes: int = PACK_BYTES  # Size at which the packer closes a pack.
 
     @property
     def thread_count(self) -> int:
@@ -82,16 +83,16 @@ class PackSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit to be packed."""
+    """A unit to pack."""
 
-    address: str  # as it was scanned; what comes out may have another
+    address: str  # address from the scan; the stored unit may have another one
     name: str
     source: LocalUnit
-    old: Unit | None = None  # the version before, if the store has it with all of its packs
+    old: Unit | None = None  # the previous version, if the store has all of its packs
 
 
 class PackedUnit(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit that is stored."""
+    """A unit that was stored."""
 
     job: PackJob
     unit: Unit
@@ -100,8 +101,8 @@ class PackedUnit(msgspec.Struct, frozen=True, kw_only=True):
 class Packer:
     """Packs units into a store.
 
-    `pulse` is called in this thread, with the name of the unit at hand, at least every `WAIT_S`. `before_packs` is
-    called before packs of so many bytes are put, and may raise.
+    The packer calls `pulse` in this thread with the name of the current unit, at least every `WAIT_S`. It calls
+    `before_packs` with the size of the packs to store next; the callback may raise.
     """
 
     def __init__(
@@ -127,8 +128,8 @@ class Packer:
     def pack(self, *lines: Iterable[PackJob]) -> Iterator[PackedUnit]:
         """Yield each unit when it is stored.
 
-        A block of each line in turn: a line of large units keeps the compressor busy while the many files of small ones
-        are opened. A job is taken from its line when the one before is planned.
+        The packer takes a block of each line in turn. A line of large units keeps the compressor busy while the many
+        files of small units are opened. The packer takes the next job of a line when it has planned the previous one.
         """
         threads = self._settings.thread_count
         with (
@@ -165,7 +166,7 @@ class Packer:
         yield from self._stored(wait=True)
 
     def _advance(self, line: _JobQueue) -> None:
-        """Hand out one more block of a line's unit, or begin its next one."""
+        """Hand out one more block of a line's unit, or begin the line's next unit."""
         work = line.work
         if work is None or work.planned:
             work = None
@@ -190,16 +191,16 @@ class Packer:
 
     def _fill(self, reader: UnitReader, plan: BlockPlan) -> bytes:
         buffer: memoryview | None = getattr(self._own, "buffer", None)
-        if buffer is None:  # once per thread: memory that is asked for again and again is cleared again and again
+        if buffer is None:  # One buffer per thread, because the kernel clears memory at each new allocation.
             buffer = self._own.buffer = memoryview(bytearray(self._settings.block_bytes + 1))
             self._own.compressor = Compressor(self._settings.level)
         content = reader.read(plan, buffer)
-        # Every file in it has a digest of its own, so the frame needs none.
+        # Each file has a digest of its own, so the frame needs none.
         compressor: Compressor = self._own.compressor
         return compressor.compress(content) if content else b""
 
     def _take(self) -> None:
-        """Take the oldest block back, and put it into its unit's pack."""
+        """Take the frame of the oldest block back, and put it into its unit's pack."""
         work, plan, future = self._flight[0]
         try:
             frame = self._wait(future, work.job.name)
@@ -237,7 +238,7 @@ class Packer:
             self._pulse(work.job.name)
         for pack in work.packs:
             if pack.done():
-                pack.result()  # a store that refuses is noticed now, not after the last of a hundred packs
+                pack.result()  # Reports a store that refuses now, not after the last of a hundred packs.
         work.packs.append(self._sender.add_pack(work.take_pack()))
 
     def _stored(self, *, wait: bool) -> Iterator[PackedUnit]:
@@ -255,7 +256,7 @@ class Packer:
 
 
 class _JobQueue:
-    """Units to be packed one after another, and the one that is being handed out."""
+    """Units to pack one after another, and the current one."""
 
     def __init__(self, jobs: Iterator[PackJob]) -> None:
         self.jobs = jobs
@@ -263,7 +264,7 @@ class _JobQueue:
 
 
 class _UnitWork:
-    """A unit being packed: one try."""
+    """One try to pack a unit."""
 
     def __init__(
         self, job: PackJob, rows: list[FileRow], settings: PackSettings, stopped: Callable[[], bool], *, tries: int = 1
@@ -319,7 +320,7 @@ class _UnitWork:
 
 
 class ReadUnit(msgspec.Struct, frozen=True):
-    """A unit whose files have all been read."""
+    """A unit whose files were all read."""
 
     name: str
     packs: Sequence[Future[str]]
@@ -327,7 +328,7 @@ class ReadUnit(msgspec.Struct, frozen=True):
 
 
 class CaptureCounts:
-    """What has happened so far; read by the reporter, written by several threads."""
+    """Progress counters; several threads write them, and the reporter reads them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -343,7 +344,7 @@ class CaptureCounts:
             self.files_done += files_done
 
     def stored(self, sent_bytes: int, *, sent: int, known: int) -> None:
-        """Count packs: the bytes that were sent, in how many packs, and how many the store had."""
+        """Count packs: the sent bytes, the sent packs, and the packs that the store already had."""
         with self._lock:
             self.sent_bytes += sent_bytes
             self.packs_sent += sent
@@ -351,10 +352,9 @@ class CaptureCounts:
 
 
 class PackSender:
-    """Collects what is to be stored, and stores it; used by one thread.
+    """Collects packs and units in groups, and stores each group. Only one thread uses it.
 
-    `threads` take what they are given in order; `before_packs` is called before packs of so many bytes are put, and may
-    raise.
+    `threads` process the groups in order. `before_packs` gets the size of the packs to store next, and may raise.
     """
 
     def __init__(
@@ -375,14 +375,14 @@ class PackSender:
         self._group = _Group()
 
     def has_room(self, size: int) -> bool:
-        """Return whether a pack of this size may be added, now or in a moment."""
+        """Return whether a pack of this size may be added now or within `WAIT_S`."""
         if self._room.take(size, 0):
             return True
-        self.flush()  # what is held back here may be what takes the room
+        self.flush()  # The packs of the unsent group may occupy the capacity.
         return self._room.take(size, WAIT_S)
 
     def add_pack(self, data: bytes | bytearray) -> Future[str]:
-        """Add a pack for which there was room; return its name, once it is stored."""
+        """Add a pack that `has_room` accepted; the returned future gives its name once it is stored."""
         done = Future[str]()
         self._group.packs.append((data, done))
         self._group.size += len(data)
@@ -390,14 +390,14 @@ class PackSender:
         return done
 
     def add_unit(self, ending: ReadUnit) -> Future[Unit]:
-        """Add a unit whose packs were added; return it, once it is stored."""
+        """Add a unit whose packs were added; the returned future gives it once it is stored."""
         done = Future[Unit]()
         self._group.units.append((ending, done))
         self._flush_if_full()
         return done
 
     def flush(self) -> None:
-        """Send what has been added so far."""
+        """Send the current group."""
         if self._group.items:
             group, self._group = self._group, _Group()
             self._threads.submit(self._send, group)
@@ -416,7 +416,7 @@ class PackSender:
                 group.packs.clear()
                 self._room.give(group.size)
             self._send_units(group)
-        except BaseException as error:  # noqa: BLE001 - those that wait have to hear of it, whatever it is
+        except BaseException as error:  # noqa: BLE001 - the waiting futures must get every error
             for done in waiting:
                 if not done.done():
                     done.set_exception(error)
@@ -452,7 +452,7 @@ class PackSender:
 
 
 class _Group:
-    """What is stored together."""
+    """Packs and units that are stored together."""
 
     def __init__(self) -> None:
         self.packs: list[tuple[bytes | bytearray, Future[str]]] = []
@@ -465,7 +465,7 @@ class _Group:
 
 
 class _ByteBudget:
-    """A bound on bytes that several threads hold."""
+    """A limit on the bytes that several threads hold."""
 
     def __init__(self, bytes_max: int) -> None:
         self._free = threading.Condition()
@@ -473,7 +473,7 @@ class _ByteBudget:
         self._bytes = 0
 
     def take(self, size: int, wait_s: float) -> bool:
-        """Reserve bytes, or return False after a moment; the first to come may reserve any size."""
+        """Reserve bytes, or return False after `wait_s`; a first reservation may have any size."""
         with self._free:
             if not self._free.wait_for(lambda: not self._bytes or self._bytes + size <= self._bytes_max, wait_s):
                 return False

@@ -1,16 +1,16 @@
-"""Captures a snapshot: what the store lacks is packed and sent, then the units are written, and the snapshot last.
+"""Captures a snapshot: packs and sends missing content, then writes the units, and the snapshot last.
 
     scan_and_capture   scan → capture → remember
-    capture            cap of 15 GB → which units are missing → space → pack → units → snapshot
-    capture_remarks    what a person is told before: code that has grown past another 100 MB, and what stays behind
+    capture            limit of 15 GB → missing units → space → pack → units → snapshot
+    capture_remarks    remarks for the user: code that has grown past another 100 MB, and left-out files
 
-The snapshot is the only thing that makes the rest count, so a capture killed half-way leaves packs and units that the
-next capture finds, and nothing that can be restored by half. Where a RECORD said another digest than the file has, the
-unit comes out with its true address, and the snapshot with it.
+Only the snapshot makes its units and packs usable. So a killed capture leaves packs and units for the next capture, and
+nothing that could be restored in part. Where RECORD has another digest than the file, the unit gets its true address,
+and so does the snapshot.
 
-Failure cases: too large (`EnvironmentTooLarge` names the ten largest, before a byte moves), a file that cannot be read,
-is gone or does not stand still (`EnvironmentUnsupported` names it), a name that no restore would accept
-(`EnvironmentUnsupported`), the store is full (`StorageError`) or does not answer (`StoreUnavailable`).
+Failure cases: the environment is too large (`EnvironmentTooLarge` names the ten largest parts before any byte is sent).
+A file is unreadable, missing, keeps changing, or has a name that no restore would accept (`EnvironmentUnsupported`).
+The store is full (`StorageError`) or does not answer (`StoreUnavailable`).
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from serverless_gpu.errors import (
 from serverless_gpu.units import format_bytes
 
 RATIO_EXPECTED = 4
-"""Content bytes per compressed byte that an environment is expected to have at best, for the look at free space."""
+"""Best expected ratio of content bytes to compressed bytes, for the check of free space."""
 SPACE_KEPT_BYTES = 64 * 1024 * 1024
-"""What is left free in a store."""
+"""Bytes that must stay free in a store."""
 _MORE_SPACE = (
-    "make space on its disk, choose another store, or let SERVERLESS_GPU_HOME name a larger disk; "
-    "`sgpu env gc` helps where older environments are stored, `.sgpuignore` where the code holds data"
+    "make space on its disk, choose another store, or set SERVERLESS_GPU_HOME to a directory on a larger disk; "
+    "delete old environments with `sgpu env gc`, or leave data out of the code with `.sgpuignore`"
 )
 LARGEST = 10
 REPORT_S = 0.1
@@ -70,14 +70,14 @@ _LEFT_OUT_SAID_MAX = 3
 
 
 class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a capture did."""
+    """The result of a capture."""
 
     scan: Scan
     units_new: tuple[str, ...]
     units_known: int
-    sent_bytes: int  # compressed bytes of packs that went to the store
+    sent_bytes: int  # compressed bytes of the packs that were sent
     packs_sent: int
-    packs_known: int  # packs that were made again and found in the store, after a capture that was ended early
+    packs_known: int  # packs that the store already had from a capture that was killed
     moved: dict[str, str]
 
     @property
@@ -104,10 +104,10 @@ def capture(
     report: Report = ignore_progress,
     settings: PackSettings | None = None,
 ) -> CaptureResult:
-    """Send what the store lacks of an environment, and then the snapshot.
+    """Send the missing parts of an environment to the store, and then the snapshot.
 
     Raises:
-        EnvironmentTooLarge: it is over the cap.
+        EnvironmentTooLarge: the environment is over the size limit.
         EnvironmentUnsupported: a file cannot be captured.
         StorageError: the store has not enough space.
     """
@@ -122,7 +122,7 @@ def capture(
     with _ReadabilityCheck([scan.sources[address] for address in members]) as look:
 
         def before_packs(size: int) -> None:
-            look.wait()  # the first files are read meanwhile, but nothing is sent before all can be
+            look.wait()  # Reading starts meanwhile, but nothing is sent before all files are known to be readable.
             space.take(size)
 
         packer = Packer(
@@ -132,20 +132,20 @@ def capture(
             pulse=lambda name: meter.pulse(counts, name),
             before_packs=before_packs,
         )
-        # The largest of what is left, and the smallest, side by side.
+        # The packer packs the largest and the smallest remaining units side by side.
         left = deque(members.values())
         large = _jobs(left.popleft, scan.sources, blobs)
         small = _jobs(left.pop, scan.sources, blobs)
         packed = {done.job.address: done for done in packer.pack(large, small)}
     captured = _result(scan, packed, counts, known=len(scan.snapshot.addresses()) - len(members))
-    check_size(captured.snapshot)  # a file may have grown since it was looked at
+    check_size(captured.snapshot)  # A file may have grown after the scan.
     blobs.write_snapshot(captured.snapshot)
     meter.pulse(counts, "", last=True)
     return captured
 
 
 def check_size(snapshot: Snapshot) -> None:
-    """Refuse what is over the cap."""
+    """Refuse an environment over the size limit."""
     if snapshot.size <= CONTENT_BYTES_MAX:
         return
     members = {member.address: member for root in snapshot.roots for member in root.members}
@@ -159,37 +159,39 @@ def check_size(snapshot: Snapshot) -> None:
 
 
 class _StoreSpace:
-    """Keeps the store from being filled up."""
+    """Keeps a minimum of space free in the store."""
 
     def __init__(self, blobs: StoreBlobs) -> None:
         self._store = blobs.store
 
     def check(self, content_bytes: int) -> None:
-        """Refuse to begin what will not fit."""
+        """Refuse to begin a capture that will not fit."""
         free = self._store.free_bytes()
         needed = content_bytes // RATIO_EXPECTED
         if content_bytes and free is not None and free < needed + SPACE_KEPT_BYTES:
             raise StorageError(
-                f"the store {self._store.url} has {format_bytes(free)} free; {format_bytes(content_bytes)} are to be "
-                f"stored, which compress to {format_bytes(needed)} at best, and {format_bytes(SPACE_KEPT_BYTES)} "
-                f"always stay free: {format_bytes(needed + SPACE_KEPT_BYTES - free)} more are needed; nothing was sent",
+                f"the store {self._store.url} has {format_bytes(free)} free. The capture has to store "
+                f"{format_bytes(content_bytes)}, "
+                f"which compress to {format_bytes(needed)} at best. {format_bytes(SPACE_KEPT_BYTES)} must stay "
+                "free, "
+                f"so {format_bytes(needed + SPACE_KEPT_BYTES - free)} more are needed; nothing was sent",
                 hint=_MORE_SPACE,
             )
 
     def take(self, size: int) -> None:
-        """Refuse a pack that would fill the store up."""
+        """Refuse a pack that would fill the store."""
         free = self._store.free_bytes()
         if free is not None and free < size + SPACE_KEPT_BYTES:
             raise StorageError(
-                f"the store {self._store.url} has {format_bytes(free)} free, of which {format_bytes(SPACE_KEPT_BYTES)} "
-                f"always stay free, and {format_bytes(size)} were to be sent next; the capture stopped, and nothing "
-                f"of it can be seen",
-                hint=f"{_MORE_SPACE}. What was sent is not sent twice",
+                f"the store {self._store.url} has {format_bytes(free)} free, and {format_bytes(SPACE_KEPT_BYTES)} "
+                "of it must stay free. "
+                f"The next packs have {format_bytes(size)}, so the capture stopped; no part of it is visible",
+                hint=f"{_MORE_SPACE}. The next capture does not send the stored packs again",
             )
 
 
 class _ReadabilityCheck:
-    """Looks, beside other work, whether all files can be read."""
+    """Checks in another thread if all files can be read."""
 
     def __init__(self, sources: Sequence[LocalUnit]) -> None:
         self._sources = sources
@@ -205,7 +207,7 @@ class _ReadabilityCheck:
         self._thread.shutdown(wait=True)
 
     def wait(self) -> None:
-        """Wait for the end."""
+        """Wait for the end of the check, and raise its error."""
         self._done.result()
 
     def _run(self) -> None:
@@ -222,7 +224,7 @@ class _ReadabilityCheck:
 
 
 class _Meter:
-    """Reports, several times a second."""
+    """Reports progress several times a second."""
 
     def __init__(self, report: Report, members: Mapping[str, SnapshotMember]) -> None:
         self._report = report
@@ -249,7 +251,7 @@ class _Meter:
 
 
 def _jobs(take: Callable[[], SnapshotMember], sources: Mapping[str, LocalUnit], blobs: StoreBlobs) -> Iterator[PackJob]:
-    """Yield jobs while a taker is left."""
+    """Yield jobs until no unit is left."""
     while True:
         try:
             member = take()
@@ -259,14 +261,14 @@ def _jobs(take: Callable[[], SnapshotMember], sources: Mapping[str, LocalUnit], 
         try:
             check_rows(source.rows, _name(member))
         except EnvironmentRejected as error:
-            said = error.message.replace("'site/", "'")  # a place in a unit, and none that its user knows
+            said = error.message.replace("'site/", "'")  # `site/` is an area of the unit, which its user does not know.
             where = "name it in .sgpuignore" if member.kind == "code" else "remove it from the environment"
             raise EnvironmentUnsupported(f"this cannot be captured: {said}", hint=f"rename it, or {where}") from None
         yield PackJob(address=member.address, name=_name(member), source=source, old=_old(source, blobs))
 
 
 def _old(source: LocalUnit, blobs: StoreBlobs) -> Unit | None:
-    """Return the version before of a unit, if it is whole."""
+    """Return the previous version of a unit, if the store has all of it."""
     if not source.previous:
         return None
     try:
@@ -277,7 +279,7 @@ def _old(source: LocalUnit, blobs: StoreBlobs) -> Unit | None:
     except EnvironmentProblem as error:
         if error.retryable:
             raise
-        return None  # altered, or of another format: everything is packed then
+        return None  # The old unit is altered or has another format, so everything is packed.
 
 
 def _result(scan: Scan, packed: Mapping[str, PackedUnit], counts: CaptureCounts, *, known: int) -> CaptureResult:
@@ -294,7 +296,7 @@ def _result(scan: Scan, packed: Mapping[str, PackedUnit], counts: CaptureCounts,
 
 
 def _corrected(scan: Scan, rows: Mapping[str, Sequence[FileRow]], moved: Mapping[str, str]) -> Scan:
-    """Return a scan in which units have their true rows and addresses."""
+    """Return a scan whose units have their true rows and addresses."""
 
     def corrected(member: SnapshotMember) -> SnapshotMember:
         if member.address not in moved:
@@ -304,7 +306,7 @@ def _corrected(scan: Scan, rows: Mapping[str, Sequence[FileRow]], moved: Mapping
 
     roots: list[Root] = []
     for root in scan.snapshot.roots:
-        # Two units may turn out to be one.
+        # Two units may turn out to be identical.
         members = {member.address: member for member in map(corrected, root.members)}
         roots.append(msgspec.structs.replace(root, members=in_order(members.values())))
     sources = {
@@ -326,7 +328,7 @@ def _name(member: SnapshotMember) -> str:
 
 
 def capture_remarks(last: Snapshot | None, scan: Scan) -> tuple[str, ...]:
-    """Return what is to be said, once: at a later capture only what is new."""
+    """Return the remarks about a capture, without those that the last capture already made."""
     said: list[str] = []
     for number, root in enumerate(scan.snapshot.roots):
         directory = _directory(scan.snapshot, number)
@@ -344,12 +346,12 @@ def _large(member: SnapshotMember, directory: str, before: int, source: LocalUni
     grown = f", {format_bytes(member.size - before)} more than at the last capture" if before else ""
     return (
         f"the code in {directory or member.name} is {format_bytes(member.size)}{grown}; largest: {listed}. "
-        f"All of it travels with every change: name data and checkpoints in .sgpuignore to keep them out"
+        f"Every change sends all of it: list data and checkpoints in .sgpuignore to leave them out"
     )
 
 
 def _left_out(last: Snapshot | None, now: Snapshot) -> Sequence[str]:
-    """Return what of the code stays behind though it was not asked for."""
+    """Return the remarks about left-out code, without those that the last capture already made."""
     known = frozenset(map(same_matter, last.facts.left_out if last is not None else ()))
     tops = [f"{_directory(now, number).rstrip('/')}/" for number in range(len(now.roots))]
     code = tuple(top for top, root in zip(tops, now.roots, strict=True) if _code(root))

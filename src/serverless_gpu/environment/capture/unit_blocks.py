@@ -1,19 +1,19 @@
-"""The blocks of a unit: which files share one, which old ones are used again, and how their files are read.
+"""Plans the blocks of a unit, reuses blocks of its previous version, and reads its files.
 
     small files   in order of their rows, as many as fit into a block
     large files   blocks of their own, one after another
-    old content   where the version before has it: an edited file of torch costs kilobytes, not all of torch
+    old content   where the previous version has it: an edited file of torch costs kilobytes, not all of torch
 
-Old packs are kept only while at least half of what they hold is used, and while there are not many times more of them
-than a new capture makes: so neither the store nor a restore pays for a long history of edits.
+A unit reuses old packs only while it uses at least half of their content. It also packs again when it would have many
+times more packs than a new capture makes. So a long history of edits burdens neither the store nor a restore.
 
-Each file is checked against its row while it is read: open, read, close, and the digest is the row's. If it is not,
-RECORD told something else than the file has (the row is corrected, and with it the unit's address), or the file has
-another size than when it was looked at (`FileChanged`: the unit is planned again), or it changes at this moment (read
-again a few times, then `EnvironmentUnsupported` names it).
+The reader checks each file against its row: it opens, reads and closes the file, and compares the digest. A difference
+has one of three causes. RECORD had a wrong digest: the row and the unit's address are corrected. The file has another
+size than at the scan: the unit is planned again (`FileChanged`). The file changes at this moment: the reader tries a
+few times, then `EnvironmentUnsupported` names it.
 
-Blocks of a large file are read by several threads at once, and hashed in their order: each waits for its turn, which
-is short, because the one before was started first.
+Several threads read the blocks of a large file at once, and hash them in order. Each thread waits for its turn, but
+only briefly, because the previous block was started first.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from serverless_gpu.environment.documents import BLOCK_BYTES, PACK_BYTES, Conten
 from serverless_gpu.errors import EnvironmentUnsupported
 
 PACKS_MORE_MAX = 16
-"""How many more packs than a new capture makes a unit may have before it is packed again."""
+"""A unit with this many more packs than a new capture makes is packed again."""
 TRIES_MAX = 4
-"""How often a file that changes while it is read is read."""
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # not blocking: there may be a FIFO
+"""Maximum number of reads of a file that changes while it is read."""
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # Non-blocking, because the path may be a FIFO.
 _TURN_S = 0.1
 _one_by_one = threading.Lock()
-"""Held while small files are read: two threads would only pass the interpreter to and fro, thrice for each file."""
+"""Held while small files are read, because two threads would only compete for the interpreter lock."""
 
 
 class BlockPart(NamedTuple):
-    """Bytes of one file in a block: index of its row, where they start in the file, how many."""
+    """Bytes of one file in a block: the index of its row, their offset in the file, and their count."""
 
     row: int
     start: int
@@ -50,7 +50,7 @@ class BlockPart(NamedTuple):
 
 
 class BlockPlan(NamedTuple):
-    """What one block holds: all of some small files, or a part of a large one."""
+    """The content of one block: several whole small files, or a part of a large one."""
 
     parts: tuple[BlockPart, ...]
     large: bool = False
@@ -61,7 +61,7 @@ class BlockPlan(NamedTuple):
 
 
 class ReusedBlocks(NamedTuple):
-    """What of an older version still serves: packs, their blocks, and places by index of the new row."""
+    """Reusable parts of an older version: packs, their blocks, and places by index of the new row."""
 
     packs: tuple[str, ...] = ()
     blocks: tuple[PackBlock, ...] = ()
@@ -71,7 +71,7 @@ class ReusedBlocks(NamedTuple):
 def plan_blocks(rows: Sequence[FileRow], wanted: Collection[int], block_bytes: int = BLOCK_BYTES) -> list[BlockPlan]:
     """Return the blocks that hold these files, in order.
 
-    `wanted` are indices of files without a place, in order; empty ones are read, too, and take no space.
+    `wanted` are the row indices of files without a place, in order. Empty files are read too, and take no space.
     """
     plans: list[BlockPlan] = []
     group: list[BlockPart] = []
@@ -97,7 +97,7 @@ def plan_blocks(rows: Sequence[FileRow], wanted: Collection[int], block_bytes: i
 def places_of(plans: Sequence[BlockPlan], first: int) -> dict[int, ContentPlace]:
     """Return the places of files by index of their row.
 
-    `first` is the index of the first plan among the blocks of the unit; blocks without content are not counted.
+    `first` is the index of the first plan among the blocks of the unit. Blocks without content do not count.
     """
     places: dict[int, ContentPlace] = {}
     block = first
@@ -112,8 +112,8 @@ def places_of(plans: Sequence[BlockPlan], first: int) -> dict[int, ContentPlace]
 
 
 def reuse(rows: Sequence[FileRow], old: Unit) -> ReusedBlocks:
-    """Return which bytes of an older version can stand for files of a new one, or nothing if that is not worth it."""
-    known: dict[tuple[bytes, int], list[ContentPlace]] = defaultdict(list)  # by digest and size
+    """Return the blocks of an older version that a new one can reuse; empty if they are too few."""
+    known: dict[tuple[bytes, int], list[ContentPlace]] = defaultdict(list)  # digest and size → places
     filled = (row for row in old.rows if row.has_content and row.size)
     for row, place in zip(filled, old.places, strict=True):
         known[row.sha256, row.size].append(place)
@@ -121,7 +121,7 @@ def reuse(rows: Sequence[FileRow], old: Unit) -> ReusedBlocks:
     used_blocks: dict[int, int] = defaultdict(int)
     for index, row in enumerate(rows):
         if row.has_content and row.size and (found := known.get((row.sha256, row.size))):
-            # Taken once each: two files of one content have two places, as the rules want it.
+            # Each place is taken once, because the rules require two places for two files of one content.
             taken[index] = place = found.pop()
             for block, size in _spread(place, row.size, old.blocks):
                 used_blocks[block] += size
@@ -143,7 +143,7 @@ def reuse(rows: Sequence[FileRow], old: Unit) -> ReusedBlocks:
 
 
 def _spread(place: ContentPlace, size: int, blocks: Sequence[PackBlock]) -> list[tuple[int, int]]:
-    """Return the blocks a file lies in, and how many of its bytes each has."""
+    """Return the blocks of a file, and how many of its bytes each one has."""
     if place.start + size <= blocks[place.block].size:
         return [(place.block, size)]
     parts, block, left = [], place.block, size
@@ -154,7 +154,7 @@ def _spread(place: ContentPlace, size: int, blocks: Sequence[PackBlock]) -> list
 
 
 class FileChanged(Exception):
-    """A file is not as large as its row says; the unit has to be planned again."""
+    """A file's size differs from its row, so the unit must be planned again."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -166,9 +166,9 @@ class CaptureStopped(Exception):
 
 
 class UnitReader:
-    """The content of one unit's files, for several threads at once.
+    """Reads the files of one unit for several threads at once.
 
-    `files` and `texts` (content that stands instead of a file's) go by index of the row.
+    `files` and `texts` are by index of the row. A text replaces the content of its file.
     """
 
     def __init__(
@@ -185,12 +185,13 @@ class UnitReader:
         self._lock = threading.Lock()
         self._large: dict[int, _LargeFile] = {}
         self.corrections: dict[int, bytes] = {}
-        """The true digests of rows that said another one."""
+        """The true digests of rows whose digest was wrong."""
 
     def read(self, plan: BlockPlan, buffer: memoryview) -> memoryview:
         """Read the content of a block.
 
-        `buffer` is one byte larger than the block at least, so that a file that is too long is noticed (`FileChanged`).
+        `buffer` is at least one byte larger than the block, so that the reader notices a file that grew
+        (`FileChanged`).
         """
         if self._stopped():
             raise CaptureStopped
@@ -200,7 +201,7 @@ class UnitReader:
             return self._read_small(plan.parts, buffer)
 
     def close(self) -> None:
-        """Close files that were not read to their end."""
+        """Close large files that were not read to their end."""
         for large in self._large.values():
             large.close()
 
@@ -228,7 +229,7 @@ class UnitReader:
         return buffer[:start]
 
     def _read_again(self, index: int) -> bytes:
-        """Return the content of a small file that is not what its row says."""
+        """Return the content of a small file that does not match its row."""
         size = self._rows[index].size
         if index in self._texts:
             data = self._texts[index]
@@ -265,7 +266,7 @@ class UnitReader:
 
 
 class _LargeFile:
-    """A file that is read in parts by several threads, and hashed in order."""
+    """A file that several threads read in parts, and hash in order."""
 
     def __init__(self, path: str, size: int, stopped: Callable[[], bool]) -> None:
         self._path = path
@@ -303,7 +304,7 @@ class _LargeFile:
         return buffer
 
     def finish(self) -> bytes:
-        """Return the digest, once the last part has been read."""
+        """Return the digest after the last part was read."""
         after = _signature(os.fstat(self._fd))
         self.close()
         if after != self._before:
@@ -330,13 +331,13 @@ def open_regular(path: str) -> int:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise EnvironmentUnsupported(
-            f"{path} is no regular file any more, so it cannot be captured", hint="capture again when nothing changes"
+            f"{path} is no longer a regular file, so it cannot be captured", hint="capture again when nothing changes"
         )
     return fd
 
 
 def unreadable(path: str, error: OSError) -> EnvironmentUnsupported:
-    """Return the error that says why a file could not be read."""
+    """Return the error for a file that cannot be read."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return EnvironmentUnsupported(
             f"{path} disappeared while the environment was captured",
@@ -349,7 +350,7 @@ def unreadable(path: str, error: OSError) -> EnvironmentUnsupported:
         )
     return EnvironmentUnsupported(
         f"{path} cannot be read, so the environment cannot be captured: {error.strerror or error}",
-        hint="look at the disk it lies on, then capture again",
+        hint="check its disk, then capture again",
     )
 
 
@@ -362,7 +363,7 @@ def unsteady(path: str) -> EnvironmentUnsupported:
 
 
 def _read_steady(path: str, size: int) -> bytes:
-    """Return the content of a file of this size that stood still while it was read."""
+    """Return the content of a file of this size that did not change during the read."""
     for _ in range(TRIES_MAX):
         fd = open_regular(path)
         try:
@@ -385,7 +386,7 @@ def _signature(seen: os.stat_result) -> tuple[int, int, int]:
 
 
 def true_sizes(rows: Sequence[FileRow], files: Mapping[int, str], texts: Mapping[int, bytes]) -> list[FileRow]:
-    """Return the rows with the sizes that their files have now; the digest of what changed is not known."""
+    """Return the rows with the current sizes of their files; a changed file gets a digest of zeros."""
     fresh = list(rows)
     for index, row in enumerate(rows):
         if not row.has_content:

@@ -1,15 +1,16 @@
-"""Bytecode of units: made on this node from verified source, by the interpreter of the environment, and never sent.
+"""Compiles the bytecode of units on this node. Bytecode is never sent.
 
-    what the caller had loaded ─ compiled before an environment is used for the first time
-    the rest                   ─ at idle (`compile_rest`)
+    modules that the caller had loaded ─ compiled before the first use of an environment
+    all other modules                  ─ compiled while the node is idle (`compile_rest`)
 
-It lies in `__pycache__` beside the sources, under names that carry the interpreter's tag, so interpreters share units
-and a mounted environment shows it as it comes. Two processes of the interpreter without any environment
-(`compiler_process.py`) take the files in turn: no code of a unit is ever executed here, `.pth` files included.
+The interpreter of the environment compiles verified source. It writes to `__pycache__` beside the sources, under names
+with its own tag. So interpreters can share units, and a mounted environment contains the bytecode. Two processes of
+this interpreter (`compiler_process.py`) divide the files between them. They run without an environment and never
+execute code of a unit, not even `.pth` files.
 
-Failure cases, which leave files without bytecode and nothing else: a file that does not compile, one that takes
-too long or ends its process (it is skipped, and another process goes on), a full disk, an interpreter that does not
-start."""
+Failure cases: a file does not compile, takes too long or crashes its process; the disk is full; the interpreter does
+not start. The affected files stay without bytecode. Another process continues after a crash.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ from serverless_gpu.environment.restore import compiler_process
 PROCESSES = 2
 FILE_S_MAX = 60.0
 _BATCH = 64
-_DEATHS_MAX = 20  # of compiling processes, before the rest is left as it is
+_DEATHS_MAX = 20  # After so many crashed processes, the remaining files stay uncompiled.
 _MEMORY_BYTES = 4 * 1024**3
 _PROGRAM = str(Path(compiler_process.__file__))
 
 
 class CompileJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One file to compile: where it is, where its bytecode goes, how long its row says it is."""
+    """One file to compile: its source, the path of its bytecode, and the size recorded in its unit."""
 
     source: str
     target: str
@@ -48,7 +49,7 @@ def compile_jobs(
 ) -> list[CompileJob]:
     """Return the files of a unit that have no bytecode.
 
-    `tag` is the interpreter's, for example ``cpython-311``; `only` are paths of rows, None for all.
+    `tag` names the interpreter, for example ``cpython-311``. `only` limits the paths of rows; None means all.
     """
     taken = {row.path for row in rows if row.kind != "d"}
     found = []
@@ -57,7 +58,7 @@ def compile_jobs(
             continue
         folder, _, name = row.path.rpartition("/")
         target = f"{folder}/__pycache__/{name[:-3]}.{tag}.pyc"
-        # What a unit itself has under the name of bytecode is not ours to replace.
+        # A unit may itself contain a file with the bytecode's name. That file is never replaced.
         if (only is None or row.path in only) and target not in taken and f"{folder}/__pycache__" not in taken:
             found.append(CompileJob(source=f"{directory}/{row.path}", target=f"{directory}/{target}", size=row.size))
     return [job for job in found if not os.path.lexists(job.target)]
@@ -68,7 +69,7 @@ def compile_all(
 ) -> int:
     """Compile files in two processes and return how many have bytecode now.
 
-    `python` is the interpreter without an environment; `patience_s` is for one file.
+    `python` is the interpreter without an environment. `patience_s` limits the time for one file.
     """
     waiting = list(reversed(work))
     crew: list[_Worker] = []
@@ -121,23 +122,23 @@ class _Worker:
         self.over = self._process is None
 
     def take(self, batch: list[CompileJob], patience_s: float) -> None:
-        """Hand it files; a batch fits into the pipe, or is read while it is written."""
+        """Send a batch of files. The pipe holds it, or the process reads it while this method writes."""
         self.jobs, self._next = batch, 0
         self._deadline = time.monotonic() + patience_s
         lines = "".join(json.dumps([job.source, job.target, job.size]) + "\n" for job in batch)
         if self._process is None or self._process.stdin is None:
             self.over = True
             return
-        with contextlib.suppress(BrokenPipeError):  # it died; that is seen at its answers
+        with contextlib.suppress(BrokenPipeError):  # The process has died; `look` notices the missing answers.
             self._process.stdin.write(lines.encode())
 
     def fileno(self) -> int:
-        """Return where its answers come."""
+        """Return the descriptor that delivers the answers of the process."""
         assert self._process is not None and self._process.stdout is not None
         return self._process.stdout.fileno()
 
     def look(self, patience_s: float) -> tuple[int, int]:
-        """Take its answers: how many files it dealt with, and how many have bytecode."""
+        """Read the answers; return the number of finished files, and of files with bytecode."""
         if self.over or self._process is None:
             return 0, 0
         finished = compiled = 0
@@ -158,11 +159,11 @@ class _Worker:
         return finished, compiled
 
     def rest(self) -> list[CompileJob]:
-        """Return what it did not deal with, without the file it was at when it ended."""
+        """Return the unfinished files, without the file that the process was compiling when it ended."""
         return self.jobs[self._next + 1 :]
 
     def end(self) -> None:
-        """End the process."""
+        """Kill the process."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()

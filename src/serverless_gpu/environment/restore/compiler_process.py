@@ -1,14 +1,15 @@
-"""Compiles Python files to bytecode in a process of its own: this file is run by the interpreter of an environment.
+"""Compiles Python files to bytecode in its own process, run by the interpreter of an environment.
 
     <interpreter> -I -S -B compiler_process.py <bytes of memory>
         stdin   one JSON array per line: [source, bytecode, size]
-        stdout  the number of each line as it is dealt with, and 1 if there is bytecode now
+        stdout  the number of each finished line, and 1 if it has bytecode now
 
-Standard library only, nothing of the environment: under -I -S no `.pth` file, no `sitecustomize`, no module of it is
-ever executed here; its source is read, compiled and never run.
+The process imports only the standard library. Under -I -S it executes no `.pth` file, no `sitecustomize` and no module
+of the environment. It reads and compiles their source, but never runs it.
 
-Bytecode names the source's time and size, and the units' files all have the same fixed time, so it is valid in every
-tree. A file that does not compile is left out: Python 2 code and templates are found in many distributions.
+Bytecode records the time and size of its source. All files of units have the same fixed time, so their bytecode is
+valid in every tree. The process skips a file that does not compile, because many distributions contain Python 2 code
+and templates.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def bytecode(source: bytes, name: str, mtime_s: int) -> bytes:
 
 
 def compile_file(source: str, target: str, size: int) -> bool:
-    """Compile one file; whether there is bytecode now. Nothing is written through a link."""
+    """Compile one file, and return whether it has bytecode now. Never write through a link."""
     fd = os.open(source, os.O_RDONLY | _NO_FOLLOW)
     with open(fd, "rb") as file:
         status = os.fstat(fd)
@@ -55,7 +56,7 @@ def compile_file(source: str, target: str, size: int) -> bool:
             return False
     temporary = f"{target}.{os.getpid()}"
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)  # of one that was killed, and had the same number
+        os.unlink(temporary)  # A killed process with the same number may have left it.
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, 0o600)
     try:
         with open(fd, "wb") as file:
@@ -70,8 +71,8 @@ def compile_file(source: str, target: str, size: int) -> bool:
 
 
 def main() -> None:
-    """Compile what comes in, line by line."""
-    warnings.simplefilter("ignore")  # of other people's code
+    """Compile the files that stdin lists, line by line."""
+    warnings.simplefilter("ignore")  # Warnings about installed code are of no use here.
     memory = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -80,7 +81,7 @@ def main() -> None:
         try:
             made = compile_file(source, target, size)
         except OSError as error:
-            if error.errno in (28, 122):  # ENOSPC, EDQUOT: there is no use in going on
+            if error.errno in (28, 122):  # ENOSPC, EDQUOT: the disk is full, so other files would fail too.
                 sys.exit(28)
             made = False
         print(number, int(made), flush=True)

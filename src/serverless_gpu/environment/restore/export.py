@@ -1,10 +1,12 @@
-"""An environment as a directory of the user's own, which needs nothing of ours: `sgpu env restore ADDRESS DIR`.
+"""Exports an environment as a standalone directory: `sgpu env restore ADDRESS DIR`.
 
-It is made beside its place and comes there by a rename, so it never shows half done. Files are links to the cache where
-they can be, read-only; files of code are copies, because people edit them. Installers replace files and leave the cache
-alone; who wants to edit a package in place asks for copies of everything.
+The directory needs no other part of this package. The export builds it beside its destination and renames it, so that a
+half-finished directory is never visible. Where possible, files are read-only links to the cache. Files of code are
+copies, because people edit them. Installers replace files and so leave the cache intact. A user who wants to edit a
+package in place must ask for copies of all files.
 
-Failure cases: a directory that is not empty (InvalidValue), a disk that is full (StorageError); nothing is left then.
+Failure cases: the directory is not empty (InvalidValue), or the disk is full (StorageError). The export then leaves
+nothing behind.
 """
 
 from __future__ import annotations
@@ -53,21 +55,21 @@ hash -r 2>/dev/null
 
 
 class ExportedTree(msgspec.Struct, frozen=True, kw_only=True):
-    """A directory that was made of a snapshot."""
+    """The result of an export: a directory that was made from a snapshot."""
 
     address: str
     tree: str
     python: str
     linked: int  # files that share their bytes with the cache
-    copied: int  # files that do not
+    copied: int  # files with bytes of their own
     fetched_bytes: int
     units_fetched: int
     ms: int
-    note: str = ""  # what is different from where it was captured, or ""
+    note: str = ""  # differences from the machine of the capture, or ""
 
 
 class ExportRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a person asked for: the directory, an interpreter to try first, and whether to copy every file."""
+    """Options of an export: the directory, an interpreter to try first, and whether to copy every file."""
 
     target: Path
     python: str = ""
@@ -77,10 +79,10 @@ class ExportRequest(msgspec.Struct, frozen=True, kw_only=True):
 def export(
     address: str, blobs: StoreBlobs, cache: UnitCache, order: ExportRequest, *, report: Report = ignore_progress
 ) -> ExportedTree:
-    """Make a free-standing tree of an environment.
+    """Make a standalone tree of an environment.
 
     Raises:
-        InvalidValue: the directory is there and not empty.
+        InvalidValue: the directory exists and is not empty.
         EnvironmentMissing, EnvironmentUnsupported, EnvironmentCorrupt, StorageError: as `restore`.
     """
     began_ns = cache.clock.boottime_ns()
@@ -117,7 +119,7 @@ def _check_target(target: Path) -> None:
     try:
         if any(target.iterdir()):
             raise InvalidValue(
-                f"{target} is not empty, and an environment is never mixed with what is there.",
+                f"{target} is not empty, and an environment is never mixed with other files.",
                 hint="name a directory that does not exist yet",
             )
     except FileNotFoundError:
@@ -159,7 +161,7 @@ def _make(prepared: Prepared, cache: UnitCache, target: Path, *, copies: bool) -
             name = shlex.quote(str(target / "bin" / "activate"))
             activate.write_text(_ACTIVATE.format(name=name, tree=shlex.quote(str(target))))
             activate.chmod(0o644)
-        fresh.rename(target)  # in place of an empty directory, too
+        fresh.rename(target)  # The rename also replaces an empty directory.
     except BaseException:
         delete(fresh)
         raise

@@ -1,27 +1,29 @@
-"""Interpreters for an environment: finds one on this machine, and says whether a started one fits another environment.
+"""Finds an interpreter for an environment, and decides if a running one fits another environment.
 
-`find_python` wants the same implementation, version and ABI:
+`find_python` requires the same implementation, version and ABI. It tries these places in order:
 
-    where the caller says · our own · pythonX.Y on PATH · /usr/bin, /usr/local/bin · uv's · pyenv's
+    the caller's path · our own · pythonX.Y on PATH · /usr/bin, /usr/local/bin · uv's · pyenv's
 
-Each candidate is run once in a boot of the machine, without any environment, and says what it is; the first with the
-exact version is taken, else the first that fits. A path that a snapshot names is run only if no user but root and this
-one could have put something else there.
+The search runs each candidate once per boot of the machine, without any environment, to get its description. It takes
+the first one with the exact version, else the first one that fits. It runs a path from a snapshot only if no user
+except root and this one could have replaced the file.
 
-`fits` compares two snapshots and looks at no files: `UnitFindings` says what was seen in them.
+`fits` compares two snapshots and reads no files. `UnitFindings` holds facts about the files of their units.
 
     loaded: names, files ─┐
-    old snapshot ─────────┼─▶ fits(…) ─▶ "" (yes: mount the new one over the old) or why not, in words
+    old snapshot ─────────┼─▶ fits(…) ─▶ "" (yes: mount the new one over the old) or the reason why not
     new snapshot ─────────┘
 
-An interpreter keeps what it has imported. So it fits an environment that has the same of everything it imported, in
-which no other unit provides a name it imported, and whose start-up would have run the same code. What it never
-imported may change, come and go: Python looks up modules and metadata when they are asked for.
+An interpreter keeps the modules that it has imported. So it fits another environment under three conditions. Everything
+that it imported is the same there. No other unit provides a name that it imported. The environment's start-up would
+have run the same code. Modules that the interpreter never imported may change, because Python looks up modules and
+metadata on demand.
 
-What a snapshot says of its units beside their addresses (names, modules) is for people: addresses do not cover it.
+A snapshot also lists names and modules of its units, for people to read. The addresses of units do not cover these
+texts.
 
-Failure cases: none fits (EnvironmentUnsupported naming where it was looked for), one that does not answer (passed
-over).
+Failure cases: no interpreter fits (EnvironmentUnsupported lists the candidates). A candidate does not answer, and the
+search skips it.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ _ANSWER_S_MAX = 10.0
 _CANDIDATES_MAX = 32
 _NAME = re.compile(r"python[0-9.]*t?")
 _MINOR = re.compile(r"python(3\.[0-9]+)")
-# The base interpreter of one that is in an environment itself, or behind a wrapper.
+# Asks for the base interpreter, because the candidate may belong to an environment or be a wrapper.
 _QUESTION = """
 import json, sys, sysconfig
 print(json.dumps([sys.implementation.name, "%d.%d.%d" % sys.version_info[:3], sysconfig.get_config_var("SOABI") or "",
@@ -67,11 +69,11 @@ class Python(msgspec.Struct, frozen=True, kw_only=True):
     abi: str
     platform: str
     tag: str
-    note: str = ""  # how it differs from the one that was captured, a sentence, or ""
+    note: str = ""  # difference from the captured interpreter, a sentence, or ""
 
 
 class _Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """Answers of interpreters, by real path, time and size of their files, in one boot of the machine."""
+    """Answers of interpreters in one boot, by real path, time and size of their files."""
 
     boot: str
     answers: list[tuple[str, int, int, Python]]
@@ -80,9 +82,10 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True):
 def find_python(
     interpreter: Interpreter, hints: Iterable[str] = (), environ: Mapping[str, str] | None = None
 ) -> Python:
-    """Return an interpreter of this machine that an environment can be restored for.
+    """Return an interpreter of this machine that fits an environment.
 
-    `hints` are paths to look at first; they are run. `environ` names places; None means the variables of this process.
+    `hints` are paths to try first; the search runs them. `environ` gives the places to search; None means the variables
+    of this process.
     """
     looked: list[str] = []
     fitting: list[Python] = []
@@ -121,9 +124,9 @@ def candidates(interpreter: Interpreter, hints: Iterable[str], environ: Mapping[
 
 
 def minors(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the versions of Python that `find_python` would find, for example ``("3.11", "3.13")``; none is run.
+    """Return the Python versions on this machine, for example ``("3.11", "3.13")``, without running any.
 
-    What a snapshot names itself is found beyond these, where the path is there.
+    `find_python` also finds an interpreter at the path that a snapshot names.
     """
     uv, pyenv = _installers(environ)
     patterns = [f"{glob.escape(directory)}/python3.*" for directory in _directories(environ)]
@@ -142,7 +145,7 @@ def _directories(environ: Mapping[str, str]) -> list[str]:
 
 
 def _installers(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return where uv and pyenv put interpreters, to be put in front of a pattern."""
+    """Return the interpreter directories of uv and pyenv, escaped for glob patterns."""
     home = environ.get("HOME", "")
     uv = environ.get("UV_PYTHON_INSTALL_DIR") or f"{environ.get('XDG_DATA_HOME') or home + '/.local/share'}/uv/python"
     pyenv = environ.get("PYENV_ROOT") or f"{home}/.pyenv"
@@ -150,9 +153,9 @@ def _installers(environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def ask(path: str) -> Python | None:
-    """Return what an interpreter says it is; None when it does not say in time.
+    """Return an interpreter's description of itself; None when it does not answer in time.
 
-    It is run without any environment, once as long as the file does not change.
+    The interpreter runs without any environment, and only once while its file does not change.
     """
     try:
         status = os.stat(path)
@@ -165,7 +168,7 @@ def ask(path: str) -> Python | None:
 
 
 def recall(file: Path, boot: str) -> None:
-    """Know what interpreters said when another process of this boot asked them."""
+    """Load the answers of interpreters that another process of this boot recorded."""
     kept = read_document(file, _Kept)
     if kept is not None and kept.boot == boot:
         for path, mtime_ns, size, python in kept.answers:
@@ -173,16 +176,16 @@ def recall(file: Path, boot: str) -> None:
 
 
 def keep(file: Path, boot: str) -> None:
-    """Write down what interpreters have said, for `recall`."""
+    """Record the answers of interpreters for `recall`."""
     answers = [(*key, python) for key, python in _answers.items() if python is not None]
     kept = read_document(file, _Kept)
     if kept is None or kept.boot != boot or len(answers) > len(kept.answers):
-        with contextlib.suppress(OSError):  # then they are asked again
+        with contextlib.suppress(OSError):  # Later processes then ask the interpreters again.
             write_document(file, _Kept(boot=boot, answers=answers))
 
 
 def trusted(path: str) -> bool:
-    """Return whether a path of a snapshot may be run: an interpreter, on a way that no other user can write to."""
+    """Return whether a path of a snapshot is an interpreter that no other user could have replaced."""
     real = Path(os.path.realpath(path))
     if not (path.startswith("/") and _NAME.fullmatch(os.path.basename(path)) and _NAME.fullmatch(real.name)):
         return False
@@ -215,23 +218,23 @@ def _run(path: str) -> Python | None:
 
 
 class LoadedModules(msgspec.Struct, frozen=True, kw_only=True):
-    """What an interpreter has of its environment."""
+    """The modules and libraries that an interpreter has loaded from its environment."""
 
     names: frozenset[str] = frozenset()
-    files: frozenset[str] = frozenset()  # files of its modules and libraries, absolute
-    libraries_known: bool = True  # whether the libraries are among them: not where the system does not say
+    files: frozenset[str] = frozenset()  # absolute paths of its modules and libraries
+    libraries_known: bool = True  # False where the system does not list loaded libraries
 
 
 class UnitFindings(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen in the units that only one of two environments has, by their addresses."""
+    """Facts about units that only one of two environments contains, by unit address."""
 
     used: Collection[str] = ()
-    hooks: Mapping[str, str] = {}  # those whose code runs by itself, and when
+    hooks: Mapping[str, str] = {}  # units whose code runs by itself, and when it runs
     names: Mapping[str, Collection[str]] = {}
 
 
 def fits(loaded: LoadedModules, old: Snapshot, new: Snapshot, units: UnitFindings) -> str:
-    """Return why an interpreter of one environment cannot be used for another, or "" when it can."""
+    """Return why an interpreter of one environment does not fit another one, or "" if it fits."""
     mine, theirs = old.interpreter, new.interpreter
     if (mine.implementation, mine.abi, mine.platform, mine.minor) != (
         theirs.implementation,
@@ -243,7 +246,7 @@ def fits(loaded: LoadedModules, old: Snapshot, new: Snapshot, units: UnitFinding
     if not loaded.libraries_known:
         return "it is not known which libraries the warm interpreter has loaded"
     if [_shape(root) for root in old.roots] != [_shape(root) for root in new.roots]:
-        return "other directories are on its path"
+        return "its sys.path has other directories"
     for before, after in zip(old.roots, new.roots, strict=True):
         problem = _root_problem(loaded, before, after, units)
         if problem:
@@ -252,7 +255,7 @@ def fits(loaded: LoadedModules, old: Snapshot, new: Snapshot, units: UnitFinding
 
 
 def changed_units(old: Snapshot, new: Snapshot) -> frozenset[str]:
-    """Return the addresses of units that only one of two environments has at a place."""
+    """Return the addresses of units that only one of two environments has in the same root."""
     changed: set[str] = set()
     for before, after in zip(old.roots, new.roots, strict=False):
         gone, come = _difference(before, after)
@@ -261,7 +264,7 @@ def changed_units(old: Snapshot, new: Snapshot) -> frozenset[str]:
 
 
 def row_of(snapshot: Snapshot, tree: str, file: str) -> tuple[int, str] | None:
-    """Return the root and the row's path of a file in a restored environment, or None for what is not of a unit."""
+    """Return the root and row path of a file in a restored environment; None if it belongs to no unit."""
     if not file.startswith(f"{tree}/"):
         return None
     library = f"lib/{library_name(snapshot.interpreter)}/site-packages/"
@@ -286,7 +289,7 @@ def _root_problem(loaded: LoadedModules, old: Root, new: Root, units: UnitFindin
     gone, come = _difference(old, new)
     if old.generated != new.generated:
         names = sorted({file.path for file in set(old.generated) ^ set(new.generated)})
-        return f"{names[0].partition('/')[2]} is another one"
+        return f"{names[0].partition('/')[2]} is another file"
     for member in gone:
         if member.address in units.used:
             return f"{_text(member)}, which it has loaded, {_fate(member, come)}"
@@ -294,7 +297,7 @@ def _root_problem(loaded: LoadedModules, old: Root, new: Root, units: UnitFindin
         if member.address in units.hooks:
             return f"{_text(member)} runs code when {units.hooks[member.address]}"
     for member in come:
-        # Code of the project's own is compared by file, name by name: the caller says what it imports from there.
+        # Project code is compared file by file, because the caller reports which of its files it imports.
         taken = sorted(loaded.names.intersection(units.names[member.address])) if new.kind != "code" else []
         if taken:
             return f"{_text(member)} brings {taken[0]}, which it has loaded from elsewhere"
@@ -302,7 +305,7 @@ def _root_problem(loaded: LoadedModules, old: Root, new: Root, units: UnitFindin
 
 
 def _difference(old: Root, new: Root) -> tuple[tuple[SnapshotMember, ...], tuple[SnapshotMember, ...]]:
-    """Return the units that only the old, and that only the new one has."""
+    """Return the units that only the old root has, and those that only the new root has."""
     return _without(old.members, new.members), _without(new.members, old.members)
 
 
@@ -315,7 +318,7 @@ def _text(member: SnapshotMember) -> str:
     if member.kind == "code":
         return f"the code in {member.name}"
     if member.kind == "unowned":
-        return "what no distribution owns"
+        return "the unit of unowned files"
     return f"{member.name} {member.version}".strip()
 
 

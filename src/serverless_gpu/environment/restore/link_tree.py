@@ -1,28 +1,28 @@
-"""Fills a directory from units: a hard link per file, a copy where a link is refused, and generated files.
+"""Fills a directory with hard links to files of units, with copies, and with generated files.
 
-    1 directories of several units  here, one after another
-    2 all that is below them        has one unit each, or generated files only; two processes do it (`divide`)
+    1 directories of several units  filled here, one after another
+    2 all directories below them    have one unit each, or generated files only; two processes fill them (`divide`)
 
-In each directory generated files and links come first, then the directories in it, then files of units, then their
-links. Existing entries are not replaced.
+The kernel may refuse a hard link, and the file is then copied. In each directory, generated files and links come first,
+then subdirectories, then files of units, then their links. Existing entries are never replaced. A file of a unit that
+already has links is checked before it is linked again (`unit_integrity.py`).
 
-A file of a unit that links lead to already is looked at before it is linked (`unit_integrity.py`).
+Where units share a path, a directory wins, then the first unit, as in an overlay. Each directory is made, opened
+without following a link, filled relative to its descriptor, and then given its mode. So no path leads through a link of
+a unit. The kernel refuses links between file systems (EXDEV), to files of other users (`fs.protected_hardlinks`,
+EPERM), and beyond 65,000 per file (EMLINK).
 
-Where units share a path a directory wins, then the first unit, as in an overlay. Each directory is made, opened without
-following a link, filled relative to its descriptor, and then given its mode; so no path is followed through a link of a
-unit. Links are refused between file systems (EXDEV), for files of others (`fs.protected_hardlinks`, EPERM), and past
-the 65,000th of a file (EMLINK): those files are copied.
+This module works on a new, private directory. It does not know the final path of that directory, nor the meaning of a
+unit.
 
-It works on a fresh, private directory, and knows nothing of where that goes, or what a unit is.
+Two threads would compete for the interpreter lock at each of tens of thousands of system calls. So `divide` forks, and
+each process takes its next piece of work from a pipe. A fork is not safe when this process has other threads, and is
+useless with one core. Then this process does all the work.
 
-Two threads would pass the interpreter to and fro at each of the system calls, and there are ten thousands of them. So
-`divide` forks: each process takes the next piece of work from a pipe when it has done the one before. Where this
-process has other threads no fork is safe, and with one core it is of no use: then this process does it all.
-
-Failure cases: any OSError, in either process (it is raised here, once both have stopped); the fork is killed (an
-`OSError` that says so); this process is killed (the fork goes on for less than a second with what is left in the pipe,
-and holds this process's locks until then); a file that may have been written to (`LinkResult.suspect`): the directory
-is then to be thrown away; a directory of one unit that is a file of another (EnvironmentRejected).
+Failure cases: an OSError in either process; this process raises it once both have stopped. The fork is killed, and an
+`OSError` reports it. This process is killed: the fork continues for less than a second with the rest of the pipe, and
+holds this process's locks until then. A file may have been modified (`LinkResult.suspect`): the caller must discard the
+directory. A directory of one unit is a file of another (EnvironmentRejected).
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _COPY_BYTES = 8 * 1024 * 1024
 _NUMBER = struct.Struct("=H")
 _NUMBERS_MAX = 2048
-"""So many fit into any pipe."""
+"""Every pipe has capacity for this many numbers."""
 _DONE, _FAILED = b"+", b"!"
 
 _Result = TypeVar("_Result")
 
 
 class LinkResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How files came into a tree: by links, by copies, and why the first copy was needed."""
+    """The result of filling a tree: links, copies, and why the first copy was needed."""
 
     linked: int = 0
     why_copied: str = ""
-    # path, relative to the tree, of a file that may have been written to since it was linked before, or ""
+    # Path, relative to the tree, of a file that may have been modified after an earlier link, or "".
     suspect: str = ""
     copies: tuple[str, ...] = ()  # paths of the copied files, relative to the tree
-    directories: dict[str, int] = {}  # time of each directory, by its path relative to the tree
+    directories: dict[str, int] = {}  # modification time of each directory, by its path relative to the tree
 
     @property
     def copied(self) -> int:
-        """Return how many files are copies."""
+        """Return the number of copied files."""
         return len(self.copies)
 
     def __add__(self, other: LinkResult) -> LinkResult:
@@ -84,17 +84,18 @@ class LinkResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContentSource(NamedTuple):
-    """Where the content of a part comes from."""
+    """The directories of units that fill one part of a tree."""
 
     part: TreePart
     directories: Sequence[Path]
-    copies: bool = False  # whether files are copied, not linked
-    files: Sequence[int] = ()  # about how many each directory has, if that is known
-    since_ns: Sequence[int] = ()  # since when links to each are known to be right; 0 for one that is not looked at
+    copies: bool = False  # Copy files instead of linking them.
+    files: Sequence[int] = ()  # Approximate number of files in each directory, if known.
+    # Time of the last check of links to each directory; 0 for a directory that needs no check.
+    since_ns: Sequence[int] = ()
 
 
 class _Origin(NamedTuple):
-    """A directory of a unit; `number` is the unit's in its order, `files` and `since_ns` are the unit's, too."""
+    """A directory of a unit; `number`, `files` and `since_ns` describe the whole unit."""
 
     number: int
     path: str
@@ -106,7 +107,7 @@ class _Origin(NamedTuple):
 def fill(tree: Path, sources: Sequence[ContentSource], *, read_only: bool = False) -> LinkResult:
     """Make a tree.
 
-    `tree` is an empty directory, `sources` are its parts, outer ones first.
+    `tree` is an empty directory. `sources` are its parts, outer ones first.
     """
     filler = _Filler(str(tree), _generated(sources), read_only=read_only)
     merging = _Merging(filler, sources)
@@ -120,7 +121,7 @@ def fill(tree: Path, sources: Sequence[ContentSource], *, read_only: bool = Fals
         return filler.taken()
 
     merged = filler.taken()
-    if not any(origin for _, origin in below):  # some generated files: a fork would cost more
+    if not any(origin for _, origin in below):  # only generated files: a fork would cost more
         return merged + work(iter(range(len(below))))
     return sum(divide(len(below), work, LinkResult), merged)
 
@@ -132,28 +133,28 @@ def write_generated(directory: Path, part: TreePart) -> None:
 
 
 def link_new(source: Path, target: Path) -> None:
-    """Link files that came to one unit into a tree that has its others: bytecode, made later.
+    """Link new bytecode of one unit into a tree that already links its other files.
 
-    The target is made when needed.
+    The target directory is made if needed.
     """
     try:
         target.mkdir()
-        target.chmod(0o755)  # whatever the umask is: others use the tree, too
+        target.chmod(0o755)  # Other users read the tree, whatever the umask is.
     except FileExistsError:
         if target.is_symlink() or not target.is_dir():
             raise _mixed(str(target)) from None
     with os.scandir(source) as entries:
         names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-    files = [name for name in names if name.endswith(".pyc")]  # others are half-written
+    files = [name for name in names if name.endswith(".pyc")]  # Files with other endings are half-written.
     with _opened(str(source)) as here, _opened(str(target)) as there:
         _link(files, here, there, copies=False)
 
 
 def divide(count: int, work: Callable[[Iterator[int]], _Result], kind: type[_Result]) -> list[_Result]:
-    """Do pieces of work, in two processes where that is possible.
+    """Process pieces of work, in two processes where possible.
 
-    `work` does the pieces whose numbers it is given, and raises `OSError` or `EnvironmentRejected`; `kind` is what it
-    returns, as msgspec knows it.
+    `work` processes the pieces with the given numbers, and raises `OSError` or `EnvironmentRejected`. `kind` is its
+    return type for msgspec.
     """
     if count < 2 or len(os.sched_getaffinity(0)) < 2 or len(os.listdir("/proc/self/task")) > 1:
         return [work(iter(range(count)))]
@@ -164,7 +165,7 @@ def divide(count: int, work: Callable[[Iterator[int]], _Result], kind: type[_Res
     os.close(writing)
     try:
         pid = os.fork()
-    except OSError:  # no process can be started
+    except OSError:  # The system cannot start another process.
         for fd in (numbers, answer, answering):
             os.close(fd)
         return [work(iter(range(count)))]
@@ -175,7 +176,7 @@ def divide(count: int, work: Callable[[Iterator[int]], _Result], kind: type[_Res
     try:
         ours = work(mine)
     finally:
-        while os.read(numbers, _NUMBERS_MAX):  # after an error the rest is not needed
+        while os.read(numbers, _NUMBERS_MAX):  # After an error, the remaining pieces are not needed.
             pass
         os.close(numbers)
         with open(answer, "rb") as file:
@@ -185,7 +186,7 @@ def divide(count: int, work: Callable[[Iterator[int]], _Result], kind: type[_Res
 
 
 class _Folder(msgspec.Struct):
-    """What is generated in one directory: files with their modes, targets of links, and names of directories."""
+    """Generated entries of one directory: files with modes, targets of links, and names of directories."""
 
     files: dict[str, tuple[bytes, int]] = {}
     links: dict[str, str] = {}
@@ -196,7 +197,7 @@ _NOTHING = _Folder()
 
 
 def _generated(sources: Sequence[ContentSource]) -> dict[str, _Folder]:
-    """Return what is generated, by directory; where two parts want the same path the inner one has it."""
+    """Return the generated entries by directory; where two parts share a path, the inner part wins."""
     folders: dict[str, _Folder] = {}
 
     def folder(path: str) -> _Folder:
@@ -230,9 +231,9 @@ class _Listing(NamedTuple):
 
 
 class _Merging:
-    """The directories that several units share, or that parts lie in: made here, before anything else.
+    """Fills the directories that several units share or that contain parts, before all others.
 
-    `below` are directories that one unit has alone, or none, and that are empty as yet.
+    `below` are the directories that are still empty, each with at most one unit.
     """
 
     def __init__(self, filler: _Filler, sources: Sequence[ContentSource]) -> None:
@@ -247,7 +248,7 @@ class _Merging:
                 since_ns = source.since_ns[index] if source.since_ns else 0
                 origins.append(_Origin(number, str(directory), source.copies, files, since_ns))
                 number += 1
-        # Each part's place, and all above it.
+        # The place of each part, and all directories above it.
         self._shared = {above for at in self._parts for above in itertools.accumulate(at.split("/"), posixpath.join)}
 
     def run(self) -> None:
@@ -276,7 +277,7 @@ class _Filler:
         self._begin()
 
     def taken(self) -> LinkResult:
-        """Return the results of the work since this was asked last."""
+        """Return the results of the work since the last call."""
         linked = LinkResult(
             linked=self._linked,
             why_copied=self._why,
@@ -295,7 +296,7 @@ class _Filler:
         self._directories: dict[str, int] = {}
 
     def merge(self, path: str, origins: Sequence[_Origin]) -> dict[str, list[_Origin]]:
-        """Fill a directory, and make those in it; return where what belongs into these comes from."""
+        """Fill a directory, make its subdirectories, and return the origins of their content."""
         inside: dict[str, list[_Origin]] = {}
         with contextlib.ExitStack() as opened:
             directory = opened.enter_context(_opened(os.path.join(self._tree, path)))
@@ -312,7 +313,7 @@ class _Filler:
         return inside
 
     def fill_all(self, path: str, origin: _Origin | None) -> None:
-        """Fill a directory, and everything below it, from one unit or with what is generated alone."""
+        """Fill a directory and everything below it, from one unit or with generated entries only."""
         with _opened(os.path.join(self._tree, path)) as directory:
             if origin is None:
                 self._fill_generated(directory, path)
@@ -330,7 +331,7 @@ class _Filler:
         listing = _list(source, path, origin.since_ns)
         self._fill(directory, path, [(source, listing, origin.copies)])
         for name in listing.directories:
-            # Not by their paths: these are long, and every name in them costs. Nor by `_opened`, which costs as much.
+            # Opening by path is slow, because the kernel resolves every name in it. `_opened` costs as much.
             inner = os.open(name, _DIRECTORY, dir_fd=directory)
             try:
                 below = os.open(name, _DIRECTORY, dir_fd=source)
@@ -369,7 +370,7 @@ class _Filler:
             for name in listing.links:
                 with contextlib.suppress(FileExistsError):
                     os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=directory)
-        os.fchmod(directory, self._mode)  # whatever the umask is: others use the tree, too
+        os.fchmod(directory, self._mode)  # Other users read the tree, whatever the umask is.
         self._directories[path] = os.fstat(directory).st_mtime_ns
 
     def _make(self, directory: int, path: str, name: str) -> None:
@@ -390,12 +391,12 @@ def _opened(path: str, above: int | None = None) -> Iterator[int]:
 
 
 def _link(names: Sequence[str], source: int, target: int, *, copies: bool) -> LinkResult:
-    """Link files from one directory to another, or copy them; those that are there stay."""
+    """Link or copy files from one directory to another; keep files that already exist."""
     linked, link = 0, os.link
     copied: list[str] = []
     why = ""
     for name in names:
-        refusal = "its files are its owner's"
+        refusal = "its owner may edit the files"
         if not copies:
             try:
                 link(name, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
@@ -404,7 +405,7 @@ def _link(names: Sequence[str], source: int, target: int, *, copies: bool) -> Li
             except OSError as error:
                 if error.errno not in _REFUSED:
                     raise
-                refusal = error.strerror or "links are refused"
+                refusal = error.strerror or "the file system refuses links"
             else:
                 linked += 1
                 continue
@@ -454,7 +455,7 @@ def _mixed(path: str) -> EnvironmentRejected:
 
 
 class _Problem(msgspec.Struct, frozen=True):
-    """An error of the fork: an `OSError`, or with number 0 a message of the rules."""
+    """An error of the forked process: an `OSError`, or with number 0 a rejected environment."""
 
     number: int
     text: str
@@ -480,7 +481,7 @@ def _be_fork(work: Callable[[Iterator[int]], object], numbers: Iterator[int], an
         with open(answering, "wb") as file:
             file.write(said)
         code = 0
-    except Exception:  # noqa: BLE001 - this is where the process ends
+    except Exception:  # noqa: BLE001 - the forked process ends here
         sys.excepthook(*sys.exc_info())
         sys.stderr.flush()
     finally:

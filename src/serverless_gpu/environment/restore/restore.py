@@ -1,17 +1,17 @@
-"""A snapshot becomes a tree that Python can be started in: by mounts where the machine can, else by links.
+"""Restores a snapshot as a tree that Python can start in: by mounts where possible, else by links.
 
-    restore ─ hold the environment ─ made before, and all of it still there? that is it (a few ms)
+    restore ─ hold the environment ─ made before, and still complete? return it (a few ms)
             ├ snapshot · interpreter of the same ABI on this machine · units into the cache                  (`prepare`)
-            ├ bytecode of what the caller had loaded
-            └ overlay: layers with generated files, to be mounted at the view by its user
+            ├ bytecode of the modules that the caller had loaded
+            └ overlay: layers with generated files, which the user of the tree mounts at the view
               links:   a tree of hard links to the units
 
-What is made is kept in `trees/<address>` and found again. It is made beside its place and comes there by a rename, by
-one process at a time; when something replaces it, a process that uses the old one keeps it. `tree_plan.py` says what
-goes where, `link_tree.py` and `unit_cache.py` do it.
+Restore keeps the result in `trees/<address>` and uses it again. One process at a time makes it beside its final path
+and then renames it. A process that uses a replaced tree keeps the old one. `tree_plan.py` plans the paths.
+`link_tree.py` and `unit_cache.py` carry out the plan.
 
-Failure cases: no such interpreter (EnvironmentUnsupported), what the cache raises (disk full, store altered), a killed
-process (its `.new-` directory is removed by the next).
+Failure cases: no interpreter fits (EnvironmentUnsupported), the cache raises an error (disk full, store altered), or
+the process is killed. The next process removes the `.new-` directory of a killed one.
 """
 
 from __future__ import annotations
@@ -60,12 +60,15 @@ from serverless_gpu.environment.stores.repair import error_after_repair, read_sn
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, EnvironmentRejected, StorageError
 
 FEW_BYTES = 128 * 1024
-"""So much source is compiled by the process that imports it, in the time that a process takes to start."""
+"""An importing process compiles this much source in the time that another process takes to start."""
 Mode = Literal["overlay", "links"]
 
 
 class RestoreMethod(msgspec.Struct, frozen=True, kw_only=True):
-    """How a tree is to be made, and why not by mounts: what `namespaces.probe_mounts` said, for example."""
+    """A way to make a tree: mounts or links, and the reason against mounts.
+
+    For example, `namespaces.probe_mounts` returns such a reason.
+    """
 
     mode: Mode = "overlay"
     why: str = ""
@@ -78,21 +81,21 @@ class RestoredTree(msgspec.Struct, frozen=True, kw_only=True):
     """An environment that is ready on this node."""
 
     address: str
-    tree: str  # its directory, as processes that use it see it
+    tree: str  # path of the tree, as its users see it
     python: str
     mode: Mode
-    why: str = ""  # why by links, or ""
-    mounts: tuple[Mount, ...] = ()  # what a process has to mount before it sees the tree, in order; none with links
-    # a file to hold shared with flock while the tree is used; open it before asking for the restore, or hold it by
-    # `UnitCache.hold`
+    why: str = ""  # reason for links, or ""
+    mounts: tuple[Mount, ...] = ()  # mounts that a process makes before it sees the tree, in order; none with links
+    # Lock file. Its user holds it shared with flock while the tree is in use, and opens it before asking for the
+    # restore. `UnitCache.hold` does the same.
     lock: str = ""
     before: tuple[str, ...] = ()  # directories that come before the standard library on `sys.path`
     base: str = ""  # the interpreter without an environment
-    fetched_bytes: int = 0  # what came from the store
+    fetched_bytes: int = 0  # bytes that the store sent
     units_fetched: int = 0
     ms: int = 0
-    note: str = ""  # what is different from where it was captured, or ""
-    mended: str = ""  # what a run had changed in it, and was put right by this call, a sentence, or ""
+    note: str = ""  # differences from the machine of the capture, or ""
+    mended: str = ""  # changes by a run that this call repaired, a sentence, or ""
 
 
 def restore(
@@ -104,12 +107,12 @@ def restore(
     python: str = "",
     report: Report = ignore_progress,
 ) -> RestoredTree:
-    """Have an environment ready on this node.
+    """Prepare an environment on this node, and return its tree.
 
     Raises:
-        EnvironmentMissing: the store does not have the snapshot, or a unit of it.
-        EnvironmentUnsupported: this machine has no interpreter for it.
-        EnvironmentCorrupt: the store is altered.
+        EnvironmentMissing: the store lacks the snapshot or one of its units.
+        EnvironmentUnsupported: this machine has no interpreter for the environment.
+        EnvironmentCorrupt: the store's copy was altered.
         StorageError: the disk is full.
     """
     began_ns = cache.clock.boottime_ns()
@@ -124,7 +127,7 @@ def restore(
         def look() -> None:
             changes.extend(mend_units(snapshot, blobs, cache, report))
 
-        if ready is not None or way.mode == "overlay":  # else making the links looks, which costs less
+        if ready is not None or way.mode == "overlay":  # Otherwise making the links checks the files, at less cost.
             look()
         changes += changed_units(snapshot, cache)
         ready = read_ready(cache, snapshot, way.mode) if changes else ready
@@ -142,8 +145,8 @@ def restore(
                 ready = _make(prepared, cache, way, look, report)
         cache.touch(address)
         if ensured.fetched:
-            with contextlib.suppress(OSError, StorageError):  # it is restored; the next restore evicts
-                cache.evict()  # while it is held: never what has just been made
+            with contextlib.suppress(OSError, StorageError):  # The environment is restored; the next restore evicts.
+                cache.evict()  # The environment is held, so the eviction never removes it.
     finally:
         os.close(holding)
     ms = (cache.clock.boottime_ns() - began_ns) // 1_000_000
@@ -152,7 +155,10 @@ def restore(
 
 
 def compile_rest(address: str, cache: UnitCache, *, report: Report = ignore_progress) -> int:
-    """Compile what the caller had not loaded, link it into a tree of links, and write units to the disk; at idle."""
+    """Compile the modules that the caller had not loaded, link their bytecode, and sync units to disk.
+
+    Call it while the node is idle. It links the bytecode into a tree of links, if there is one.
+    """
     holding = cache.hold(address)
     try:
         snapshot = known_snapshot(cache, address)
@@ -175,7 +181,7 @@ def _way_for(snapshot: Snapshot, way: RestoreMethod) -> RestoreMethod:
     layers = most_layers(snapshot)
     if way.mode == "overlay" and layers > LAYERS_MAX:
         return RestoreMethod(
-            mode="links", why=f"one directory is made of {layers} units, and {LAYERS_MAX} can be mounted"
+            mode="links", why=f"one directory consists of {layers} units, and the kernel can mount at most {LAYERS_MAX}"
         )
     return way
 
@@ -187,9 +193,9 @@ def _make(
     with locked(cache.making_lock(snapshot.address), wait_s=MAKING_S_MAX):
         ready = read_ready(cache, snapshot, way.mode)
         if ready is not None:
-            return ready  # another process has just made it
+            return ready  # Another process has just made it.
         if work := loaded_jobs(prepared, cache):
-            look()  # no source that was written to is compiled
+            look()  # Modified source must not be compiled.
             cache.compile(work, prepared.base.path, report)
         report(ProgressPoint(phase="restore", files_total=snapshot.files, bytes_total=snapshot.size))
         make = make_overlay if way.mode == "overlay" else make_links
@@ -207,8 +213,8 @@ def _make(
 
 
 def _with_space(cache: UnitCache, snapshot: Snapshot, make: Callable[[], ReadyTree]) -> ReadyTree:
-    """Make a tree; when the disk is full, once more after what was not used for longest has gone."""
-    needed = occupied_bytes(0, snapshot.files // 8 + 400)  # directories, and generated files
+    """Make a tree; on a full disk, evict unused units and try once more."""
+    needed = occupied_bytes(0, snapshot.files // 8 + 400)  # space for directories and generated files
     try:
         return make()
     except OSError as error:
@@ -243,7 +249,7 @@ def _restored(
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot, the interpreter that stands in for its own, and what was fetched."""
+    """A snapshot, the interpreter that runs it on this machine, and the fetched units."""
 
     snapshot: Snapshot
     base: Python
@@ -251,22 +257,22 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def known_snapshot(cache: UnitCache, address: str) -> Snapshot | None:
-    """Return a snapshot that was restored here before, without asking the store."""
+    """Return a snapshot that this node has restored before, without asking the store."""
     snapshot = read_document(cache.environment(address) / "snapshot", Snapshot)
     if snapshot is None or snapshot.address != address:
         return None
     try:
         check_snapshot(snapshot)
     except EnvironmentRejected:
-        return None  # what lies here was altered; the store has it
+        return None  # The local copy was altered; the store has the original.
     return snapshot
 
 
 def prepare(snapshot: Snapshot, blobs: StoreBlobs, cache: UnitCache, python: str, report: Report) -> Prepared:
-    """Have the units of a snapshot in the cache; the caller holds the environment.
+    """Fetch the units of a snapshot into the cache. The caller holds the environment.
 
     Raises:
-        EnvironmentCorrupt, EnvironmentMissing: the store is altered, and that was removed; or it lacks something.
+        EnvironmentCorrupt, EnvironmentMissing: the store lacks an object, or it had an altered one, which was removed.
         EnvironmentUnsupported, EnvironmentRejected, StorageError: as `restore`.
     """
     make_public(cache.root)
@@ -287,7 +293,10 @@ def prepare(snapshot: Snapshot, blobs: StoreBlobs, cache: UnitCache, python: str
 
 
 def _as_listed(snapshot: Snapshot) -> Callable[[Unit], None]:
-    """Return what refuses a unit larger or smaller than the snapshot says: its limits would mean nothing (F41)."""
+    """Return a check that refuses a unit of another size than the snapshot lists (F41).
+
+    Without the check, limits on the listed sizes would mean nothing.
+    """
     listed = {member.address: (member.size, member.files) for root in snapshot.roots for member in root.members}
 
     def accept(unit: Unit) -> None:
@@ -303,9 +312,9 @@ def _as_listed(snapshot: Snapshot) -> Callable[[Unit], None]:
 
 
 def loaded_jobs(prepared: Prepared, cache: UnitCache) -> dict[str, list[CompileJob]]:
-    """Return what to compile, by unit: what the caller had loaded and has no bytecode.
+    """Return the files to compile by unit: the caller had loaded them, and they have no bytecode.
 
-    A few short files are left to the process that imports them, and to `compile_rest`: a process takes longer to start.
+    A few short files are left to the importing process and to `compile_rest`, because starting a process takes longer.
     """
     work: dict[str, list[CompileJob]] = {}
     for address, missing in _loaded(prepared.snapshot, cache, prepared.base.tag):
@@ -314,7 +323,7 @@ def loaded_jobs(prepared: Prepared, cache: UnitCache) -> dict[str, list[CompileJ
 
 
 def _glibc_note(snapshot: Snapshot) -> str:
-    """Return that libraries may not load here: they were used with a newer C library than this machine has."""
+    """Return a warning if the capture used a newer glibc than this machine has, or ""."""
     theirs, ours = snapshot.interpreter.glibc, glibc()
     if theirs and ours and _numbers(theirs) > _numbers(ours):
         return f"captured with glibc {theirs}, and this machine has {ours}"
@@ -322,7 +331,7 @@ def _glibc_note(snapshot: Snapshot) -> str:
 
 
 def glibc() -> str:
-    """Return the version of this machine's C library, for example ``2.36``; "" where it is another one."""
+    """Return this machine's glibc version, for example ``2.36``; "" for another C library."""
     try:
         name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
     except (ValueError, OSError):
@@ -335,7 +344,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def _loaded(snapshot: Snapshot, cache: UnitCache, tag: str) -> Iterator[tuple[str, list[CompileJob]]]:
-    """Yield, for each unit, what the caller had loaded and has no bytecode for this interpreter yet."""
+    """Yield each unit with its files that the caller had loaded and that have no bytecode yet."""
     for root, paths in zip(snapshot.roots, snapshot.facts.loaded, strict=False):
         for address, here in _by_unit(root, cache, paths).items():
             unit = str(cache.unit(address))
@@ -349,7 +358,7 @@ def _loaded(snapshot: Snapshot, cache: UnitCache, tag: str) -> Iterator[tuple[st
 
 
 def _by_unit(root: Root, cache: UnitCache, paths: Iterable[str]) -> dict[str, list[str]]:
-    """Return which unit each path is in: by the names units add, and by looking where several add one."""
+    """Return the unit of each path, by the names that units add; where several add one, check the disk."""
     owners: dict[str, list[str]] = {}
     for member in root.members:
         for name in member.modules:

@@ -1,4 +1,4 @@
-"""Where each part of an environment goes, and what is generated: pure, from a snapshot to the plan of a tree.
+"""Plans a tree from a snapshot: the place of each part, and the generated files. It does no I/O.
 
     <tree>/bin/python, pyvenv.cfg                 generated
     <tree>/{bin,share,...}                        prefix areas of root 0 · scripts
@@ -6,8 +6,8 @@
     <tree>/roots/<n>/...                          the same for a library root
     <tree>/code/<n>                               code root n
 
-An assembly is a list of parts: a place below the tree, the units that lie there one over the other, and generated
-files over them all. With overlays each part is a mount, with links each is a directory filled from its units.
+A plan is a list of parts. Each part has a place below the tree, its units in order of precedence, and generated files
+above all of them. With overlays, each part is a mount. With links, each part is a directory filled from its units.
 
 `moved` translates a path of the original environment to this layout.
 """
@@ -31,14 +31,14 @@ from serverless_gpu.environment.restore.cache.unit_metadata import (
 
 ROOTS_PTH = "_sgpu_roots.pth"
 _PLACEHOLDER = re.compile(r"\{\{sgpu:(python|\d+)\}\}")
-_SITE_DIRECTORIES = ("site-packages", "dist-packages")  # python processes .pth files of these
+_SITE_DIRECTORIES = ("site-packages", "dist-packages")  # Python processes `.pth` files in directories of these names.
 _OF_GLOBAL_PREFIX = ("bin", "etc", "include", "share")
 
 
 class TreePart(msgspec.Struct, frozen=True, kw_only=True):
-    """A place below the tree."""
+    """A place below the tree, with the units and generated files that fill it."""
 
-    at: str  # where, relative to the tree; "" is the tree itself
+    at: str  # relative to the tree; "" is the tree itself
     area: str
     root: int
     units: tuple[str, ...]
@@ -49,13 +49,13 @@ class TreePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AssemblyTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tree is assembled for."""
+    """The location and the interpreter of a tree."""
 
-    tree: str  # its absolute path, as processes that use it will see it
-    base: str  # absolute path of the interpreter without an environment
-    version: str  # of that interpreter
-    # whether nothing of ours prepares the search path later (an exported tree): then roots that come before the
-    # standard library are put there by a `.pth` file
+    tree: str  # Absolute path of the tree, as its users will see it.
+    base: str  # Absolute path of the interpreter without an environment.
+    version: str  # Version of that interpreter.
+    # True for an exported tree, where no other component prepares the search path. A `.pth` file then adds the roots
+    # that come before the standard library.
     alone: bool = False
 
     @property
@@ -69,14 +69,14 @@ def assemble(snapshot: Snapshot, outlines: Mapping[str, UnitOutline], place: Ass
     parts: list[TreePart] = []
     for number, root in enumerate(snapshot.roots):
         prefix, site = _Files(), _Files()
-        notes: dict[str, dict[str, str]] = {}  # by directory
+        notes: dict[str, dict[str, str]] = {}  # directory → path → text
         for path, text in _notes(snapshot, number).items():
             notes.setdefault(posixpath.dirname(path), {})[path] = text
         for member in root.members:
             outline = outlines[member.address]
             if member.kind == "distribution":
                 _add_distribution(outline, place, prefix, site, notes)
-            # Scripts of any unit get the tree's interpreter: of wheels, of no distribution, or made by hand.
+            # Scripts of any unit get the tree's interpreter: from wheels, without a distribution, or written by hand.
             for path, content in outline.generic.items():
                 prefix.add(path.partition("/")[2], specific(content, place.python), executable=True)
         for path, text in _notes(snapshot, number).items():
@@ -93,7 +93,7 @@ def assemble(snapshot: Snapshot, outlines: Mapping[str, UnitOutline], place: Ass
 
 
 def site_of(snapshot: Snapshot, number: int) -> str:
-    """Return where a root's site area lies, relative to the tree."""
+    """Return the path of a root's site area, relative to the tree."""
     if snapshot.roots[number].kind == "code":
         return f"code/{number}"
     return posixpath.join(_prefix_of(number), "lib", library_name(snapshot.interpreter), "site-packages")
@@ -105,17 +105,17 @@ def paths_before(snapshot: Snapshot, tree: str) -> tuple[str, ...]:
 
 
 def library_name(interpreter: Interpreter) -> str:
-    """Return for example ``python3.11``, or ``python3.13t`` for an interpreter without a global lock."""
+    """Return the library directory's name, for example ``python3.11``, or ``python3.13t`` without a GIL."""
     digits = interpreter.minor.replace(".", "")
     threaded = "t" if f"-{digits}t" in interpreter.abi else ""
     return f"python{interpreter.minor}{threaded}"
 
 
 def moved(snapshot: Snapshot, tree: str, path: str) -> str | None:
-    """Return where a path of the original environment is in a restored tree.
+    """Return the path in a restored tree for a path of the original environment.
 
-    None when it was not part of the environment. The standard library never is, also where its interpreter lies in the
-    project.
+    Return None when it was not part of the environment. The standard library never is, even if its interpreter lies in
+    the project.
     """
     path = posixpath.normpath(path)
     candidates: list[tuple[str, str | None]] = [
@@ -136,7 +136,7 @@ def moved(snapshot: Snapshot, tree: str, path: str) -> str | None:
 
 
 class _Files:
-    """Generated files of one part, while they are gathered."""
+    """Collects the generated files of one part."""
 
     def __init__(self) -> None:
         self.contents: dict[str, bytes] = {}
@@ -191,7 +191,7 @@ def _parts_of(
 
 
 def _with_interpreter(part: TreePart, snapshot: Snapshot, place: AssemblyTarget) -> TreePart:
-    """Return the outermost part, with the interpreter and every place where something is put into it."""
+    """Return the outermost part with the interpreter and the empty directories of all other parts."""
     config = (
         f"home = {posixpath.dirname(place.base)}\n"
         "include-system-site-packages = false\n"
@@ -209,12 +209,12 @@ def _with_interpreter(part: TreePart, snapshot: Snapshot, place: AssemblyTarget)
 
 
 def _roots_pth(snapshot: Snapshot, place: AssemblyTarget) -> str:
-    """Return the lines that put the other roots on `sys.path`, in their order."""
+    """Return `.pth` lines that add the other roots to `sys.path`, in order."""
     lines = []
     before = paths_before(snapshot, place.tree)
     if place.alone and before:
-        # Lines that start with "import" are executed, in a virtual environment twice; the script's directory is put in
-        # front later.
+        # Python executes lines that start with "import", and in a virtual environment it does so twice. It adds the
+        # script's directory to the front later.
         lines.append(f"import sys; sys.path[:0] = [path for path in {list(before)!r} if path not in sys.path]")
     for number, root in enumerate(snapshot.roots):
         if number == 0 or root.before or not root.on_path:
@@ -225,7 +225,7 @@ def _roots_pth(snapshot: Snapshot, place: AssemblyTarget) -> str:
 
 
 def _had_pth_files(snapshot: Snapshot, number: int) -> bool:
-    """Return whether Python itself took a root for a site directory, and so ran what its `.pth` files say."""
+    """Return whether Python treated a root as a site directory, and so executed its `.pth` files."""
     originals = snapshot.facts.originals
     original = originals[number] if number < len(originals) else ""
     return snapshot.roots[number].kind == "library" and posixpath.basename(original) in _SITE_DIRECTORIES
@@ -248,7 +248,7 @@ def _prefixes(snapshot: Snapshot, tree: str) -> Iterator[tuple[str, str]]:
     if posixpath.dirname(posixpath.dirname(snapshot.facts.python)) != prefix:
         yield prefix, tree
         return
-    # An environment without a prefix of its own: the standard library is below it as well, and does not move.
+    # An environment without its own prefix: the standard library also lies below it, and does not move.
     for name in _OF_GLOBAL_PREFIX:
         yield f"{prefix}/{name}", f"{tree}/{name}"
 

@@ -1,25 +1,25 @@
-"""What restore makes of a snapshot and keeps: layers of an overlay, or a tree of links; and whether it is still good.
+"""Keeps the result of a restore, overlay layers or a tree of links, and detects changes to it.
 
     trees/<address>/overlay/parts/<n>/                                       generated files of each mount
-    trees/<address>/overlay/ready                                            what `read_ready` returns
-    trees/<address>/tree/ · tree.ready · tree.watched                        the same with links; what it was then
+    trees/<address>/overlay/ready                                            the document that `read_ready` returns
+    trees/<address>/tree/ · tree.ready · tree.watched                        the same for links, and its original state
 
-Overlays are mounted at the view, one place for all environments: every process has its own mounts, and paths in
-tracebacks are the same for all. What was made is used again in the same boot of the machine, as long as its interpreter
-has not changed and its units are there. Before each start, what ranks have changed is found, thrown away and made
-again:
+Overlays are mounted at the view, one path for all environments. Every process has its own mounts, so paths in
+tracebacks are always the same. Restore uses a result again in the same boot of the machine, while its interpreter is
+unchanged and its units exist. Before each start, restore finds changes made by ranks, discards the changed parts and
+makes them again:
 
-    units that were ever linked ─ every file looked at ─ suspicious? read; wrong: fetched again, trees made again
-    units that are mounted      ─ the same, once in a boot and then every ten minutes (`UnitCache.look`)
-    a tree of links             ─ every directory's time, every generated file ─ changed? the tree is made again
+    units that were ever linked ─ check every file ─ suspicious? read it; wrong? fetch the unit, make its trees again
+    units that are mounted      ─ the same, once per boot and then every ten minutes (`UnitCache.look`)
+    a tree of links             ─ check each directory's time, each generated file ─ changed? make the tree again
 
-A tree of links is compared with its `TreeStamp`. A file that is replaced, removed or added moves its directory's time;
-a file that is written to in place is a unit's (`unit_integrity.py` finds it), or one of the tree's own, generated or
-copied. Python puts bytecode beside the sources: a directory whose time has moved is compared name by name, and only a
-new `__pycache__` is no change.
+Restore compares a tree of links with its `TreeStamp`. A file that is replaced, removed or added moves the time of its
+directory. A file that was modified in place belongs to a unit (`unit_integrity.py` finds it), or to the tree itself as
+a generated or copied file. Python writes bytecode beside the sources. So a directory with a new time is compared name
+by name, and a new `__pycache__` is not a change.
 
-Failure cases: the store does not have a changed unit any more, or cannot be reached (what it raises; the unit is not
-used then).
+Failure cases: the store no longer has a changed unit, or cannot be reached. Restore then raises the store's error and
+does not use the unit.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ from serverless_gpu.errors import EnvironmentCorrupt
 
 _BYTECODE = "__pycache__"
 Folders = Callable[[TreePart], Sequence[Path]]
-"""Where the units of a part lie, the first one first."""
+"""Returns the unit directories of a part, the first unit first."""
 LAYERS_MAX = 480
-"""The kernel takes 500 layers; some are ours."""
+"""The kernel accepts 500 layers, and this package adds some of its own."""
 MAKING_S_MAX = 3600.0
-"""Making a tree and its first bytecode takes at most this long."""
-_OURS = 2  # generated files, and an empty directory where there is nothing else
+"""Seconds that making a tree and its first bytecode may take."""
+_OURS = 2  # the layer of generated files, and an empty layer where a mount needs a second one
 _NAMED_MAX = 3
 Suspects = tuple[list[str], list[str]]
 
 
 class UnitSuspect(EnvironmentCorrupt):
-    """A unit that links lead to may have been changed through them."""
+    """A unit may have been changed through links to its files."""
 
 
 class Mount(msgspec.Struct, frozen=True, kw_only=True):
-    """A read-only overlay, as `node/inside/namespaces.py` takes it once it is JSON."""
+    """A read-only overlay; `node/inside/namespaces.py` reads it as JSON."""
 
     at: str
     layers: tuple[str, ...]
@@ -77,29 +77,29 @@ class Mount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadyTree(msgspec.Struct, frozen=True, kw_only=True):
-    """What was made, and what it relies on."""
+    """A finished tree, and the conditions for using it again."""
 
     tree: str
     base: str  # the interpreter without an environment
     stamp: tuple[int, int]
-    boot: str  # of this machine, when it was made
+    boot: str  # boot of this machine in which the tree was made
     mounts: tuple[Mount, ...] = ()
     note: str = ""
 
 
 def most_layers(snapshot: Snapshot) -> int:
-    """Return how many layers the largest overlay of an environment would have."""
+    """Return the number of layers of an environment's largest overlay."""
     return max(len(root.members) for root in snapshot.roots) + _OURS
 
 
 def read_ready(cache: UnitCache, snapshot: Snapshot, mode: str) -> ReadyTree | None:
-    """Return what was made before, or None when it cannot be used any more."""
+    """Return the tree of an earlier restore, or None when it is no longer usable."""
     directory, name = _overlay(cache, snapshot) if mode == "overlay" else _links(cache, snapshot)
     ready = read_document(name, ReadyTree)
     if ready is None or not directory.is_dir() or ready.boot != cache.boot:
         return None
     if ready.tree != str(cache.view if mode == "overlay" else directory):
-        return None  # the whole cache was moved
+        return None  # The whole cache directory was moved.
     try:
         same = ready.stamp == _stamp(ready.base)
         for address in snapshot.addresses():
@@ -114,7 +114,7 @@ def read_ready(cache: UnitCache, snapshot: Snapshot, mode: str) -> ReadyTree | N
 
 
 def make_overlay(snapshot: Snapshot, cache: UnitCache, base: Python) -> ReadyTree:
-    """Make the layers of an environment; the caller holds its making lock."""
+    """Make the layers of an environment. The caller holds its making lock."""
     final, _ = _overlay(cache, snapshot)
     with _fresh(final) as fresh:
         ready = _write_layers(snapshot, cache, base, fresh)
@@ -135,7 +135,7 @@ def _write_layers(snapshot: Snapshot, cache: UnitCache, base: Python, fresh: Pat
         own = os.path.relpath(final / "parts" / str(number), cache.layers)
         names = (own, *(sharing.layer(address, part.area) for address in part.units))
         at = f"{cache.view}/{part.at}" if part.at else str(cache.view)
-        more = ("e",) if len(names) == 1 else ()  # an overlay of one layer is refused
+        more = ("e",) if len(names) == 1 else ()  # The kernel refuses an overlay of one layer.
         mounts.append(Mount(at=at, layers=(*names, *more), directory=str(cache.layers)))
     ready = _ready(cache, base, str(cache.view), mounts=tuple(mounts))
     write_document(fresh / "ready", ready)
@@ -143,9 +143,9 @@ def _write_layers(snapshot: Snapshot, cache: UnitCache, base: Python, fresh: Pat
 
 
 def make_links(snapshot: Snapshot, cache: UnitCache, base: Python) -> ReadyTree:
-    """Make a tree of links of an environment; the caller holds its making lock.
+    """Make a tree of links for an environment. The caller holds its making lock.
 
-    Raises UnitSuspect: a file may have been written to through an earlier link; no tree was made.
+    Raises UnitSuspect: a file may have been modified through an earlier link, and no tree was made.
     """
     final, name = _links(cache, snapshot)
     name.unlink(missing_ok=True)
@@ -156,7 +156,7 @@ def make_links(snapshot: Snapshot, cache: UnitCache, base: Python) -> ReadyTree:
         with linking(cache):
             linked = fill(fresh, [_source(part, cache, files) for part in parts], read_only=True)
             if linked.suspect:
-                raise UnitSuspect(f"{linked.suspect} may have been written to while a tree of links was made of it")
+                raise UnitSuspect(f"{linked.suspect} may have been written to before it was linked into a tree")
             cache.expose(snapshot.addresses())
         own = [*(os.path.join(part.at, path) for part in parts for path in part.files), *linked.copies]
         watched = take_stamp(fresh, linked.directories, own)
@@ -169,11 +169,11 @@ def make_links(snapshot: Snapshot, cache: UnitCache, base: Python) -> ReadyTree:
 
 
 def tree_change(snapshot: Snapshot, cache: UnitCache, ready: ReadyTree) -> str:
-    """Return what has changed in a tree of links, or ""; files of units are not looked at."""
+    """Return the first change in a tree of links, or "". Files of units are not checked."""
     tree, _ = _links(cache, snapshot)
     watched = read_document(_watched(cache, snapshot), TreeStamp)
     if watched is None:
-        return "what it was made of is not known"
+        return "its original state is not known"
 
     def parts() -> Sequence[TreePart]:
         place = AssemblyTarget(tree=ready.tree, base=ready.base, version="")
@@ -184,12 +184,12 @@ def tree_change(snapshot: Snapshot, cache: UnitCache, ready: ReadyTree) -> str:
 
 
 def forget_links(snapshot: Snapshot, cache: UnitCache) -> None:
-    """Have a tree of links made again for the next user."""
+    """Invalidate a tree of links, so that the next user makes it again."""
     _links(cache, snapshot)[1].unlink(missing_ok=True)
 
 
 def link_bytecode(snapshot: Snapshot, cache: UnitCache) -> None:
-    """Link bytecode that came to the units since into a tree of links."""
+    """Link new bytecode of units into a tree of links."""
     ready = read_ready(cache, snapshot, "links")
     if ready is None:
         return
@@ -226,9 +226,9 @@ def _link_bytecode(snapshot: Snapshot, cache: UnitCache) -> None:
 def assembled(
     snapshot: Snapshot, cache: UnitCache, place: AssemblyTarget, *, add: bool = False
 ) -> tuple[TreePart, ...]:
-    """Return the parts of a tree, without the generated files that its units have already.
+    """Return the parts of a tree, without generated files that its units already contain.
 
-    With `add`, units get what they do not have yet.
+    With `add`, first add missing metadata to the units.
     """
     outlines = {address: cache.outline(address) for address in snapshot.addresses()}
     sharing = SharedMetadata(cache)
@@ -263,7 +263,7 @@ def _source(part: TreePart, cache: UnitCache, files: Mapping[str, int]) -> Conte
 
 
 def _with_bytecode_room(part: TreePart) -> TreePart:
-    """Return a part whose `__pycache__` is there, so that importing a module beside it changes no time we look at."""
+    """Return a part with a `__pycache__`, so that importing a module beside it moves no watched time."""
     if part.area != "site":
         return part
     return msgspec.structs.replace(part, directories=(*part.directories, "__pycache__"))
@@ -308,7 +308,7 @@ def _watched(cache: UnitCache, snapshot: Snapshot) -> Path:
 
 @contextlib.contextmanager
 def _writable(directory: Path) -> Iterator[None]:
-    """Let ourselves write to a directory of a tree while the block runs; it may be made there."""
+    """Make a directory of a tree writable while the block runs. The block may create the directory."""
     with contextlib.suppress(FileNotFoundError):
         os.chmod(directory, 0o755)
     try:
@@ -319,7 +319,7 @@ def _writable(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fresh(final: Path) -> Iterator[Path]:
-    """Yield where something is made, beside its place; what is left there afterwards is deleted."""
+    """Yield a new path beside the final one, and delete leftovers there afterwards."""
     fresh = final.with_name(f".new-{final.name}")
     delete(fresh)
     try:
@@ -333,18 +333,19 @@ def _publish(cache: UnitCache, snapshot: Snapshot, fresh: Path, final: Path) -> 
         fresh.rename(final)
         return
     exchange(fresh, final)
-    fresh.chmod(0o755)  # only a directory that can be written moves below another one
-    # It may be in use: it goes when no process holds the environment.
+    fresh.chmod(0o755)  # Moving a directory to another parent requires write permission on it.
+    # A process may still use it. A sweep deletes it when no process holds the environment.
     fresh.rename(cache.trees / f".old-{snapshot.address}-{os.urandom(4).hex()}")
 
 
 def mend_units(snapshot: Snapshot, blobs: StoreBlobs, cache: UnitCache, report: Report) -> tuple[str, ...]:
-    """Look at the units of an environment that links lead to, and fetch again what was changed through them.
+    """Check the linked units of an environment, and fetch those again that were changed through links.
 
     The caller holds the environment.
     """
     files = {member.address: member.files for root in snapshot.roots for member in root.members}
-    addresses = sorted(files, key=lambda address: -files[address])  # so that no process is left with a large one
+    # Largest first, so that neither process ends with a large unit.
+    addresses = sorted(files, key=lambda address: -files[address])
     if not any(exposed_since(cache.unit(address)) for address in addresses):
         return ()
     with linking(cache):
@@ -354,7 +355,7 @@ def mend_units(snapshot: Snapshot, blobs: StoreBlobs, cache: UnitCache, report: 
 
 
 def changed_units(snapshot: Snapshot, cache: UnitCache) -> tuple[str, ...]:
-    """Look at the units of an environment that are only mounted, and put aside what was written to.
+    """Check the mounted units of an environment, and put modified ones aside.
 
     The caller holds the environment.
     """
@@ -362,7 +363,7 @@ def changed_units(snapshot: Snapshot, cache: UnitCache) -> tuple[str, ...]:
 
 
 def repair_sentence(changes: Sequence[str]) -> str:
-    """Return the sentence for receipts and logs, or ""."""
+    """Return the text about repairs for receipts and logs, or ""."""
     if not changes:
         return ""
     more = f" and {len(changes) - _NAMED_MAX} more" if len(changes) > _NAMED_MAX else ""
@@ -371,7 +372,7 @@ def repair_sentence(changes: Sequence[str]) -> str:
 
 
 def _suspects(units: Sequence[Path]) -> dict[int, Suspects]:
-    """Return which files of units may have been written to, by the unit's number; without those that have none."""
+    """Return the possibly modified files of units, by the unit's number; omit units without any."""
 
     def work(numbers: Iterator[int]) -> dict[int, Suspects]:
         found = {}
@@ -389,7 +390,7 @@ def _mend(
 ) -> str:
     unit = cache.unit(address)
     for path in bytecode:
-        Path(path).unlink(missing_ok=True)  # it is compiled again
+        Path(path).unlink(missing_ok=True)  # The node compiles it again.
     wrong = cache.verify(address, blobs, report) if own else ""
     if bytecode and not wrong:
         wrong = f"{os.path.relpath(bytecode[0], unit)} was written to"
@@ -399,15 +400,15 @@ def _mend(
 
 
 class TreeStamp(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tree was when it was made, by paths below it."""
+    """The state of a tree when it was made, by paths below it."""
 
-    directories: dict[str, int] = {}  # path → time; `__pycache__` left out
-    # path → inode, size, time, time of change; of files that only this tree has
+    directories: dict[str, int] = {}  # path → modification time, without `__pycache__`
+    # Path → inode, size, modification time and change time, of files that only this tree has.
     files: dict[str, tuple[int, int, int, int]] = {}
 
 
 def take_stamp(tree: Path, directories: Mapping[str, int], own_files: Iterable[str]) -> TreeStamp:
-    """Return what a tree is now."""
+    """Return the current state of a tree."""
     return TreeStamp(
         directories={path: time for path, time in directories.items() if not path.endswith(_BYTECODE)},
         files={path: signature(tree / path) for path in own_files},
@@ -415,15 +416,15 @@ def take_stamp(tree: Path, directories: Mapping[str, int], own_files: Iterable[s
 
 
 def signature(path: Path) -> tuple[int, int, int, int]:
-    """Return what changes when a file is written to, or another one takes its place."""
+    """Return file metadata that changes when a file is modified or replaced."""
     status = os.lstat(path)
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def stamp_change(tree: Path, watched: TreeStamp, parts: Callable[[], Sequence[TreePart]], folders: Folders) -> str:
-    """Return what of a tree has changed, in a few words, or "".
+    """Return the first change in a tree, in a few words, or "".
 
-    `parts` is asked only when something has changed.
+    `parts` runs only when a directory has changed.
     """
     for path, known in watched.files.items():
         try:
@@ -446,7 +447,7 @@ def stamp_change(tree: Path, watched: TreeStamp, parts: Callable[[], Sequence[Tr
 
 
 def _difference(tree: Path, path: str, parts: Sequence[TreePart], folders: Folders) -> str:
-    """Compare one directory with what it was made of."""
+    """Compare one directory with its original content."""
     expected = _expected(path, parts, folders)
     present = set(os.listdir(tree / path)) - {_BYTECODE}
     if surplus := sorted(present - expected.keys()):
@@ -455,12 +456,12 @@ def _difference(tree: Path, path: str, parts: Sequence[TreePart], folders: Folde
         return f"{posixpath.join(path, missing[0])} is missing"
     for name, source in expected.items():
         if source is not None and name in present and not _is_same(tree / path / name, source):
-            return f"{posixpath.join(path, name)} is another file"
+            return f"{posixpath.join(path, name)} was replaced"
     return ""
 
 
 def _expected(path: str, parts: Sequence[TreePart], folders: Folders) -> dict[str, Path | None]:
-    """Return the names a directory should have; with the file of a unit that is linked there."""
+    """Return the names that a directory should have, each with the linked file of a unit, if any."""
     found: dict[str, Path | None] = {}
     for part in parts:
         below = _below(part.at, path)
@@ -480,7 +481,7 @@ def _expected(path: str, parts: Sequence[TreePart], folders: Folders) -> dict[st
 
 
 def _below(above: str, path: str) -> str | None:
-    """Return a path relative to one above it, "" for the same, None when it is not below."""
+    """Return a path relative to a directory above it: "" for the same path, None outside of it."""
     if not above or path == above:
         return path if not above else ""
     return path[len(above) + 1 :] if path.startswith(f"{above}/") else None

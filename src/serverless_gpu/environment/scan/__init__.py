@@ -1,5 +1,5 @@
-"""Scans an environment: which roots, distributions and project files there are, and whether any of it has changed.
+"""Scans an environment for roots, distributions and project files, and detects changes.
 
-The environment service and `sgpu env` call `scan.py`, which says what each step costs. Start there. `project_files.py`
-decides which files of the user's project travel.
+The environment service and `sgpu env` call `scan.py`, which lists the cost of each step. Start there.
+`project_files.py` decides which files of the user's project are captured.
 """

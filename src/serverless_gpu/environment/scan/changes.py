@@ -1,12 +1,13 @@
-"""What differs between two snapshots of an environment, as sentences, down to the files.
+"""Describes the differences between two snapshots of an environment, down to single files.
 
     compare ─ units that differ ─ their rows: from the scan, or from the store ─▶ with_files     (`differences`)
 
-    compare        interpreters, distributions by name, the rest by root
-    compare_rows   which files of two versions of a unit
-    with_files     a changed unit as what happened to its files: added, removed, edited, back as they were installed
+    compare        interpreters, distributions by name, other units by root
+    compare_rows   files that differ between two versions of a unit
+    with_files     changes of a unit's files: added, removed, edited, or back to their installed content
 
-A file of a distribution that is what its RECORD says now was put back, not edited. All but `differences` is pure.
+A file of a distribution that matches its RECORD again was put back, not edited. All functions except `differences` are
+pure.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ _FILES_NAMED_MAX = 3
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One difference."""
+    """One difference between two snapshots."""
 
     kind: ChangeKind
-    name: str  # of the distribution, the code's directory, the file; "" for unowned files
+    name: str  # name of the distribution, code directory or file; "" for unowned files
     what: What
     detail: str = ""  # for example ``2.12.0 → 2.13.0``, a version, or ""
     files: tuple[str, ...] = ()
 
     def sentence(self) -> str:
-        """Return it for people, for example ``torch 2.13.0: torch/nn/init.py edited by hand``."""
+        """Return the change as text, for example ``torch 2.13.0: torch/nn/init.py edited by hand``."""
         if self.kind == "distribution":
             return self._distribution()
         if self.kind in ("code", "unowned"):
@@ -66,14 +67,14 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileChange(msgspec.Struct, frozen=True, kw_only=True):
-    """One file that differs between two versions of a unit: path of its row, and how."""
+    """One file that differs between two versions of a unit: the path of its row, and the change."""
 
     path: str
     what: What
 
 
 def compare(a: Snapshot, b: Snapshot) -> tuple[Change, ...]:
-    """Return what differs from one snapshot to another: interpreter, distributions, unowned files, code, the rest."""
+    """Return the differences of two snapshots: interpreter, distributions, unowned files, code, others."""
     if a.address == b.address:
         return ()
     changes = _compare_interpreters(a, b)
@@ -84,21 +85,21 @@ def compare(a: Snapshot, b: Snapshot) -> tuple[Change, ...]:
 
 
 def _compare_rest(a: Snapshot, b: Snapshot) -> Change:
-    """Return what else an address covers, of two snapshots whose units and generated files are the same."""
+    """Return the remaining difference of two snapshots with the same units and generated files."""
     name = "environment"
     if [root.members for root in a.roots] != [root.members for root in b.roots]:
         name, detail = "sys.path", "the same units in another order"
     elif a.version != b.version:
-        detail = f"nothing but its address, which is of version {b.version} now"
+        detail = f"only its address, which has version {b.version} now"
     elif (a.facts.originals, a.facts.prefix) != (b.facts.originals, b.facts.prefix):
         detail = "the same units in another directory"
     else:
-        detail = "the same units, with another interpreter or other notes of installers"
+        detail = "the same units, with another interpreter or other installer notes"
     return Change(kind="root", name=name, what="changed", detail=detail)
 
 
 def compare_rows(a: Iterable[FileRow], b: Iterable[FileRow]) -> tuple[FileChange, ...]:
-    """Return which files differ from one version of a unit to another, in order of their paths."""
+    """Return the files that differ between two versions of a unit, sorted by path."""
     before, after = {row.path: row for row in a}, {row.path: row for row in b}
     changes = [FileChange(path=path, what="removed") for path in before.keys() - after.keys()]
     changes += [FileChange(path=path, what="added") for path in after.keys() - before.keys()]
@@ -111,9 +112,9 @@ def compare_rows(a: Iterable[FileRow], b: Iterable[FileRow]) -> tuple[FileChange
 def with_files(
     change: Change, before: Iterable[FileRow], after: Iterable[FileRow], installed: Mapping[str, bytes]
 ) -> tuple[Change, ...]:
-    """Return a changed unit as what happened to its files, one change for each kind of thing.
+    """Return the file changes of a changed unit, one change for each kind.
 
-    `installed` is the SHA-256 of the files as its RECORD has them, by path of the row; nothing where that is not known.
+    `installed` maps row paths to the SHA-256 in the unit's RECORD. It is empty when RECORD is not known.
     """
     after = tuple(after)
     now = {row.path: row.sha256 for row in after}
@@ -187,7 +188,7 @@ def _distributions(snapshot: Snapshot) -> dict[str, list[SnapshotMember]]:
 
 
 def _others(snapshot: Snapshot) -> dict[tuple[ChangeKind, str], SnapshotMember]:
-    """Return units that are no distributions; those of one name are told apart by their number."""
+    """Return the units that are not distributions; a number distinguishes units of the same name."""
     found: dict[tuple[ChangeKind, str], SnapshotMember] = {}
     for root in snapshot.roots:
         for member in root.members:
@@ -212,10 +213,10 @@ def _generated(snapshot: Snapshot) -> dict[str, Generated]:
 def differences(
     old: Snapshot, new: Snapshot, sources: Mapping[str, LocalUnit], blobs: StoreBlobs
 ) -> tuple[Change, ...]:
-    """Return what differs.
+    """Return the differences of two snapshots.
 
-    `sources` are units of the new one by address, where it was scanned here; a unit that is not in the store is named
-    without its files.
+    `sources` maps addresses to units of the new snapshot that were scanned here. If the store lacks a unit, its change
+    names no files.
     """
     found: list[Change] = []
     for change in compare(old, new):
@@ -246,19 +247,19 @@ def _rows(address: str, sources: Mapping[str, LocalUnit], blobs: StoreBlobs) -> 
         return sources[address].rows
     try:
         return blobs.read_unit(address).rows
-    except EnvironmentProblem:  # collected, or captured into another store
+    except EnvironmentProblem:  # Garbage collection removed the unit, or another store has it.
         return None
 
 
 def _installed(source: LocalUnit) -> dict[str, bytes]:
-    """Return what RECORD of a distribution says of its files, by path of the row; nothing if missing."""
+    """Return the SHA-256 values in a distribution's RECORD, by row path; empty without a RECORD."""
     files = iter(source.files)
     for row in source.rows:
         file = next(files) if row.has_content else ""
         if row.path.endswith(".dist-info/METADATA") and row.path.count("/") == 2:
             try:
                 record = read_text(os.path.join(os.path.dirname(file), "RECORD"))
-            except EnvironmentProblem:  # gone meanwhile
+            except EnvironmentProblem:  # The file disappeared meanwhile.
                 return {}
             return {f"site/{claim.path}": claim.sha256 for claim in parse_record(record)}
     return {}

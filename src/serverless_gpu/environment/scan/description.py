@@ -1,4 +1,4 @@
-"""What an interpreter said about itself (`interpreter.py`), as a checked value."""
+"""The validated self-description of an interpreter (`interpreter.py`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serverless_gpu.json_codec import from_builtins
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """A Python process, as far as it matters for what it can import."""
+    """The properties of a Python process that decide which modules it can import."""
 
     implementation: str  # ``cpython``
     version: str
@@ -26,19 +26,19 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     platlib: str
     stdlib: str
     platstdlib: str
-    sys_path: tuple[str, ...]  # as it was when asked
-    glibc: str = ""  # its version, or ""
-    site_directories: tuple[str, ...] = ()  # directories whose ``.pth`` files are read at start-up
-    cwd: str = ""  # what "" on `sys.path` stands for; "" when it was removed
+    sys_path: tuple[str, ...]  # `sys.path` at the time of the description.
+    glibc: str = ""  # Version of glibc, or "".
+    site_directories: tuple[str, ...] = ()  # Directories whose ``.pth`` files Python reads at start-up.
+    cwd: str = ""  # Current directory, which "" on `sys.path` names; "" when it was removed.
     flags: dict[str, int] = {}
     loaded: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
     home: str = ""
-    own_home: str = ""  # ours, never captured
+    own_home: str = ""  # home of this package, which is never captured
 
     @property
     def interpreter(self) -> Interpreter:
-        """Return the Python a snapshot of this is for."""
+        """Return the interpreter that a snapshot of this environment needs."""
         return Interpreter(
             implementation=self.implementation,
             version=self.version,
@@ -48,23 +48,23 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def search_path(self) -> tuple[str, ...]:
-        """Return `sys.path` as absolute paths, each once: "" is the current directory."""
+        """Return `sys.path` as unique absolute paths; "" means the current directory."""
         entries = (os.path.join(self.cwd, entry) for entry in self.sys_path if entry or self.cwd)
         return tuple(dict.fromkeys(os.path.normpath(entry) for entry in entries if os.path.isabs(entry)))
 
     def key(self) -> bytes:
-        """Return what two descriptions have in common when they may be the same environment."""
+        """Return the key that descriptions of one environment share."""
         return msgspec.msgpack.encode(
             (self.interpreter, self.executable, self.prefix, self.purelib, self.search_path())
         )
 
 
 def read_description(described: dict[str, object]) -> Description:
-    """Return what `describe` said as a value."""
+    """Return the result of `describe` as a validated value."""
     try:
         return from_builtins(described, Description)
     except msgspec.ValidationError as error:
         raise EnvironmentUnsupported(
             f"the interpreter's description of itself cannot be read: {error}",
-            hint="is there another version of serverless-gpu in that environment?",
+            hint="check that the environment has the same version of serverless-gpu",
         ) from None

@@ -1,4 +1,4 @@
-"""SHA-256 of files: where RECORD is not to be believed, and for code."""
+"""Computes the SHA-256 of files whose RECORD is not trusted, and of code."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import NamedTuple
 from serverless_gpu.environment.scan.distributions import SCRIPT_BYTES_MAX, normalise_script, unreadable
 
 _THREADS_FROM_BYTES = 4 * 1024 * 1024
-"""Less is hashed in this thread: starting others takes longer."""
+"""Fewer bytes are hashed in this thread, because starting other threads takes longer."""
 _THREADS_MAX = 4
 
 
 class Digest(NamedTuple):
-    """A file's content: SHA-256, bytes, and the content itself where it is not what the file holds (see below)."""
+    """The SHA-256 and size of a file's content, and the text of a script whose first line was replaced."""
 
     sha256: bytes
     size: int
@@ -24,12 +24,12 @@ class Digest(NamedTuple):
 
 
 def may_be_script(path: str, size: int) -> bool:
-    """Return whether a row may be a script whose first line names an interpreter: it is read to find out."""
+    """Return whether a row may be a script that names an interpreter, which only reading it shows."""
     return path.startswith("prefix/bin/") and size <= SCRIPT_BYTES_MAX
 
 
 def digest_file(file: str, path: str) -> Digest:
-    """Return the digest of a file; a Python script in `bin` is read as if `#!python` were its first line."""
+    """Return the digest of a file; a Python script in `bin` counts with `#!python` as its first line."""
     try:
         with open(file, "rb", buffering=0) as opened:
             if may_be_script(path, os.fstat(opened.fileno()).st_size):
@@ -41,7 +41,7 @@ def digest_file(file: str, path: str) -> Digest:
 
 
 def digest_script(content: bytes) -> Digest:
-    """Return the digest of what stands for a file in `bin`."""
+    """Return the digest of a file in `bin`, with its first line replaced if it is a Python script."""
     text = normalise_script(content)
     stands = content if text is None else text
     return Digest(hashlib.sha256(stands).digest(), len(stands), text)
@@ -50,10 +50,10 @@ def digest_script(content: bytes) -> Digest:
 def digest_files(
     files: Sequence[tuple[str, str, int]], done: Callable[[int, int], None] = lambda number, size: None
 ) -> list[Digest]:
-    """Return the digests of files, in order, large ones of several at once.
+    """Return the digests of files in order; several threads read large files.
 
-    `files` has for each where it lies, the path of its row, and its size; `done` is called now and then with the number
-    of files and bytes that were read.
+    `files` has the path, row path and size of each file. `done` is called now and then with the number of files and
+    bytes read so far.
     """
     threads = min(_THREADS_MAX, os.cpu_count() or 1)
     if threads == 1 or sum(size for _, _, size in files) < _THREADS_FROM_BYTES:

@@ -1,15 +1,16 @@
-"""Looking at directories: what is in one, and everything below one.
+"""Lists directories: the entries of one directory, or all entries below it.
 
-    look   one directory: its mtime (read first, so that a later change shows), files with their stat, what is odd
+    look   one directory: its mtime (read first, so that a later change shows), files with their stat, odd entries
     walk   all directories below one, as a `Listing`
 
-A directory's *mark* is a digest of everything that counts in it: names, and size, mtime and inode of files. Bytecode
-does not count, so a first import, which makes `__pycache__` everywhere, changes mtimes of directories and no mark.
+A directory's *mark* is a digest of everything in it that counts: names, and the size, mtime and inode of files.
+Bytecode does not count. So a first import, which makes `__pycache__` in many directories, changes their mtimes but no
+mark.
 
-Links are not followed into directories. A link to a file outside (uv with `--link-mode symlink`) is that file; other
-links that lead outside are odd, as are devices, sockets and FIFOs. Nothing is opened here.
+The module does not follow links into directories. A link to a file outside (uv with `--link-mode symlink`) counts as
+that file. Other links that lead outside are odd, as are devices, sockets and FIFOs. The module opens no file.
 
-Failure: `EnvironmentUnsupported` naming a directory that cannot be read.
+Failure: `EnvironmentUnsupported` names a directory that cannot be read.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ _UNUSUAL = frozenset(map(chr, (*range(32), *range(127, 160))))
 
 
 class ListedFile(NamedTuple):
-    """A file or link, as it was found."""
+    """A file or link, as the scan found it."""
 
     file: str  # absolute path
     kind: str
-    size: int  # content bytes (of what a link to a file outside leads to)
+    size: int  # content bytes; for a link to an outside file, those of that file
     mtime_ns: int
     inode: int
-    ctime_ns: int  # an edit moves it whatever becomes of the mtime, and so does another link to the file
-    target: str = ""  # what a link says that stays one, else ""
+    ctime_ns: int  # An edit moves it even if the mtime is restored; so does a new hard link.
+    target: str = ""  # Text of a link that stays a link, else "".
 
 
 class Directory(NamedTuple):
-    """A directory that was looked at: absolute path, mtime from before it was read, and its mark (8 bytes)."""
+    """A listed directory: absolute path, mtime from before the listing, and mark (8 bytes)."""
 
     path: str
     mtime_ns: int
@@ -49,7 +50,7 @@ class Directory(NamedTuple):
 
 
 class DirectoryListing(NamedTuple):
-    """One directory: itself, files and subdirectories by name, and names that are left out, with the reason."""
+    """One listed directory: files and subdirectories by name, and left-out names with the reason."""
 
     directory: Directory
     files: dict[str, ListedFile]
@@ -58,27 +59,27 @@ class DirectoryListing(NamedTuple):
 
 
 class Listing(msgspec.Struct):
-    """Everything below a directory; paths are relative, ``/`` between names."""
+    """Everything below a directory, by relative paths with ``/`` between names."""
 
     top: str
     files: dict[str, ListedFile] = {}
-    directories: dict[str, Directory] = {}  # all that were looked at, the top as ""
+    directories: dict[str, Directory] = {}  # all listed directories; the top is ""
     odd: dict[str, str] = {}
 
 
 Keep = Callable[[str, str, bool], bool]
-"""Whether an entry counts: relative path of its directory ("" or ending in "/"), name, whether it is a directory."""
+"""Decides if an entry counts, by its relative directory ("" or ending in "/"), its name, and if it is a directory."""
 
 
 def keep_all(above: str, name: str, is_directory: bool) -> bool:
-    """Keep everything but bytecode, and the lock that uv leaves in a `--target` directory."""
+    """Keep all entries except bytecode and the lock that uv leaves in a `--target` directory."""
     return name != "__pycache__" and not name.endswith(BYTECODE) and (name != ".lock" or bool(above))
 
 
 def look(directory: str, top: str, keep: Keep = keep_all) -> DirectoryListing:
-    """Return what is in one directory.
+    """Return the listing of one directory.
 
-    Links must not leave `top`, which is above or equal to it.
+    Links must not lead out of `top`, which is this directory or one above it.
     """
     above = directory[len(top) :].lstrip("/")
     above += "/" if above else ""
@@ -108,7 +109,7 @@ def look(directory: str, top: str, keep: Keep = keep_all) -> DirectoryListing:
     except OSError as error:
         raise EnvironmentUnsupported(
             f"cannot read the directory {directory}: {error.strerror}",
-            hint="make it readable, or take it off sys.path (in a project: name it in .sgpuignore)",
+            hint="make it readable, or remove it from sys.path (in a project: name it in .sgpuignore)",
         ) from error
     marks.sort()
     mark = hashlib.blake2b("\0\0".join(marks).encode(errors="surrogateescape"), digest_size=8).digest()
@@ -118,7 +119,7 @@ def look(directory: str, top: str, keep: Keep = keep_all) -> DirectoryListing:
 def walk(top: str, keep: Keep = keep_all, start: Iterable[str] = ("",)) -> Listing:
     """Return everything below a directory.
 
-    It begins with the directories `start`, as relative paths.
+    The walk begins with the directories `start`, given as relative paths.
     """
     listing = Listing(top=top, files={}, directories={}, odd={})
     waiting = list(start)
@@ -143,12 +144,12 @@ def is_plain(name: str) -> bool:
 
 
 def show(path: str) -> str:
-    """Return a path for a sentence, odd bytes and control characters escaped."""
+    """Return a path for a message, with odd bytes and control characters escaped."""
     return path if is_plain(path) else ascii(path)
 
 
 def read_file(path: str) -> ListedFile | None:
-    """Return a file by its path, or None where there is no regular one."""
+    """Return a file by its path, or None where no regular file exists."""
     try:
         found = os.stat(path)
     except OSError:
@@ -157,12 +158,12 @@ def read_file(path: str) -> ListedFile | None:
 
 
 def is_inside(path: str, directory: str) -> bool:
-    """Return whether a path is a directory or lies below it."""
+    """Return whether a path is the directory itself or lies below it."""
     return path == directory or path.startswith(directory.rstrip("/") + "/")
 
 
 def _read_entry(entry: os.DirEntry[str], top: str) -> ListedFile | str:
-    """Return what an entry is; of what is odd, the reason."""
+    """Return the file of an entry, or the reason why the entry is odd."""
     if entry.is_file(follow_symlinks=False):
         return _file(entry.path, entry.stat(follow_symlinks=False))
     if not entry.is_symlink():
@@ -175,7 +176,7 @@ def _read_entry(entry: os.DirEntry[str], top: str) -> ListedFile | str:
     found = read_file(resolved)
     if found is not None:
         return found._replace(file=path)
-    return f"it is a link to {show(target)}, out of {show(top)}, and not to a file"
+    return f"it is a link to {show(target)}, which is outside of {show(top)} and not a file"
 
 
 def _file(path: str, found: os.stat_result) -> ListedFile:

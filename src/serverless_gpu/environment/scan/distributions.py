@@ -1,17 +1,17 @@
-"""Distributions of a directory: what their `.dist-info` says was installed, how far it can be believed, and their rows.
+"""Reads the distributions of a directory from `.dist-info`, and decides how far to trust it.
 
-Only small files are opened: RECORD, INSTALLER, entry_points.txt and notes. An `.egg-info`, and a `.dist-info` without
-RECORD (Debian has both), owns nothing that could be known: their files belong to the unowned unit.
+The module opens only small files: RECORD, INSTALLER, entry_points.txt and notes. An `.egg-info`, or a `.dist-info`
+without RECORD (Debian has both), does not list its files. These files belong to the unowned unit.
 
-Rows are canonical: what is left of RECORD when all that installers do differently is taken away. The same wheel gives
-the same rows for pip and uv, in any prefix, in `--target` directories, on any machine:
+Rows are canonical: they omit all parts of RECORD that differ between installers. The same wheel gives the same rows for
+pip and uv, in any prefix, in `--target` directories, and on any machine:
 
     RECORD's path                        row
     numpy/__init__.py                    site/numpy/__init__.py
     ../../../share/man/x.1               prefix/share/man/x.1
-    ../../../bin/f2py                    –            an entry point: made again on restore
+    ../../../bin/f2py                    –            an entry point: restore makes it again
     ../../../bin/jp.py                   prefix/bin/jp.py, its first line read as `#!python`
-    *.pyc, RECORD, RECORD.jws, …         –            made again
+    *.pyc, RECORD, RECORD.jws, …         –            restore makes it again
     INSTALLER, direct_url.json, …        –            a note, kept beside the unit
 """
 
@@ -30,17 +30,17 @@ from serverless_gpu.environment.snapshot_rules import NOTE_BYTES_MAX, NOTE_NAMES
 from serverless_gpu.errors import EnvironmentUnsupported
 
 DROPPED_NAMES = frozenset({"RECORD", "RECORD.jws", "RECORD.p7s"})
-# What `pip install --target` and uv put beside the packages, as a prefix has it.
+# `pip install --target` and uv put these directories of a prefix beside the packages.
 _FLAT_AREAS = frozenset({"bin", "etc", "include", "man", "share"})
 _INSTALLERS = frozenset(
     {"conda-pypi", "distlib", "flit", "hatch", "installer", "pdm", "pip", "pipenv", "poetry", "pixi", "rye", "uv"}
 )
-"""Those that write RECORD from what they have just installed, and nothing rewrites their files afterwards."""
+"""These installers write RECORD from the files that they install, and no later step rewrites the files."""
 TRUSTED_AFTER_NS = 2 * 10**9
-"""How much younger than RECORD a file may be: installers write it last, clocks of file systems are coarse."""
+"""A trusted file may be this much younger than RECORD: installers write it last, but file system clocks are coarse."""
 SCRIPT_BYTES_MAX = 1024 * 1024
 _SHEBANG = re.compile(rb"#![^\n]*\bpython[0-9.]*[^\n]*\n", re.IGNORECASE)
-# A prefix with a blank, or too long for the kernel: the shell starts the interpreter (pip, uv, distlib).
+# If the prefix has a blank or is too long for the kernel, the shell starts the interpreter (pip, uv, distlib).
 _SHELL_SHEBANG = re.compile(rb"#!/bin/sh\r?\n'''exec' [^\n]*\n' '''\r?\n")
 _DIST_INFO = re.compile(r"(?P<name>[^/]+?)-(?P<version>[^/-]+)\.dist-info")
 RECORD_BYTES_MAX = 256 * 1024 * 1024
@@ -60,7 +60,7 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_distributions(site: Listing) -> list[Distribution]:
-    """Return the distributions that say what they consist of, in order of their names."""
+    """Return the distributions that list their files, sorted by name."""
     infos = (path for path in site.directories if path.endswith(".dist-info") and "/" not in path)
     found = [one for info in sorted(infos) if (one := _read_distribution(site, info)) is not None]
     return sorted(found, key=lambda one: (one.name, one.version, one.info))
@@ -92,14 +92,14 @@ def _read_distribution(site: Listing, info: str) -> Distribution | None:
 
 
 def read_text(path: str) -> str:
-    """Return a small file as text; what is not UTF-8 is replaced."""
+    """Return a small file as text; invalid UTF-8 is replaced."""
     try:
         with open(path, "rb") as file:
             content = file.read(RECORD_BYTES_MAX + 1)
     except OSError as error:
         raise unreadable(path, error) from error
     if len(content) > RECORD_BYTES_MAX:
-        raise EnvironmentUnsupported(f"{path} is too long to be what its name says", hint="remove it")
+        raise EnvironmentUnsupported(f"{path} is larger than a file of this name can be", hint="remove it")
     return content.decode(errors="replace")
 
 
@@ -112,7 +112,7 @@ def unreadable(path: str, error: OSError) -> EnvironmentUnsupported:
 
 
 class RecordLine(NamedTuple):
-    """A line of RECORD: path as it is written there, SHA-256 (or b""), size (or -1)."""
+    """A line of RECORD: the path as written, the SHA-256 (or b""), and the size (or -1)."""
 
     path: str
     sha256: bytes
@@ -120,18 +120,18 @@ class RecordLine(NamedTuple):
 
 
 def normal_name(name: str) -> str:
-    """Return the one form of a distribution's name, for example ``scikit-learn``."""
+    """Return the normalized name of a distribution, for example ``scikit-learn``."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def parse_info_name(directory: str) -> tuple[str, str] | None:
-    """Return name and version that a ``.dist-info`` directory's name says, or None for another directory."""
+    """Return the name and version in a ``.dist-info`` directory's name, or None for another directory."""
     match = _DIST_INFO.fullmatch(directory)
     return (normal_name(match["name"]), match["version"]) if match else None
 
 
 def parse_record(text: str) -> list[RecordLine]:
-    """Return the lines of a RECORD; what cannot be read is a file without a digest, or no line."""
+    """Return the lines of a RECORD; an unreadable digest is b"", and a line without a path is left out."""
     claims = []
     for fields in csv.reader(text.splitlines()):
         if not fields or not fields[0]:
@@ -154,10 +154,10 @@ def parse_scripts(entry_points: str) -> frozenset[str]:
 
 
 def row_path(recorded: str, site: str, prefix: str) -> str | None:
-    """Return a row's path for one of RECORD's, or None for what leads out of the prefix.
+    """Return the row path for a path in RECORD, or None for a path outside of the prefix.
 
-    `site` is where the distributions are, below the prefix, for example ``lib/python3.11/site-packages``; "" for a flat
-    directory (`pip install --target`), which is site and prefix at once.
+    `site` is the library's path below the prefix, for example ``lib/python3.11/site-packages``. It is "" for a flat
+    directory (`pip install --target`), which is both site and prefix.
     """
     if recorded.startswith("/"):
         if not recorded.startswith(prefix + "/"):
@@ -168,7 +168,7 @@ def row_path(recorded: str, site: str, prefix: str) -> str | None:
     else:
         path = posixpath.normpath(posixpath.join(site, recorded))
     if not site:
-        # pip writes RECORD for the place it built the directory in, so its `..` lead nowhere.
+        # pip writes RECORD for its build directory, so a `..` in it has no meaning here.
         while path.startswith("../"):
             path = path[3:]
         return f"prefix/{path}" if path.partition("/")[0] in _FLAT_AREAS else f"site/{path}"
@@ -178,12 +178,12 @@ def row_path(recorded: str, site: str, prefix: str) -> str | None:
 
 
 def flat_path(path: str) -> str:
-    """Return the row's path of a file in a flat directory."""
+    """Return the row path of a file in a flat directory."""
     return f"prefix/{path}" if path.partition("/")[0] in _FLAT_AREAS and "/" in path else f"site/{path}"
 
 
 def is_dropped(path: str) -> bool:
-    """Return whether a row is never part of a unit: bytecode, RECORD, notes."""
+    """Return whether a row never belongs to a unit, such as bytecode, RECORD and notes."""
     if path.endswith(".pyc"):
         return True
     directory, _, name = path.rpartition("/")
@@ -191,26 +191,26 @@ def is_dropped(path: str) -> bool:
 
 
 def is_entry_script(path: str, scripts: frozenset[str], distribution: str = "") -> bool:
-    """Return whether a row is a script made from an entry point."""
+    """Return whether a row is a script that an installer made from an entry point."""
     if not path.startswith("prefix/bin/"):
         return False
     name = path[len("prefix/bin/") :]
-    # pip makes `pip3.11` of `pip`, with the number of the Python that runs it.
+    # pip also installs itself as `pip3.11`, with the version of the Python that runs it.
     return name in scripts or (distribution in ("pip", "setuptools") and re.sub(r"-?[\d.]+$", "", name) in scripts)
 
 
 def is_known_installer(installer: str) -> bool:
-    """Return whether RECORD of this installer may be believed, for example ``uv`` or ``Poetry 1.8.2``."""
+    """Return whether the RECORD of an installer is trusted, for example of ``uv`` or ``Poetry 1.8.2``."""
     return installer.strip().partition(" ")[0].lower() in _INSTALLERS
 
 
 def is_trusted(claim: RecordLine, *, size: int, mtime_ns: int, record_mtime_ns: int) -> bool:
-    """Return whether a file is taken to be what RECORD of a known installer says."""
+    """Return whether a file is assumed to match the RECORD of a known installer."""
     return bool(claim.sha256) and claim.size == size and mtime_ns <= record_mtime_ns + TRUSTED_AFTER_NS
 
 
 def normalise_script(content: bytes) -> bytes | None:
-    """Return a script that names its Python with `#!python` in that line's place, None for another file."""
+    """Return a script with `#!python` in place of its interpreter, or None for another file."""
     for pattern in (_SHEBANG, _SHELL_SHEBANG):
         match = pattern.match(content)
         if match:
@@ -219,7 +219,7 @@ def normalise_script(content: bytes) -> bytes | None:
 
 
 def module_name(path: str) -> str:
-    """Return the name that a row adds to what can be imported, or ""."""
+    """Return the import name that a row adds, or ""."""
     area, _, rest = path.partition("/")
     if area != "site":
         return ""

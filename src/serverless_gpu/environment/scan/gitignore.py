@@ -1,16 +1,18 @@
-"""What git ignores and what it tracks in a directory; git itself is never run.
+"""Reads which files of a directory git ignores and tracks, without running git.
 
-Git asks of each entry by itself, from the top down: the last pattern that matches *this* path decides, the deepest
-`.gitignore` first, and what lies in an ignored directory is never asked. `pathspec` answers for a path and all above it
-at once, which differs when a directory is ignored and taken back; so its expressions are cut down to the path itself.
-`.sgpuignore` has the same syntax and goes before all `.gitignore`: with `!name` it takes back what git ignores.
+Git decides for each entry by itself, from the top down. The last pattern that matches *this* path decides, and the
+deepest `.gitignore` comes first. Git never looks into an ignored directory. `pathspec` instead answers for a path and
+all directories above it at once. The answers differ when a directory is ignored and then included again. So this module
+cuts the expressions of `pathspec` down to the path itself. `.sgpuignore` has the same syntax and overrides every
+`.gitignore`: `!name` includes files that git ignores.
 
-Patterns for all repositories of a user are in `core.excludesFile`, or else git's own place. The settings of the system
-and of the user are read; a repository's own settings, files that they include and `GIT_CONFIG_*` variables are not.
+A user's patterns for all repositories are in `core.excludesFile`, or else in git's default place. The module reads the
+settings of the system and of the user. It does not read a repository's own settings, included files or `GIT_CONFIG_*`
+variables.
 
-Files that git tracks are never ignored, whatever its patterns say (`git add -f`). They are read from `.git/index`,
-versions 2 to 4. What cannot be read that way (another version, SHA-256 names, an index in parts) is reported, and
-patterns alone decide.
+Tracked files are never ignored, whatever the patterns say (`git add -f`). The module reads them from `.git/index`,
+versions 2 to 4. If it cannot read the index (another version, SHA-256 names, a split index), it reports the problem,
+and only the patterns decide.
 """
 
 from __future__ import annotations
@@ -36,27 +38,28 @@ OURS = ".sgpuignore"
 _PATTERNS_BYTES_MAX = 1024 * 1024
 _HEADER = struct.Struct(">4sII")
 _INDEX_BYTES_MAX = 256 * 1024 * 1024
-_FIXED = 62  # of an entry: times, ids, mode, size, SHA-1, flags; then its path
+_FIXED = 62  # Fixed part of an entry: times, ids, mode, size, SHA-1 and flags. The path follows.
 _MODE = 24
 _EXTENDED = 0x40
 
 
 class IgnorePatterns(msgspec.Struct, frozen=True):
-    """One file of patterns."""
+    """The patterns of one file."""
 
-    # the directory its paths start from, relative to the top: "" or ending in ``/``. May lie above the top; then
-    # `above` says what comes before a path.
+    # Directory that the paths start from, relative to the top: "" or ending in ``/``. If it lies above the top, `above`
+    # is the start of each path.
     base: str
-    above: str  # for example ``src/`` when the file lies one directory above the top, which is called src
-    rules: tuple[tuple[re.Pattern[str], bool], ...]  # expression and whether it ignores, the last first
-    any: re.Pattern[str]  # matches when one of the rules may
+    above: str  # For example ``src/``, if the file lies in the directory above the top ``src``.
+    # Expressions, and whether each ignores its matches; the last rule first.
+    rules: tuple[tuple[re.Pattern[str], bool], ...]
+    any: re.Pattern[str]  # Matches if any of the rules may match.
 
     def decide(self, path: str) -> bool | None:
-        """Return whether a path (directories end in ``/``) is ignored, or None when this file says nothing of it."""
+        """Return whether the patterns ignore a path (directories end in ``/``), or None if none matches."""
         return self.match(self.above + path[len(self.base) :])
 
     def match(self, own: str) -> bool | None:
-        """Return the same for a path relative to the directory the file lies in."""
+        """Return the same as `decide`, for a path relative to the directory of the patterns."""
         if self.any.match(own) is None:
             return None
         for expression, ignores in self.rules:
@@ -66,14 +69,14 @@ class IgnorePatterns(msgspec.Struct, frozen=True):
 
 
 class IgnoreRules(msgspec.Struct, frozen=True):
-    """What holds in a directory: files of patterns from the outermost to its own."""
+    """The pattern files that apply in a directory, from the outermost to its own."""
 
     git: tuple[IgnorePatterns, ...] = ()
     ours: tuple[IgnorePatterns, ...] = ()
-    all: bool = False  # whether git ignores the directory itself, and so everything in it that it does not track
+    all: bool = False  # git ignores the directory itself, and so every untracked entry in it
 
     def by_ours(self, path: str) -> bool | None:
-        """Return what `.sgpuignore` says of an entry of this directory, if anything; directories end in ``/``."""
+        """Return the decision of `.sgpuignore` for an entry of this directory; directories end in ``/``."""
         return _decide(self.ours, path)
 
     def by_git(self, path: str) -> bool:
@@ -81,9 +84,10 @@ class IgnoreRules(msgspec.Struct, frozen=True):
         return self.all or bool(_decide(self.git, path))
 
     def below(self, directory: str, base: str, *, begins: bool = False) -> IgnoreRules:
-        """Return what holds in a subdirectory: its own files added, git's forgotten where another repository begins.
+        """Return the rules for a subdirectory, with its own pattern files.
 
-        `base` is its path relative to the top, ending in ``/``, or "".
+        Where another repository begins, git's outer rules no longer apply. `base` is the path relative to the top,
+        ending in ``/``, or "".
         """
         own, ours = read_patterns(f"{directory}/{GIT}", base), read_patterns(f"{directory}/{OURS}", base)
         if own is None and ours is None and not begins:
@@ -102,11 +106,11 @@ def _decide(chain: Sequence[IgnorePatterns], path: str) -> bool | None:
 
 
 def read_patterns(file: str, base: str = "", above: str = "") -> IgnorePatterns | None:
-    """Return a file of patterns, or None where no file says anything."""
+    """Return the patterns of a file, or None without any."""
     try:
         with open(file, "rb") as opened:
             text = opened.read(_PATTERNS_BYTES_MAX).decode("utf-8-sig", errors="surrogateescape")
-    except OSError:  # most directories have none; what cannot be read is no pattern for git either
+    except OSError:  # Most directories have no such file. Git also ignores an unreadable one.
         return None
     return parse_patterns(text, base, above)
 
@@ -132,7 +136,7 @@ def parse_patterns(text: str, base: str = "", above: str = "") -> IgnorePatterns
 
 
 def git_index(top: str) -> tuple[str, str] | None:
-    """Return where git keeps what it tracks in a directory, and what its paths put before those of the directory."""
+    """Return the path of git's index for a directory, and the directory's path prefix in the index."""
     repository = next((path for path in (top, *map(str, Path(top).parents)) if os.path.lexists(f"{path}/.git")), None)
     if repository is None:
         return None
@@ -140,9 +144,9 @@ def git_index(top: str) -> tuple[str, str] | None:
 
 
 def outer_ignoring(top: str) -> tuple[IgnoreRules, tuple[str, ...]]:
-    """Return what holds above a directory, in its repository, and the files that say so or would if they were there.
+    """Return the rules from above a directory in its repository, and all files that may define them.
 
-    When the repository ignores the directory itself, nothing above it counts: code runs in it.
+    If the repository ignores the directory itself, no outer rule applies, because code runs there.
     """
     repository = next((path for path in (top, *map(str, Path(top).parents)) if os.path.lexists(f"{path}/.git")), None)
     places = list(_outer_files(top, repository))
@@ -159,7 +163,7 @@ def outer_ignoring(top: str) -> tuple[IgnoreRules, tuple[str, ...]]:
 
 
 def _own(expression: str, line: str) -> str:
-    """Return an expression of pathspec for a path itself, where it also matches what lies below."""
+    """Return a `pathspec` expression that matches only the path itself, not the paths below it."""
     expression = expression.replace("(?P<ps_d>/)", "/")
     if expression == ".":
         return ""
@@ -173,7 +177,7 @@ def _own(expression: str, line: str) -> str:
 
 
 def _outer_files(top: str, repository: str | None) -> Iterator[tuple[str, str]]:
-    """Yield git's files that hold above a directory, the weakest first, and what they put before its paths."""
+    """Yield git's pattern files above a directory, the weakest first, with the prefix of its paths."""
     if repository is None:
         return
     inside = _relative(top, repository)
@@ -186,7 +190,7 @@ def _outer_files(top: str, repository: str | None) -> Iterator[tuple[str, str]]:
 
 
 def _parents(top: str, repository: str | None) -> list[tuple[str, str]]:
-    """Return the directories above one in its repository, the outermost first, each with the path between."""
+    """Return the directories above one in its repository, outermost first, with the path between."""
     if repository is None:
         return []
     between = [str(path) for path in Path(top).parents if str(path) == repository or _relative(str(path), repository)]
@@ -194,7 +198,7 @@ def _parents(top: str, repository: str | None) -> list[tuple[str, str]]:
 
 
 def _is_ignored(inside: str, git: Sequence[IgnorePatterns]) -> bool:
-    """Return whether a repository ignores a directory, or one above it; its path in the repository ends in ``/``."""
+    """Return whether a repository ignores a directory or one above it; its path ends in ``/``."""
     for end in (index + 1 for index, letter in enumerate(inside) if letter == "/"):
         for patterns in reversed(git):
             start = len(inside) - len(patterns.above)
@@ -207,13 +211,13 @@ def _is_ignored(inside: str, git: Sequence[IgnorePatterns]) -> bool:
 
 
 def _relative(path: str, above: str) -> str:
-    """Return the path from a directory above, ending in ``/``; "" for itself, and for what does not lie below it."""
+    """Return the path relative to a directory above, ending in ``/``; "" for itself or outside of it."""
     start = above.rstrip("/") + "/"
     return path[len(start) :].rstrip("/") + "/" if path.startswith(start) and path != above else ""
 
 
 def _git_directory(repository: str) -> str:
-    """Return where a repository keeps what all its worktrees have in common."""
+    """Return the git directory that all worktrees of a repository share."""
     own = _own_git_directory(repository)
     common = os.path.join(own, "commondir")
     try:
@@ -224,7 +228,7 @@ def _git_directory(repository: str) -> str:
 
 
 def _own_git_directory(repository: str) -> str:
-    """Return where a repository, or one worktree of it, keeps its files; a worktree has a file there that says it."""
+    """Return the git directory of a repository or worktree; a worktree's `.git` file names it."""
     git = f"{repository}/.git"
     try:
         with open(git, encoding="utf-8", errors="surrogateescape") as file:
@@ -234,7 +238,7 @@ def _own_git_directory(repository: str) -> str:
 
 
 def user_patterns() -> tuple[str, tuple[str, ...]]:
-    """Return the user's file of patterns ("" when there is to be none), and the files that say which one it is."""
+    """Return the path of the user's pattern file ("" for none), and the settings files that may name it."""
     configured = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
     settings = (SYSTEM, os.path.join(configured, "git", "config"), os.path.join(os.path.expanduser("~"), ".gitconfig"))
     found = os.path.join(configured, "git", "ignore")
@@ -242,14 +246,14 @@ def user_patterns() -> tuple[str, tuple[str, ...]]:
         try:
             with open(file, "rb") as opened:
                 said = excludes_file(opened.read(_SETTINGS_BYTES_MAX).decode(errors="surrogateescape"))
-        except OSError:  # most are not there
+        except OSError:  # Most of these files do not exist.
             continue
         found = found if said is None else said
     return found, settings
 
 
 def excludes_file(text: str) -> str | None:
-    """Return `core.excludesFile` of one file of git's settings, or None; of several the last counts."""
+    """Return `core.excludesFile` from the text of a settings file, or None; the last one counts."""
     found, in_core = None, False
     for line in text.replace("\r\n", "\n").replace("\\\n", "").split("\n"):
         section = _SECTION.match(line)
@@ -263,7 +267,7 @@ def excludes_file(text: str) -> str | None:
 
 
 def _value(text: str) -> str:
-    """Return a value without quotes, escapes and the comment after it."""
+    """Return a setting's value without quotes, escapes and trailing comment."""
     value, quoted = "", False
     for escaped, quote, comment, plain in _PIECE.findall(text.strip()):
         if quote:
@@ -276,9 +280,10 @@ def _value(text: str) -> str:
 
 
 def tracked_files(index: str, inside: str) -> list[str] | None:
-    """Return the files and submodules below a directory that git tracks; None when the index cannot be read.
+    """Return the tracked files and submodules below a directory; None if the index cannot be read.
 
-    `inside` is the directory relative to the repository, ending in ``/``, or ""; paths are relative to the directory.
+    `inside` is the directory relative to the repository, ending in ``/``, or "". The returned paths are relative to the
+    directory.
     """
     start = os.fsencode(inside)
     try:
@@ -292,7 +297,7 @@ def tracked_files(index: str, inside: str) -> list[str] | None:
 
 
 def index_mtime(index: str) -> int:
-    """Return when git's index was last written, or 0 if missing."""
+    """Return the time of the last write to git's index, or 0 if missing."""
     try:
         return os.stat(index).st_mtime_ns
     except OSError:
@@ -300,9 +305,9 @@ def index_mtime(index: str) -> int:
 
 
 def _paths(data: bytes) -> Iterator[bytes]:
-    """Yield the paths of all files, links and submodules.
+    """Yield the paths of all files, links and submodules in an index.
 
-    Raises ValueError, IndexError: it is no index of a known version.
+    Raises ValueError, IndexError: the data is not an index of a known version.
     """
     magic, version, count = _HEADER.unpack_from(data)
     if magic != b"DIRC" or version not in (2, 3, 4):
@@ -318,14 +323,14 @@ def _paths(data: bytes) -> Iterator[bytes]:
         path = path[:kept] + data[name:end]
         kind = data[at + _MODE + 2] >> 4
         at = end + 1 if version == 4 else end + 8 - (end - at) % 8
-        if kind in (0b1000, 0b1010, 0b1110):  # not a directory of a sparse index
+        if kind in (0b1000, 0b1010, 0b1110):  # Excludes directories of a sparse index.
             yield path
     if data[at : at + 4] == b"link":
-        raise ValueError("the rest is in another file")
+        raise ValueError("the rest of the index is in another file")
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Return a number of variable length, and where it ends."""
+    """Return a number of variable length, and the position after it."""
     byte = data[at]
     value = byte & 127
     while byte & 128:

@@ -1,17 +1,17 @@
-"""What was seen when an environment was captured, kept so that the next look is short.
+"""Stores the state of a captured environment, so that the next check is fast.
 
     <key>.index   header │ gate part: snapshot, directories, small files, code │ files part: all stats and digests
-                         │ kept part: what a second look at the interpreter's own library has to know besides
+                         │ kept part: other facts that a rescan of the interpreter's own library needs
 
-One file per environment, replaced whole (temporary name, rename). Its parts are read one by one, and processes may
-remember at the same time: what goes together has the same *generation*, a number made at each capture. Reading the gate
-part takes 1-2 ms; the files part is read by the background check, all three by a scan. Paths are one string with NUL
-between them, numbers are arrays as bytes: 100,000 small objects would take longer to make than the directories to look
-at. It is a memory, not a promise: what cannot be read (another version, torn by a power cut, altered) was never seen,
-and nothing is fsynced.
+Each environment has one file, which a rename replaces as a whole. Processes read its parts one by one, and may write it
+at the same time. So parts that belong together have the same *generation*, a number made at each capture. Reading the
+gate part takes 1-2 ms. The background check reads the files part, and a scan reads all three. Paths are one string with
+NUL between them, and numbers are arrays as bytes. Making 100,000 small objects would take longer than checking the
+directories. The index is only a cache: an unreadable part (another version, torn by a power cut, altered) counts as
+missing. Nothing is fsynced.
 
-An mtime or ctime from the last moments before the look is kept as `UNKNOWN`: a file changed once more in the same tick
-of the file system's clock would look the same. A comparison looks at the content instead.
+An mtime or ctime from the last moments before the scan is stored as `UNKNOWN`. A file that changed again in the same
+tick of the file system's clock would look unchanged. A comparison then reads the content instead.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ _PartT = TypeVar("_PartT")
 
 UNKNOWN = -1
 NO_OWNER = 2**32 - 1
-"""In place of an owner's number."""
+"""Marks a file without an owner."""
 _MAGIC = b"sgpu-index-4" + sys.byteorder[:1].encode() + b"\0\0\0"
 _HEADER = struct.Struct("<16sQ32sQ32sQ32s")
-_TICK_NS = 20_000_000  # kernels count in ticks of 1 to 10 ms
-_COARSE_TICK_NS = 2_000_000_000  # file systems that count in seconds, FAT in two
+_TICK_NS = 20_000_000  # Kernels count in ticks of 1 to 10 ms.
+_COARSE_TICK_NS = 2_000_000_000  # Some file systems count in seconds, FAT in two seconds.
 _PART_BYTES_MAX = 1024**3
 ENTRIES_MAX = 64
-"""Environments that are remembered; the oldest are forgotten."""
+"""The index keeps this many environments and deletes the oldest."""
 
 
 class Stats(msgspec.Struct, array_like=True):
-    """Files with their stat, and what their content was."""
+    """Files with their stat and the digests of their content."""
 
-    paths: str = ""  # absolute, NUL between them
-    numbers: bytes = b""  # size, mtime, inode and ctime of each, as int64; all 0 for a file that was not there
-    kinds: str = ""  # one letter for each, as in rows; "-" for a file that was not there
-    digests: bytes = b""  # SHA-256 of each, 32 bytes (zeros for links); empty where no content was looked at
+    paths: str = ""  # Absolute paths with NUL between them.
+    numbers: bytes = b""  # Size, mtime, inode and ctime of each, as int64; all 0 for a missing file.
+    kinds: str = ""  # One letter for each, as in rows; "-" for a missing file.
+    digests: bytes = b""  # SHA-256 of each, 32 bytes (zeros for links); empty where no content was read.
 
     def names(self) -> list[str]:
         """Return the paths."""
@@ -67,7 +67,7 @@ class Stats(msgspec.Struct, array_like=True):
         return numbers[::4], numbers[1::4], numbers[2::4], numbers[3::4]
 
     def pick(self, chosen: Iterable[int]) -> Stats:
-        """Return some of the files, by their numbers, without digests."""
+        """Return the files with the given numbers, without digests."""
         chosen, names = tuple(chosen), self.names()
         return Stats(
             paths="\0".join(names[number] for number in chosen),
@@ -77,27 +77,27 @@ class Stats(msgspec.Struct, array_like=True):
 
 
 class GatePart(msgspec.Struct, array_like=True):
-    """What decides at once whether an environment is unchanged."""
+    """The data that decides at once if an environment is unchanged."""
 
-    generation: bytes  # of this and the files part that goes with it, 16 bytes
+    generation: bytes  # 16 bytes, the same in the matching files part
     key: bytes
     snapshot: Snapshot
     areas: tuple[Area, ...]
-    directories: str  # absolute, NUL between them
+    directories: str  # absolute paths with NUL between them
     areas_of: bytes
     mtimes: bytes
-    marks: bytes  # of each, 8 bytes
+    marks: bytes  # 8 bytes for each directory
     small: Stats
     code: Stats
-    absent: str  # entries of `sys.path` that were not there, NUL between them
+    absent: str  # missing entries of `sys.path`, with NUL between them
 
     def directory_names(self) -> list[str]:
-        """Return the directories."""
+        """Return the paths of the directories."""
         return self.directories.split("\0") if self.directories else []
 
 
 class UnitOwner(msgspec.Struct, frozen=True, array_like=True):
-    """A unit that files belong to: directory and prefix of its root, and what it was captured as."""
+    """A unit that owns files: the directory and prefix of its root, and its identity at the capture."""
 
     site: str
     prefix: str
@@ -107,7 +107,7 @@ class UnitOwner(msgspec.Struct, frozen=True, array_like=True):
     address: str
 
     def row_path(self, file: str) -> str:
-        """Return the path of a file's row."""
+        """Return the row path of a file."""
         if file.startswith(self.site + "/"):
             path = file[len(self.site) + 1 :]
             return flat_path(path) if self.site == self.prefix else f"site/{path}"
@@ -115,31 +115,31 @@ class UnitOwner(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FilesPart(msgspec.Struct, array_like=True):
-    """Every file of the libraries."""
+    """The stats and digests of all library files."""
 
     generation: bytes
     files: Stats
-    owners_of: bytes  # for each file the number of its owner, as uint32
+    owners_of: bytes  # number of each file's owner, as uint32
     owners: tuple[UnitOwner, ...]
 
     def owner(self, number: int) -> UnitOwner:
-        """Return what a file belongs to."""
+        """Return the unit that owns a file."""
         return self.owners[memoryview(self.owners_of).cast("I")[number]]
 
 
 class KeptPart(msgspec.Struct, array_like=True):
-    """What `stdlib_rescan.py` needs besides: nothing of a library that is no virtual environment of its own."""
+    """Other facts for `stdlib_rescan.py`; empty if the library has no virtual environment of its own."""
 
     generation: bytes
-    spot: ImportRoot | None = None  # the library; None where there is nothing to go by
+    spot: ImportRoot | None = None  # the library; None without facts about it
     inodes: bytes = b""
-    others: Stats = msgspec.field(default_factory=Stats)  # files of the library that are in no unit; without digests
-    others_of: bytes = b""  # for each the number of the owner that claims it, or `NO_OWNER`, as uint32
+    others: Stats = msgspec.field(default_factory=Stats)  # Files of the library that are in no unit, without digests.
+    others_of: bytes = b""  # Number of the owner that claims each file, or `NO_OWNER`, as uint32.
     distributions: tuple[KeptDistribution, ...] = ()
 
 
 class IndexFile:
-    """One file of the index, by path; its parts are read one by one."""
+    """One index file; its parts are read one by one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -157,7 +157,7 @@ class IndexFile:
         return self._read(2, KeptPart)
 
     def write(self, gate: GatePart, files: FilesPart, kept: KeptPart) -> None:
-        """Replace the file, and forget the oldest ones."""
+        """Replace the file, and delete the oldest index files."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         parts = [msgspec.msgpack.encode(part) for part in (gate, files, kept)]
         header = _HEADER.pack(_MAGIC, *(field for part in parts for field in (len(part), blake3(part).digest())))
@@ -170,17 +170,16 @@ class IndexFile:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
             raise
-        with contextlib.suppress(OSError):  # others may do the same at the same time
+        with contextlib.suppress(OSError):  # Another process may delete the same files at the same time.
             found = sorted(self.path.parent.glob("*.index"), key=lambda path: path.stat().st_mtime_ns)
             for path in found[:-ENTRIES_MAX]:
                 path.unlink(missing_ok=True)
 
     def renew(self, gate: GatePart | None = None, files: FilesPart | None = None) -> None:
-        """Replace one part by what was seen since; what cannot be written is let be.
+        """Replace one part with newer facts of the same capture; ignore write errors.
 
-        It stays with the parts that it goes with. When another process has remembered the environment again, what was
-        seen here is no longer wanted. (Should that happen just before the rename, the old parts stand there again:
-        true for what it was captured as, so the next look finds the change again.)
+        If another process has written a newer capture, the facts are dropped. A newer capture just before the rename is
+        lost. The old parts are still true for their own capture, so the next check finds the change again.
         """
         old_gate, old_files, kept = self.read_gate(), self.read_files(), self.read_kept()
         if old_gate is None or old_files is None or kept is None:
@@ -188,7 +187,7 @@ class IndexFile:
         gate, files = gate or old_gate, files or old_files
         if len({part.generation for part in (gate, files, kept, old_gate, old_files)}) > 1:
             return
-        with contextlib.suppress(OSError):  # a full disk costs the next call some milliseconds
+        with contextlib.suppress(OSError):  # On a full disk, the next call only takes some milliseconds more.
             self.write(gate, files, kept)
 
     def _read(self, number: int, kind: type[_PartT]) -> _PartT | None:
@@ -206,7 +205,7 @@ class IndexFile:
 
 
 def pack_stats(files: Iterable[tuple[str, ListedFile | None, bytes]], seen_ns: int) -> Stats:
-    """Return files as they are kept: path, stat (None: not there), SHA-256 (b"" in all of them, or in none)."""
+    """Return files in stored form, from path, stat (None: missing) and SHA-256 (b"" for all or none)."""
     paths: list[str] = []
     kinds: list[str] = []
     numbers = array("q")
@@ -224,16 +223,16 @@ def pack_stats(files: Iterable[tuple[str, ListedFile | None, bytes]], seen_ns: i
 
 
 def known_mtime(mtime_ns: int, seen_ns: int) -> int:
-    """Return an mtime or ctime that will tell a later change, else `UNKNOWN`.
+    """Return an mtime or ctime that reveals a later change, else `UNKNOWN`.
 
-    `seen_ns` is when the look began that saw it.
+    `seen_ns` is the start time of the scan that read it.
     """
     tick_ns = _COARSE_TICK_NS if mtime_ns % 1_000_000_000 == 0 else _TICK_NS
     return UNKNOWN if mtime_ns > seen_ns - tick_ns else mtime_ns
 
 
 def pack_directories(directories: Sequence[tuple[int, Directory]], seen_ns: int) -> tuple[str, bytes, bytes, bytes]:
-    """Return directories as they are kept: names, areas, mtimes, marks."""
+    """Return directories in stored form: names, areas, mtimes, marks."""
     names = "\0".join(directory.path for _, directory in directories)
     areas = array("H", (area for area, _ in directories)).tobytes()
     mtimes = array("q", (known_mtime(directory.mtime_ns, seen_ns) for _, directory in directories)).tobytes()

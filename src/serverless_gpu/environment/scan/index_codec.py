@@ -1,6 +1,6 @@
-"""What of a scan is worth remembering: from units and directories to the two parts of the index, and back.
+"""Converts the units and directories of a scan to the parts of the index, and back.
 
-What a file's digest is comes from the scan that was captured, which was corrected where a RECORD lied.
+The digests of files come from the captured scan, which the capture corrected where a RECORD was wrong.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from serverless_gpu.environment.scan.stdlib_rescan import IndexParts, directory_
 from serverless_gpu.errors import EnvironmentUnsupported
 
 Place = tuple[str, str, str]
-"""Where a unit is, whatever its version: directory of its root, kind, name."""
+"""The place of a unit of any version: its root's directory, its kind and name."""
 
 
 class IndexedUnit(msgspec.Struct, frozen=True):
-    """A unit that was made: where, as what, of which files by path of the row, with which rows, of what."""
+    """A composed unit: its root, member, files by row path, rows, and distribution."""
 
     spot: ImportRoot
     member: SnapshotMember
@@ -47,25 +47,25 @@ class IndexedUnit(msgspec.Struct, frozen=True):
 
 
 class KnownFiles(msgspec.Struct, frozen=True):
-    """What was read before."""
+    """Facts from an earlier scan."""
 
-    # by path of the file: size, mtime (or `UNKNOWN`), inode, ctime (or `UNKNOWN`), and its SHA-256
+    # Path of a file → size, mtime (or `UNKNOWN`), inode, ctime (or `UNKNOWN`), and SHA-256.
     digests: dict[str, tuple[int, int, int, int, bytes]] = {}
-    # by path of a RECORD, or another small file: size, mtime (or `UNKNOWN`), inode
+    # Path of a RECORD or another small file → size, mtime (or `UNKNOWN`), inode.
     records: dict[str, tuple[int, int, int]] = {}
-    addresses: dict[Place, str] = {}  # of the units, by place
+    addresses: dict[Place, str] = {}  # Place → address of the unit.
 
     def find(self, file: ListedFile) -> Digest | None:
-        """Return the digest of a file that is the one that was read, by its stat."""
+        """Return the known digest of a file with an unchanged stat, or None."""
         kept = self.digests.get(file.file)
         if kept is None or kept[:4] != (file.size, file.mtime_ns, file.inode, file.ctime_ns):
             return None
         return Digest(kept[4], file.size)
 
     def is_touched(self, file: ListedFile, record: ListedFile) -> bool:
-        """Return whether a file was touched since it was read, without an installer that wrote RECORD again.
+        """Return whether a file was touched after the last scan, without a new RECORD from an installer.
 
-        Then RECORD is not believed, however well size and mtime go with it.
+        The scan then does not trust RECORD, even if size and mtime match it.
         """
         size, mtime_ns, inode = self.records.get(record.file, (-1, 0, 0))
         is_old = (size, inode) == (record.size, record.inode) and mtime_ns in (UNKNOWN, record.mtime_ns)
@@ -73,7 +73,7 @@ class KnownFiles(msgspec.Struct, frozen=True):
 
 
 def read_memory(index: IndexFile) -> IndexParts | None:
-    """Return what is kept of an environment."""
+    """Return the index parts of an environment, or None if they are missing or do not match."""
     gate, files, kept = index.read_gate(), index.read_files(), index.read_kept()
     if gate is None or files is None or kept is None:
         return None
@@ -81,7 +81,7 @@ def read_memory(index: IndexFile) -> IndexParts | None:
 
 
 def known_of(memory: IndexParts | None, found: Survey) -> KnownFiles:
-    """Return what was read before of the files that exist now; nothing without a memory."""
+    """Return the facts of an earlier scan about files that still exist; none without an index."""
     if memory is None:
         return KnownFiles()
     gate, files = memory.gate, memory.files
@@ -108,7 +108,7 @@ def make_parts(
 ) -> IndexParts:
     """Return the parts of an index.
 
-    `digests` are SHA-256 of each file, by its path, as captured; `seen_ns` is when the survey began.
+    `digests` maps the path of each file to its captured SHA-256. `seen_ns` is the start time of the survey.
     """
     made = [*made, *_made_before(found)]
     areas = [(area, listing) for part in found.parts for area, listing in part.areas]
@@ -137,7 +137,7 @@ def make_parts(
 
 
 def _made_before(found: Survey) -> list[IndexedUnit]:
-    """Return the units that were reused as if they had been made."""
+    """Return the reused units in the form of composed units."""
     made = []
     for part in found.parts:
         for member in part.reused.members if part.reused is not None else ():
@@ -182,7 +182,7 @@ def _kept_part(found: Survey, gate: GatePart, made: Sequence[IndexedUnit], seen_
 def _owned_files(
     snapshot: Snapshot, made: Sequence[IndexedUnit], digests: Mapping[str, bytes]
 ) -> tuple[list[tuple[str, ListedFile | None, bytes]], bytes, tuple[UnitOwner, ...]]:
-    """Return the files of the libraries with their digests, for each the number of its owner, and the owners."""
+    """Return the library files with digests, the number of each file's owner, and the owners."""
     originals = snapshot.facts.originals
     captured = {
         (originals[number], member.kind, member.name, member.version): member.address
@@ -216,9 +216,9 @@ def _digested(one: IndexedUnit, digests: Mapping[str, bytes]) -> list[tuple[str,
 
 
 def _watched(found: Survey, snapshot: Snapshot) -> dict[str, ListedFile | None]:
-    """Return the small files that decide what counts, as they were found; None for those that were not listed.
+    """Return the small files that decide which files count, or None for those not listed.
 
-    Files that were taken out of their units because they name directories are among them: no unit answers for them.
+    They include files that were taken out of units because they name directories. No unit covers those.
     """
     generated = {
         original: [one.path for one in root.generated]
@@ -234,10 +234,10 @@ def _watched(found: Survey, snapshot: Snapshot) -> dict[str, ListedFile | None]:
 
 
 def _small(files: Mapping[str, ListedFile | None], seen_ns: int) -> Stats:
-    """Return small files with their digests, those that are not there as such.
+    """Return small files with their digests; a missing file is stored as missing.
 
-    One that is no longer what was found is kept as it was found, with a digest that nothing has: what was captured is
-    not what it says now.
+    A file that has changed since the survey keeps its old stat and gets an impossible digest, because the capture has
+    its old content.
     """
     found: list[tuple[str, ListedFile | None, bytes]] = []
     for path, then in files.items():
@@ -247,7 +247,7 @@ def _small(files: Mapping[str, ListedFile | None], seen_ns: int) -> Stats:
         elif file is not None:
             try:
                 digest = digest_files([(path, "site/", file.size)])[0].sha256
-            except EnvironmentUnsupported:  # gone meanwhile: it will be seen as changed
+            except EnvironmentUnsupported:  # The file disappeared meanwhile, so the next check reports a change.
                 file = None
         found.append((path, file, digest))
     return pack_stats(found, seen_ns)

@@ -1,7 +1,7 @@
-"""What an interpreter says about itself: where it looks for modules, what it has loaded, what it was built for.
+"""Describes an interpreter: its module search path, its loaded modules, and its build.
 
-Standard library only, and syntax that old Pythons read: the text of this file is also run in interpreters that have
-nothing of ours installed (`describe_other`). Names of start-up variables are told, never their values.
+This file uses only the standard library and syntax that old Pythons accept. Its text also runs in interpreters without
+this package (`describe_other`). The description contains the names of start-up variables, never their values.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ STARTUP_PREFIXES = (
     "TORCH",
     "PYTORCH",
 )
-"""Variables that are read once, when an interpreter or a library starts."""
+"""Interpreters and libraries read these variables once, when they start."""
 
 LOADED_MAX = 50_000
-_ANSWER = "serverless-gpu interpreter: "  # what a .pth file may print at start-up stands before it
+_ANSWER = "serverless-gpu interpreter: "  # Output of a .pth file at start-up may come before it.
 _ANSWER_BYTES_MAX = 32 * 1024 * 1024
 ANSWER_TIMEOUT_S = 60
 
@@ -39,7 +39,7 @@ _turn = threading.Lock()
 
 
 def _renew_turn() -> None:
-    """Free the lock in a forked child: the thread that may have held it is not there."""
+    """Replace the lock in a forked child, where the thread that held it does not exist."""
     global _turn
     _turn = threading.Lock()
 
@@ -48,8 +48,8 @@ os.register_at_fork(after_in_child=_renew_turn)
 
 
 def describe() -> dict[str, object]:
-    """Return what is to be known about this process: values that JSON can hold. One thread at a time."""
-    with _turn:  # up to Python 3.12, sysconfig shows its variables to a second thread while the first still fills them
+    """Return this process's description as values that JSON can hold. One thread at a time runs it."""
+    with _turn:  # Until Python 3.12, sysconfig shows half-filled variables to a second thread.
         return _describe()
 
 
@@ -83,11 +83,11 @@ def _describe() -> dict[str, object]:
 
 
 def describe_other(python: str) -> dict[str, object]:
-    """Return what another interpreter says about itself, started as `python -c` in this directory.
+    """Run another interpreter as `python -c` in this directory, and return its description.
 
     Raises:
-        OSError: it cannot be started.
-        RuntimeError: it does not answer within its bound, or with something else; says what it wrote.
+        OSError: the interpreter cannot be started.
+        RuntimeError: it does not answer in time or writes something else; the error quotes its output.
     """
     with open(__file__, encoding="utf-8") as file:
         program = file.read() + "\n\nprint('\\n' + _ANSWER + json.dumps(describe()))\n"
@@ -104,13 +104,13 @@ def describe_other(python: str) -> dict[str, object]:
     _, found, answer = done.stdout.rpartition(_ANSWER.encode())
     if done.returncode or not found or len(answer) > _ANSWER_BYTES_MAX:
         said = done.stderr[-2000:].decode(errors="replace").strip()
-        raise RuntimeError(f"{python} did not say what it is (exit status {done.returncode}): {said or 'no message'}")
+        raise RuntimeError(f"{python} did not describe itself (exit status {done.returncode}): {said or 'no message'}")
     described: dict[str, object] = json.loads(answer)
     return described
 
 
 def _abi() -> str:
-    """Return what extension modules are built for; of CPython from what it was built with, which is always there."""
+    """Return the ABI of extension modules; CPython's comes from its file suffixes, which always exist."""
     if sys.implementation.name == "cpython":
         tagged = [ending for ending in EXTENSION_SUFFIXES if ending.startswith(".cpython-")]
         return tagged[0].split(".")[1] if tagged else ""
@@ -118,7 +118,7 @@ def _abi() -> str:
 
 
 def _site_directories() -> list[str]:
-    """Return the directories whose .pth files were read at start-up."""
+    """Return the directories whose .pth files Python read at start-up."""
     if sys.flags.no_site:
         return []
     directories = list(site.getsitepackages())
@@ -128,12 +128,12 @@ def _site_directories() -> list[str]:
 
 
 def _loaded() -> list[str]:
-    """Return the files of all imported modules, read from where they are kept: a lazy module must not wake up."""
+    """Return the files of all imported modules, without triggering the import of lazy modules."""
     files = []
     for module in list(sys.modules.values()):
         try:
             file = object.__getattribute__(module, "__dict__").get("__file__")
-        except AttributeError:  # something put an object of its own there
+        except AttributeError:  # A library put another object in place of a module.
             continue
         if isinstance(file, str) and os.path.isabs(file):
             files.append(file)
@@ -143,7 +143,7 @@ def _loaded() -> list[str]:
 def _cwd() -> str:
     try:
         return os.getcwd()
-    except OSError:  # it was removed
+    except OSError:  # The directory was removed.
         return ""
 
 

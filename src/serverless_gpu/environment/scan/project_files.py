@@ -1,26 +1,28 @@
-"""Decides which files of the user's project travel, as git would have it.
+"""Decides which files of the user's project are captured, by the rules of git.
 
-Left out: what git ignores (`.gitignore`, `.git/info/exclude`, the user's own file) or `.sgpuignore` names; always
-`.git .hg .svn __pycache__ *.pyc .ipynb_checkpoints`, virtual environments, directories of distributions (they are roots
-of their own) and our home. Kept although ignored, unless `.sgpuignore` names it:
+Left out: files that git ignores (`.gitignore`, `.git/info/exclude`, the user's own file) and files that `.sgpuignore`
+names. Always left out: `.git .hg .svn __pycache__ *.pyc .ipynb_checkpoints`, virtual environments, the home of this
+package, and directories of distributions, which are separate roots. Captured although ignored, unless `.sgpuignore`
+names them:
 
-    tracked    what git tracks (`git add -f`), also in an ignored directory
+    tracked    files that git tracks (`git add -f`), also in an ignored directory
     imported   files of modules that were imported
-    beside     Python files and extension modules that lie in a package, or where something was imported from: a
-               generated `_version.py`, an extension module built in place. Not in an ignored directory
-    egg-info   without which an old editable install has no metadata
+    beside     Python files and extension modules in a package, or beside an imported file: a generated `_version.py`,
+               an extension module built in place. Not in an ignored directory
+    egg-info   an old editable install has no metadata without it
 
-A directory that is no project (the home directory, `/`, `/tmp`: a script may lie there) is not walked: only
-Python files in it, and packages in it, count.
+A directory that is not a project is not walked: the home directory, `/` and `/tmp`, which may hold a script. Only its
+Python files and packages count.
 
-Left out, too, and said: what no restore would accept. A project may hold a data set with `a.png` and `A.png`, and its
-code must run nevertheless: of two names that differ only in case or Unicode form the one that was imported travels,
-else the first in order. In a library such names are refused at the capture: no installer made them.
+Also left out, with a message: files that no restore would accept. A project may hold a data set with `a.png` and
+`A.png`, and its code must still run. Of two names that differ only in case or Unicode form, the capture takes the
+imported one, else the first in order. In a library the capture refuses such names, because no installer made them.
 
-What git ignores is counted during the walk and told in one sentence. Ignored directories are not looked into, so their
-size is unknown; they are named first, as they hold the most, hidden ones (caches of tools) last.
+The walk counts the entries that git ignores and reports them in one sentence. It does not look into ignored
+directories, so their size is unknown. The report names directories first, because they hold the most, and hidden ones
+(caches of tools) last.
 
-Failures, `EnvironmentTooLarge`: more than 1 GiB or 100,000 files, naming the ten largest.
+Failure, `EnvironmentTooLarge`: the project has more than 1 GiB or 100,000 files. The error names the ten largest.
 """
 
 from __future__ import annotations
@@ -62,41 +64,41 @@ _AREA = "site/"
 CODE_BYTES_MAX = 1024**3
 CODE_FILES_MAX = 100_000
 _COUNTED_FILES_MAX = 4 * CODE_FILES_MAX
-"""So far a directory that is too large is walked, to say what is large in it."""
+"""The walk of a too large directory goes this far, to find its largest entries."""
 ALWAYS_OUT = frozenset({".git", ".hg", ".svn", "__pycache__", ".ipynb_checkpoints"})
 _IMPORTABLE = (".py", ".so")
 _VENV_NAMES = frozenset({"bin", "lib", "lib64", "include", "share", "etc", "pyvenv.cfg"})
 
 
 class CodeDirectory(msgspec.Struct, frozen=True, kw_only=True):
-    """A directory of code, and what decides what of it counts."""
+    """A directory of code, and the rules for its files."""
 
-    directory: str  # absolute path
-    shallow: bool = False  # whether only Python files and packages in it count
-    out: tuple[str, ...] = ()  # absolute paths of directories below it that are never part of it
-    wanted: tuple[str, ...] = ()  # files below it, relative, that count although git ignores them
+    directory: str  # Absolute path.
+    shallow: bool = False  # Only Python files and packages in it count.
+    out: tuple[str, ...] = ()  # Absolute paths of directories below it that never belong to it.
+    wanted: tuple[str, ...] = ()  # Relative paths of files that count although git ignores them.
     unwanted: tuple[str, ...] = ()
-    tracked: tuple[str, ...] = ()  # files below it, relative, that git ignores and tracks
-    index: str = ""  # the file in which git keeps what it tracks, or ""
-    index_ns: int = 0  # when that was written
+    tracked: tuple[str, ...] = ()  # Relative paths of files that git ignores and tracks.
+    index: str = ""  # Path of git's index, or "".
+    index_ns: int = 0  # Time of the last write to that index.
 
     def is_stale(self) -> bool:
-        """Return whether git has tracked or forgotten something since this was found."""
+        """Return whether git's index has changed since the walk read it."""
         return bool(self.index) and index_mtime(self.index) != self.index_ns
 
 
 class CodeListing(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a directory of code travels."""
+    """The files of a code directory that are captured."""
 
     listing: Listing
-    watched: tuple[str, ...]  # files of patterns that decided, or would if they were there
+    watched: tuple[str, ...]  # pattern files that decided, or would decide if they existed
     place: CodeDirectory
 
 
 def list_code(place: CodeDirectory, *, ask: bool = False) -> CodeListing:
-    """Return what of a directory of code travels.
+    """Return the files of a code directory that are captured.
 
-    With `ask`, what git tracks is read; otherwise what the place says stands.
+    With `ask`, the walk reads git's index. Otherwise it uses the tracked files in `place`.
     """
     outer, watched = outer_ignoring(place.directory)
     walk = _CodeWalk(place, outer, ask=ask)
@@ -115,7 +117,7 @@ def list_code(place: CodeDirectory, *, ask: bool = False) -> CodeListing:
 
 
 class _CodeWalk:
-    """One walk: which directories are still to be looked at, with what is ignored in each."""
+    """One walk of a code directory: the waiting directories, each with its ignore rules."""
 
     def __init__(self, place: CodeDirectory, outer: IgnoreRules, *, ask: bool) -> None:
         self._ask = ask
@@ -136,7 +138,7 @@ class _CodeWalk:
         if ask:
             found = git_index(place.directory)
             index = found[0] if found else ""
-            index_ns = index_mtime(index)  # before it is read: what comes later is seen
+            index_ns = index_mtime(index)  # Read before the index, so that a later change shows.
             self._read_tracked(place.directory, "")
             self.place = msgspec.structs.replace(place, index=index, index_ns=index_ns)
         else:
@@ -162,7 +164,7 @@ class _CodeWalk:
             self.place = msgspec.structs.replace(self.place, tracked=tuple(self._ignored_and_tracked))
 
     def add_wanted(self) -> None:
-        """Add files that are ignored and were imported, where nothing but git's patterns kept them out."""
+        """Add imported files that only git's patterns left out."""
         unwanted = []
         for path in self.place.wanted:
             file = f"{self.place.directory}/{path}"
@@ -184,20 +186,20 @@ class _CodeWalk:
     def _track(self, base: str, paths: Collection[str]) -> None:
         for path in paths:
             self._tracked.add(base + path)
-            above = base + path + "/"  # its own path is among them: of a submodule, git tracks the directory
+            above = base + path + "/"  # The path itself is included, because git tracks a submodule as a directory.
             while above and above not in self._above_tracked:
                 self._above_tracked.add(above)
                 above = above[: above.rfind("/", 0, -1) + 1]
 
     def _holds_in(self, path: str) -> IgnoreRules:
-        """Return what holds in a directory that is kept: only what is tracked, where the directory itself is not."""
+        """Return the rules for a kept directory; if git ignores the directory, only tracked files count."""
         ignoring = self._ignoring
         if path in self._above_tracked and ignoring.by_ours(path) is None and ignoring.by_git(path):
             return msgspec.structs.replace(ignoring, all=True)
         return ignoring
 
     def _is_ignored(self, above: str, path: str) -> bool:
-        """Return whether an entry stays behind, and count it when git says so; directories end in ``/``."""
+        """Return whether an entry is left out, and count it if git ignores it; directories end in ``/``."""
         ours = self._ignoring.by_ours(path)
         if ours:
             return True
@@ -205,7 +207,7 @@ class _CodeWalk:
             if self._ask and self._ignoring.by_git(path):
                 self._ignored_and_tracked.append(path.rstrip("/"))
             return False
-        # As in git, nothing in an ignored directory is taken back.
+        # As in git, no pattern includes an entry of an ignored directory again.
         ignored = self._ignoring.by_git(path) if ours is None or self._ignoring.all else False
         if not ignored or (path.endswith(_IMPORTABLE) and not self._ignoring.all and self._is_imported_from(above)):
             return False
@@ -213,7 +215,7 @@ class _CodeWalk:
         return True
 
     def _is_imported_from(self, above: str) -> bool:
-        """Return whether modules come from a directory: something was imported, or it is a package that travels."""
+        """Return whether a directory holds an imported file or is a captured package."""
         known = self._packages.get(above)
         if known is None:
             own = above + "__init__.py"
@@ -225,7 +227,7 @@ class _CodeWalk:
         return known
 
     def _is_ours(self, path: str) -> bool:
-        """Return whether `.sgpuignore` keeps out a file, or a directory that it lies in."""
+        """Return whether `.sgpuignore` leaves out a file or a directory above it."""
         names = path.split("/")
         ignoring = self._chains[""]
         for depth in range(1, len(names) + 1):
@@ -244,7 +246,7 @@ class _CodeWalk:
         if not above:
             if self._is_venv and name in _VENV_NAMES:
                 return False
-            if self.place.shallow:  # only what can be imported from there
+            if self.place.shallow:  # Only importable entries count.
                 is_package = is_directory and os.path.lexists(f"{top}/{name}/__init__.py")
                 if not is_package and (is_directory or not name.endswith(_IMPORTABLE)):
                     return False
@@ -269,7 +271,7 @@ class _CodeWalk:
 
 
 def wanted_files(directory: str, loaded: Collection[str], deeper: Collection[str]) -> tuple[str, ...]:
-    """Return the loaded files that lie below a directory and below none of the roots deeper in it, relative to it."""
+    """Return the loaded files below a directory and not below a deeper root, as relative paths."""
     start = directory.rstrip("/") + "/"
     others = tuple(other.rstrip("/") + "/" for other in deeper if other.startswith(start))
     return tuple(
@@ -288,7 +290,7 @@ def _check_size(listing: Listing) -> None:
         f"the project directory {show(listing.top)} has {count} and {_gigabytes(size)}; at most "
         f"{CODE_FILES_MAX:,} files and {_gigabytes(CODE_BYTES_MAX)} travel as code. Largest: "
         f"{_name_largest(files, by_count=many)}",
-        hint="name what the code does not need in .gitignore or .sgpuignore, for example data/ or *.ckpt",
+        hint="list files that the code does not need in .gitignore or .sgpuignore, for example data/ or *.ckpt",
     )
 
 
@@ -296,7 +298,7 @@ def _name_largest(files: dict[str, ListedFile], *, by_count: bool) -> str:
     weights: Counter[str] = Counter()
     for path, file in files.items():
         first, separator, _ = path.partition("/")
-        # A large file deep down is named itself, many small ones by their directory.
+        # The message names a deep large file itself, and many small files by their directory.
         name = path if not by_count and file.size > CODE_BYTES_MAX // 20 else first + separator
         weights[name] += 1 if by_count else file.size
     largest = weights.most_common(10)
@@ -310,9 +312,9 @@ def _gigabytes(size: int) -> str:
 
 
 def leave_out_misfits(listing: Listing, imported: Collection[str]) -> None:
-    """Take out of a listing of code what no restore would accept, and say why under `odd`.
+    """Remove files from a code listing that no restore would accept; store the reason under `odd`.
 
-    Files that were imported go before others.
+    Imported files take precedence over others.
     """
     misfits = _Misfits()
     for path in sorted(listing.files, key=lambda path: (path not in imported, path)):
@@ -324,19 +326,19 @@ def leave_out_misfits(listing: Listing, imported: Collection[str]) -> None:
 
 
 class _Misfits:
-    """Names that were taken so far, as machines see them that do not tell case."""
+    """Finds paths that are not valid, or that collide on machines that ignore case."""
 
     def __init__(self) -> None:
-        self._folded: dict[str, str] = {"": ""}  # directory → its form that must be unique
-        self._taken: dict[str, str] = {}  # and back, for files, too
-        self._odd: dict[str, tuple[str, str]] = {}  # directory → the one that is odd, and why
+        self._folded: dict[str, str] = {"": ""}  # Directory → its folded form, which must be unique.
+        self._taken: dict[str, str] = {}  # Folded form → path, also for files.
+        self._odd: dict[str, tuple[str, str]] = {}  # Directory → its invalid part, and the reason.
 
     def find(self, path: str) -> tuple[str, str] | None:
-        """Return which part of a path is odd, and why; None where nothing is."""
+        """Return the invalid part of a path and the reason; None for a valid path."""
         if not is_plain(path):
             return path, "its name has control characters, or bytes that are not UTF-8"
         if path.count("/") + 2 > DEPTH_MAX or len(os.fsencode(_AREA + path)) > PATH_BYTES_MAX:
-            return path, f"its path is too long: at most {PATH_BYTES_MAX} bytes and {DEPTH_MAX} names travel"
+            return path, f"its path is too long: at most {PATH_BYTES_MAX} bytes and {DEPTH_MAX} names are allowed"
         directory, separator, name = path.rpartition("/")
         if separator and (found := self._enter(directory)) is not None:
             return found
@@ -362,11 +364,13 @@ class _Misfits:
         other = self._taken.setdefault(folded, path)
         if other == path:
             return None
-        return path, f"where case or Unicode forms do not count it is the same name as {show(os.path.basename(other))}"
+        return path, (
+            f"on a system that ignores case or Unicode forms, its name equals {show(os.path.basename(other))}"
+        )
 
 
 class IgnoredFiles:
-    """What git ignores below a directory, as far as the walk met it."""
+    """The entries that git ignores below a directory, as far as the walk saw them."""
 
     def __init__(self) -> None:
         self._files = 0
@@ -383,9 +387,9 @@ class IgnoredFiles:
             self._candidates.append(path)
 
     def sentence(self, top: str, problem: str = "") -> str:
-        """Return what is to be said, or "" when nothing was ignored.
+        """Return the message about ignored entries, or "" without any.
 
-        `problem` says why it is not known which files git tracks.
+        `problem` says why the files that git tracks are not known.
         """
         if not self._candidates:
             return ""
@@ -401,7 +405,7 @@ class IgnoredFiles:
 
 
 def same_matter(sentence: str) -> str:
-    """Return what of a sentence under "left out" is the same as long as it need not be said again: not the counts."""
+    """Return the part of a message about left-out files that stays the same when only counts change."""
     head, mark, rest = sentence.partition(MARK)
     return f"{head.partition(': ')[0]}{mark}{rest.partition(UNASKED)[2]}" if mark else sentence
 
@@ -411,6 +415,6 @@ def _weight(top: str, path: str) -> tuple[int, bool, bool, int, str]:
     name = path.rstrip("/").rpartition("/")[2]
     size = 0
     if not is_directory:
-        with contextlib.suppress(OSError):  # gone meanwhile
+        with contextlib.suppress(OSError):  # The file disappeared meanwhile.
             size = os.lstat(f"{top}/{path}").st_size
     return path.rstrip("/").count("/"), is_directory and name.startswith("."), not is_directory, -size, path

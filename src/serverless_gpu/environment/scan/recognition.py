@@ -1,13 +1,13 @@
-"""Whether an environment is what it was when it was captured.
+"""Decides if an environment is unchanged since its capture.
 
     level A, `recognise`   directories' mtimes, RECORD and other small files, every file of the project
     level B, `find_edits`  the stat of every file
 
-A difference of stat is no change yet. A directory with another mtime is looked at again: only its mark counts, so
-bytecode does not. A file with another stat, or times that were too fresh to be told apart, is read: only its content
-counts, so `touch`, a checkout there and back, another link to it, and a chmod that leaves the execute bit alone do not.
-The ctime is part of the stat: it cannot be put back, so an edit of the same size shows though its mtime was restored.
-The caller keeps what was cleared this way for the next time.
+A different stat alone is not a change. A directory with another mtime is listed again, and only its mark counts, so
+bytecode does not. A file with another stat, or with times too fresh to compare, is read, and only its content counts.
+So `touch`, a checkout there and back, a new hard link, or a chmod that keeps the execute bit is not a change. The ctime
+is part of the stat, and no call can set it. So an edit of the same size shows even if the mtime was restored. The
+caller stores the new stats for the next time.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from serverless_gpu.environment.scan.roots import keep_for
 from serverless_gpu.errors import EnvironmentProblem
 
 _FORK_FROM_FILES = 4000
-"""With fewer files, looking at them takes less than a fork."""
+"""A fork takes longer than a check of fewer files."""
 _WORKERS = 2
 
 RowPath = Callable[[int], str]
 
 
 class Recognised(msgspec.Struct, frozen=True):
-    """An environment that is unchanged: what was seen, and whether that says more than what was kept."""
+    """An unchanged environment: its current stats, and whether they are newer than the stored ones."""
 
     gate: GatePart
     fresher: bool
 
 
 def recognise(gate: GatePart, description: Description, seen_ns: int, *, watched: bool = False) -> Recognised | None:
-    """Return what was seen of an unchanged environment, None for one that may have changed.
+    """Return the current stats of an unchanged environment, or None if it may have changed.
 
-    `seen_ns` is the time before anything is looked at; `watched` says that watches have just proved that the
-    directories of the libraries are unchanged.
+    `seen_ns` is the time before the check. `watched` says that watches have just proved the library directories
+    unchanged.
     """
     if gate.absent and any(os.path.lexists(path) for path in gate.absent.split("\0")):
         return None
@@ -58,7 +58,7 @@ def recognise(gate: GatePart, description: Description, seen_ns: int, *, watched
         return None
     try:
         mtimes = _compare_directories(gate, description, seen_ns, watched)
-    except EnvironmentProblem:  # a directory is gone or unreadable; the scan that follows says so where it matters
+    except EnvironmentProblem:  # A directory is missing or unreadable. The next scan reports it if it matters.
         return None
     if mtimes is None:
         return None
@@ -67,9 +67,9 @@ def recognise(gate: GatePart, description: Description, seen_ns: int, *, watched
 
 
 def find_edits(stats: Stats, row_path: RowPath, seen_ns: int) -> tuple[list[int], Stats]:
-    """Return the numbers of files that are gone or hold something else, and what was seen of all others.
+    """Return the numbers of missing or changed files, and the current stats of all others.
 
-    `row_path` returns the path of a file's row, by its number; `seen_ns` is the time before anything is looked at.
+    `row_path` returns the row path for the number of a file. `seen_ns` is the time before the check.
     """
     names = stats.names()
     suspects = _find_differences(names, stats)
@@ -78,21 +78,21 @@ def find_edits(stats: Stats, row_path: RowPath, seen_ns: int) -> tuple[list[int]
 
 
 def differing(stats: Stats) -> list[int]:
-    """Return the numbers of the files whose stat is not what it was; nothing is read."""
+    """Return the numbers of the files whose stat has changed, without reading them."""
     names = stats.names()
     return _differences(names, stats, 0, len(names))
 
 
 def is_single_threaded() -> bool:
-    """Return whether this process may be forked: no thread of Python's, nor of a library's."""
+    """Return whether this process may fork: it has no other thread of Python or of a library."""
     try:
         return threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1
-    except OSError:  # no /proc: cannot be known
+    except OSError:  # Without /proc the number of threads is unknown.
         return False
 
 
 def _compare_all(stats: Stats, seen_ns: int) -> Stats | None:
-    """Return what was seen of files when all hold what they held, else None."""
+    """Return the current stats of files if all have their old content, else None."""
     names = stats.names()
     suspects = differing(stats)
     if not suspects:
@@ -102,7 +102,7 @@ def _compare_all(stats: Stats, seen_ns: int) -> Stats | None:
 
 
 def _differences(names: Sequence[str], stats: Stats, start: int, end: int) -> list[int]:
-    """Return the numbers of the files, of a range, whose stat is not what it was."""
+    """Return the numbers of the files in a range whose stat has changed."""
     sizes, mtimes, inodes, ctimes = stats.columns()
     kinds, look_at, look_at_link = stats.kinds, os.stat, os.lstat
     found = []
@@ -138,7 +138,7 @@ def _find_differences(names: Sequence[str], stats: Stats) -> list[int]:
 
 
 class _Worker:
-    """A forked copy of this process that looks at a share of the files: Python's threads would take turns."""
+    """A forked copy of this process that checks a share of the files; Python threads would take turns."""
 
     def __init__(self, names: Sequence[str], stats: Stats, share: tuple[int, int]) -> None:
         self._work = (names, stats, *share)
@@ -149,7 +149,7 @@ class _Worker:
         os.close(writing)
 
     def finish(self) -> list[int]:
-        """Return what it found; its share is looked at here when it died."""
+        """Return the changed files; check the share in this process if the fork died."""
         with open(self._reading, "rb") as pipe:
             answer = pipe.read()
         _, status = os.waitpid(self._pid, 0)
@@ -164,13 +164,13 @@ class _Worker:
                 pipe.write(array("q", _differences(*self._work)).tobytes())
             status = 0
         finally:
-            os._exit(status)  # whatever happens, this copy never returns into its caller
+            os._exit(status)  # This copy must never return into its caller.
 
 
 def _read_suspects(
     names: Sequence[str], stats: Stats, suspects: Sequence[int], row_path: RowPath
 ) -> tuple[list[int], dict[int, os.stat_result]]:
-    """Return which files hold something else, and for the others their stat from before they were read."""
+    """Return the files with changed content; for the others, their stat from before the read."""
 
     def read(number: int) -> os.stat_result | None:
         return _read_suspect(names[number], stats, number, row_path(number))
@@ -194,12 +194,12 @@ def _read_suspect(name: str, stats: Stats, number: int, row_path: str) -> os.sta
         if not stat.S_ISREG(found.st_mode) or (kind == "x") != bool(found.st_mode & stat.S_IXUSR):
             return None
         return found if digest_file(name, row_path).sha256 == digest else None
-    except (OSError, EnvironmentProblem):  # gone, or not readable any more
+    except (OSError, EnvironmentProblem):  # The file is missing or no longer readable.
         return None
 
 
 def _renew(stats: Stats, seen: Mapping[int, os.stat_result], seen_ns: int) -> Stats:
-    """Return stats with what was read and found to be the same."""
+    """Return stats updated with the files that were read and found unchanged."""
     if not seen:
         return stats
     numbers = array("q", stats.numbers)
@@ -211,7 +211,7 @@ def _renew(stats: Stats, seen: Mapping[int, os.stat_result], seen_ns: int) -> St
 
 
 def _compare_directories(gate: GatePart, description: Description, seen_ns: int, watched: bool) -> bytes | None:
-    """Return the mtimes of the directories when everything that counts in them is as it was, else None."""
+    """Return the directories' mtimes if everything that counts in them is unchanged, else None."""
     names = gate.directory_names()
     mtimes = array("q", gate.mtimes)
     areas_of = memoryview(gate.areas_of).cast("H").tolist()
@@ -241,7 +241,7 @@ def _compare_directories(gate: GatePart, description: Description, seen_ns: int,
 
 
 def _newly_loaded(gate: GatePart, description: Description) -> dict[int, CodeDirectory]:
-    """Return the areas of code from which modules were loaded that are not known to be part of them."""
+    """Return the code areas from which files were loaded that are not known as part of them."""
     known = set(gate.code.names())
     again = {}
     for number, area in enumerate(gate.areas):
@@ -256,8 +256,8 @@ def _newly_loaded(gate: GatePart, description: Description) -> dict[int, CodeDir
 
 
 def _compare_code(gate: GatePart, number: int, place: CodeDirectory, mtimes: array[int], seen_ns: int) -> bool:
-    """Return whether a walk of an area of code finds the same directories and files as before."""
-    if place.is_stale():  # git may track what it did not, and only a whole scan asks it
+    """Return whether a walk of a code area finds the same directories and files as before."""
+    if place.is_stale():  # Git may track other files now, and only a full scan reads its index.
         return False
     listing = list_code(place).listing
     names, areas_of = gate.directory_names(), memoryview(gate.areas_of).cast("H")

@@ -1,4 +1,4 @@
-"""Which directories an interpreter imports from, and what each of them holds: its files and distributions.
+"""Finds the directories that an interpreter imports from, with their files and distributions.
 
     sys.path                                      root
     /proj                       (script, cwd)     code, before the standard library
@@ -6,19 +6,19 @@
     /venv/lib/python3.11/site-packages            own   always root 0
     ~/.local/lib/python3.11/site-packages         library
     /usr/lib/python3/dist-packages                library
-    /tmp/deps          (pip install --target)     library, flat: it is site and prefix at once
+    /tmp/deps          (pip install --target)     library, flat: both site and prefix
     /opt/lib/tools.zip                            library of one file, an archive
     /src/pkg/src       (.pth of an editable)      code
     –                  (finder of an editable)    code, not on the path: only generated files name it
 
-    find_spots ─ libraries first, the outermost first ─ then code ─▶ survey: parts, in the order of `sys.path`
+    find_import_roots ─ libraries first, the outermost first ─ then code ─▶ survey: parts, in the order of `sys.path`
 
-To find the spots, the file system is asked what is a directory, and small `.pth` files and editable finders are read.
-A spot that lies in a part already looked at is no part of its own: `pywin32.pth` adds directories of site-packages,
-and a project's `src` may lie in the directory its scripts are started from. A library below a directory of code is a
-part, and left out of the code (`project_files.py`).
+To find the roots, the module checks which paths are directories, and reads small `.pth` files and editable finders. A
+root inside of another scanned root is not a part of its own. For example, `pywin32.pth` adds directories of
+site-packages, and a project's `src` may lie in the directory of its scripts. A library below a code directory is a part
+of its own, and not part of the code (`project_files.py`).
 
-Failure: `EnvironmentUnsupported` for conda, which rewrites installed files so that nobody can tell what they were.
+Failure: `EnvironmentUnsupported` for conda, which rewrites installed files, so that their original content is unknown.
 """
 
 from __future__ import annotations
@@ -68,32 +68,32 @@ _PREFIX_DIRECTORIES = frozenset({"bin", "etc", "include", "lib", "libexec", "man
 
 
 class ImportRoot(msgspec.Struct, frozen=True, kw_only=True):
-    """A directory that modules come from."""
+    """A directory from which an interpreter imports modules."""
 
     kind: ImportRootKind
-    directory: str  # absolute, as `sys.path` says it (for an archive: the directory it lies in)
-    real: str  # without links
-    # for a library the directory above it with ``bin`` and ``share``; the same as `directory` when flat
+    directory: str  # Absolute, as in `sys.path`; for an archive, its directory.
+    real: str  # Path without links.
+    # For a library, the directory above it with ``bin`` and ``share``; the same as `directory` when flat.
     prefix: str = ""
-    site: str = ""  # where the library lies below its prefix; "" when flat
-    is_venv: bool = False  # whether the prefix belongs to it alone, so that files there without an owner are part of it
-    before: bool = False  # whether it comes before the standard library
-    on_path: bool = True  # whether it is on `sys.path`, not only named by a generated file
-    shallow: bool = False  # whether it is no project: the home directory, ``/``
-    archive: str = ""  # name of the file, for an archive
+    site: str = ""  # Path of the library below its prefix; "" when flat.
+    is_venv: bool = False  # The prefix belongs to this library alone, so its unowned files are part of it.
+    before: bool = False  # Comes before the standard library.
+    on_path: bool = True  # Is on `sys.path`, and not only named by a generated file.
+    shallow: bool = False  # Is not a project, for example the home directory or ``/``.
+    archive: str = ""  # File name of an archive.
 
 
 class ImportRoots(msgspec.Struct, frozen=True, kw_only=True):
-    """Where modules come from."""
+    """All directories from which an interpreter imports modules."""
 
-    # the interpreter's own first, then in order of `sys.path`; none twice, but one may lie in another
+    # The interpreter's own first, then in order of `sys.path`. Each is listed once, but one may lie in another.
     spots: tuple[ImportRoot, ...]
-    absent: tuple[str, ...]  # entries of `sys.path` that are not there (yet)
-    left_out: tuple[str, ...]  # what is not looked at, and why
+    absent: tuple[str, ...]  # Missing entries of `sys.path`.
+    left_out: tuple[str, ...]  # Paths that are not scanned, each with the reason.
 
 
 def find_import_roots(description: Description) -> ImportRoots:
-    """Return the directories an interpreter imports from."""
+    """Return the directories that an interpreter imports from."""
     search = _Search(description)
     search.add_own()
     for entry in description.search_path():
@@ -114,12 +114,12 @@ def find_import_roots(description: Description) -> ImportRoots:
 
 
 class _Search:
-    """The spots found so far, by their real path."""
+    """Collects import roots by their real path."""
 
     def __init__(self, description: Description) -> None:
         self._description = description
         self._stdlib = _standard_library(description)
-        # A program's own directory is on `sys.path`, and holds no modules of the user.
+        # The directory of a program is on `sys.path`, but holds no modules of the user.
         prefixes = (description.prefix, description.base_prefix, os.path.join(description.home, ".local"))
         programs = (description.executable, description.base_executable)
         places = [os.path.join(prefix, "bin") for prefix in prefixes] + [os.path.dirname(path) for path in programs]
@@ -134,7 +134,7 @@ class _Search:
         self._add(_library("own", directory))
 
     def add_entry(self, entry: str) -> None:
-        """Add what an entry of `sys.path` stands for."""
+        """Add the root of a `sys.path` entry."""
         real = os.path.realpath(entry)
         if real in self._stdlib:
             self._before = False
@@ -155,7 +155,7 @@ class _Search:
             self._add(self._code(entry, before=self._before))
 
     def add_source(self, source: str) -> None:
-        """Add a directory that an editable install's finder names."""
+        """Add a directory that the finder of an editable install names."""
         if os.path.realpath(source) not in self.spots:
             self._add(msgspec.structs.replace(self._code(source, before=False), on_path=False))
 
@@ -164,8 +164,9 @@ class _Search:
             if os.path.isdir(os.path.join(place, "conda-meta")):
                 raise EnvironmentUnsupported(
                     f"{place} is a conda environment, which cannot be captured: conda rewrites files it installs",
-                    hint='env="live" uses it as it is, on this machine; for a snapshot, make a virtual environment '
-                    "with its Python and install with pip into that all that you use, torch, too: "
+                    hint='env="live" uses it unchanged on this machine; for a snapshot, make a virtual '
+                    "environment "
+                    "with its Python and install all your packages there with pip, including torch: "
                     f"{shlex.quote(place)}/bin/python -m venv .venv && "
                     ".venv/bin/python -m pip install serverless-gpu torch …",
                 )
@@ -184,15 +185,16 @@ class _Search:
             return True
         try:
             names = os.listdir(directory)
-        except OSError:  # said when it is looked at
+        except OSError:  # The scan of the directory reports this error.
             return False
         return any(name.endswith(".dist-info") for name in names) and not any(name in names for name in _PROJECT_FILES)
 
 
 def temporary_directories() -> frozenset[str]:
-    """Return the directories that every user writes to: no project, and no package of one."""
+    """Return the directories that every user can write to, which are no project and no package."""
     found = ["/tmp", "/var/tmp", "/dev/shm"]
-    with contextlib.suppress(FileNotFoundError):  # none can be written to, as in a container with a read-only root
+    # No directory is writable, for example in a container with a read-only root.
+    with contextlib.suppress(FileNotFoundError):
         found.append(tempfile.gettempdir())
     return frozenset(os.path.realpath(path) for path in found)
 
@@ -237,7 +239,7 @@ def _pth_directories(directory: str) -> Iterator[str]:
 
 
 def _finder_sources(directory: str) -> Iterator[str]:
-    """Yield the directories in which editable installs of a directory find their packages."""
+    """Yield the source directories that finders of editable installs name."""
     for file in _names(directory, ".py"):
         if not FINDER.fullmatch(os.path.basename(file)):
             continue
@@ -251,13 +253,13 @@ def _finder_sources(directory: str) -> Iterator[str]:
 def _names(directory: str, ending: str) -> list[str]:
     try:
         names = sorted(name for name in os.listdir(directory) if name.endswith(ending))
-    except OSError:  # not there: nothing is installed; not readable: said when it is looked at
+    except OSError:  # A missing directory has no installs; the scan reports an unreadable one.
         return []
     return [os.path.join(directory, name) for name in names]
 
 
 class Area(msgspec.Struct, frozen=True, array_like=True):
-    """A directory that was walked, and how: so that a part of it can be looked at again."""
+    """A walked directory and the rules of the walk, so that a part of it can be listed again."""
 
     kind: Literal["site", "prefix", "code"]
     top: str  # absolute path
@@ -265,39 +267,39 @@ class Area(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeptDistribution(msgspec.Struct, frozen=True, array_like=True):
-    """A distribution whose unit can be used again while its files are what they are."""
+    """A distribution whose unit can be reused while its files are unchanged."""
 
     owner: int
     info: str  # name of its ``.dist-info`` directory
     scripts: tuple[str, ...]
     notes: dict[str, str]
-    missing: tuple[str, ...]  # rows of files it claims that were not there
+    missing: tuple[str, ...]  # rows of claimed files that did not exist
 
 
 class ReusedUnits(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a root is as it was captured, and was not looked at in detail."""
+    """The unchanged part of a root, which a rescan does not read in detail."""
 
     members: tuple[SnapshotMember, ...]
     scripts: frozenset[str]
     notes: dict[str, str]
     files: frozenset[str]
     distributions: dict[str, KeptDistribution]
-    others: dict[str, tuple[ListedFile, ...]]  # files each claims that are not in its unit, by address
+    others: dict[str, tuple[ListedFile, ...]]  # claimed files that are not in the unit, by address
     unit: Callable[[str], list[tuple[FileRow, ListedFile]]]
 
 
 class SurveyedRoot(msgspec.Struct, frozen=True, kw_only=True):
-    """A root as it was found."""
+    """A root as the survey found it."""
 
     spot: ImportRoot
     files: dict[str, ListedFile]
     areas: tuple[tuple[Area, Listing], ...] = ()
     distributions: tuple[Distribution, ...] = ()
     watched: tuple[str, ...] = ()
-    reused: ReusedUnits | None = None  # what is not among files and distributions, because it is as it was
+    reused: ReusedUnits | None = None  # unchanged units, which `files` and `distributions` do not contain
 
     def holds(self, path: str) -> bool:
-        """Return whether a real path is a directory or file that is part of this one."""
+        """Return whether a real path is a directory or file of this root."""
         if self.spot.archive or not is_inside(path, self.spot.real):
             return False
         _, listing = self.areas[0]
@@ -308,7 +310,7 @@ class SurveyedRoot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
-    """All parts, the interpreter's own first; entries of `sys.path` that are not there; what was left out, and why."""
+    """All roots, the interpreter's own first; missing `sys.path` entries; left-out paths with reasons."""
 
     parts: tuple[SurveyedRoot, ...]
     absent: tuple[str, ...]
@@ -316,7 +318,7 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def keep_prefix(above: str, name: str, is_directory: bool) -> bool:
-    """Return whether an entry of a prefix counts: not its Python, and nothing that is in its top by chance."""
+    """Return whether an entry of a prefix counts: not its Python, and no unknown entry at its top."""
     if not above:
         return is_directory and name in _PREFIX_DIRECTORIES
     if above == "lib/" and name.startswith(("python", "pypy")):
@@ -325,7 +327,7 @@ def keep_prefix(above: str, name: str, is_directory: bool) -> bool:
 
 
 def keep_for(area: Area) -> Keep:
-    """Return which entries count in an area of a library."""
+    """Return the rule for the entries that count in an area of a library."""
     return keep_prefix if area.kind == "prefix" else keep_all
 
 
@@ -334,14 +336,14 @@ def survey(
     look_at: Callable[[str, int], None] = lambda name, files: None,
     again: Callable[[ImportRoot], SurveyedRoot | None] = lambda spot: None,
 ) -> Survey:
-    """Look at everything an interpreter imports from.
+    """Scan everything that an interpreter imports from.
 
-    `look_at` is called with each directory and the number of its files. `again` returns the interpreter's own library,
-    or None to have all of it looked at.
+    `look_at` gets each directory and the number of its files. `again` returns the interpreter's own library, or None
+    for a full scan of it.
     """
     spots = find_import_roots(description)
     parts: dict[int, SurveyedRoot] = {}
-    # By depth: whether a spot lies in another is known when the outer one was walked. Code comes last.
+    # By depth, because a root inside of another one shows only after the outer one was walked. Code comes last.
     order = sorted(
         enumerate(spots.spots), key=lambda one: (one[1].kind != "own", one[1].kind == "code", len(one[1].real))
     )
@@ -388,7 +390,7 @@ def _look_at_library(spot: ImportRoot) -> SurveyedRoot:
 
 
 def check_names(spot: ImportRoot, files: Iterable[str]) -> None:
-    """Refuse names that cannot travel."""
+    """Refuse names that no restore would accept."""
     for path in files:
         if not is_plain(path):
             raise EnvironmentUnsupported(
@@ -398,7 +400,7 @@ def check_names(spot: ImportRoot, files: Iterable[str]) -> None:
 
 
 def _add_claimed(spot: ImportRoot, distributions: tuple[Distribution, ...], files: dict[str, ListedFile]) -> None:
-    """Add what distributions own in a prefix that is not walked, because others live there, too."""
+    """Add files that distributions own in a shared prefix, which is not walked."""
     for distribution in distributions:
         for claim in distribution.claims:
             path = row_path(claim.path, spot.site, spot.prefix)
@@ -415,7 +417,7 @@ def _look_at_code(spot: ImportRoot, spots: ImportRoots, description: Description
     others += [directory for one in libraries for directory in (one.directory, one.real)]
     if spot.shallow:
         others += [one.directory for one in spots.spots if one.kind == "code"]
-        others += temporary_directories()  # below `/`, an `__init__.py` that was left there makes them no package
+        others += temporary_directories()  # Below `/`, a leftover `__init__.py` must not make them packages.
     out = tuple(sorted({path for path in others if path and path != spot.directory}))
     wanted = wanted_files(spot.directory, description.loaded, out)
     place = CodeDirectory(directory=spot.directory, shallow=spot.shallow, out=out, wanted=wanted)
@@ -433,7 +435,7 @@ def _say_odd(part: SurveyedRoot) -> list[str]:
     for area, listing in part.areas:
         for path, reason in listing.odd.items():
             file = os.path.join(listing.top, path)
-            # A library with a device in it is not what anybody installed; a link that leads out is a matter of taste.
+            # No installer makes a device in a library, so that is an error. A link that leads outside is only reported.
             if area.kind != "code" and not os.path.islink(file):
                 raise EnvironmentUnsupported(f"{show(file)} cannot be captured: {reason}", hint="remove it")
             sentences.append(f"{show(file)}: {reason}")

@@ -1,14 +1,14 @@
-"""The scan of an environment, and the memory that makes the next one short.
+"""Scans an environment, and remembers the result to make the next scan fast.
 
-    gate(d)      ~10 ms   unchanged since it was remembered? its snapshot, else None          recognition.py
-    check()      ~50 ms   after a gate that said so, beside the launch: files edited in place
-    watch()     ~200 ms   in a process that stays: from then on it proves that the libraries are unchanged   watcher.py
-    scan(d)      < 1 s    everything: roots, units, addresses                                  roots.py, units.py
-    remember(s)           after a capture: what the gate compares with from now on             index.py
+    gate(d)      ~10 ms   unchanged since it was remembered? returns its snapshot, else None    recognition.py
+    check()      ~50 ms   after such a gate, during the launch: files edited in place
+    watch()     ~200 ms   in a process that stays: proves that the libraries remain unchanged   watcher.py
+    scan(d)      < 1 s    everything: roots, units, addresses                                   roots.py, units.py
+    remember(s)           after a capture: stores the state for later gates                     index.py
 
-A scan reads what RECORD does not answer for: code, unowned files, files of unknown installers, edited ones; and of
-those only what it has not read before. So a RECORD that lies may give a unit a wrong address here. The capture that
-sends its bytes finds out, corrects the scan, and what it remembers wins over RECORD the next time.
+A scan reads files that RECORD does not cover: code, unowned files, files of unknown installers, and edited files. It
+reads only those that it has not read before. So a wrong RECORD may give a unit a wrong address here. The capture that
+sends the unit's bytes finds the error and corrects the scan. The next time, the index overrides RECORD.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from serverless_gpu.environment.scan.watcher import LibraryWatcher, Unwatchable
 
 
 class Scan(msgspec.Struct, frozen=True, kw_only=True):
-    """An environment as it was found: its snapshot, and by address where its units are."""
+    """A scanned environment: its snapshot, and its local units by address."""
 
     snapshot: Snapshot
     sources: Mapping[str, LocalUnit]
@@ -46,7 +46,7 @@ _UNKNOWN = Change(kind="root", name="the environment", what="changed")
 
 
 class _Seen(msgspec.Struct, frozen=True):
-    """The last scan, as far as it is needed to remember it."""
+    """The last scan, with all data that `remember` needs."""
 
     key: bytes
     seen_ns: int
@@ -55,14 +55,14 @@ class _Seen(msgspec.Struct, frozen=True):
 
 
 class _Gated(msgspec.Struct, frozen=True):
-    """An environment that the gate has found unchanged, and what it was compared with."""
+    """An environment that the gate found unchanged, and the data that it was compared with."""
 
     description: Description
     gate: GatePart
 
 
 class Recogniser:
-    """What this machine knows about environments it has captured. One object serves one caller at a time."""
+    """Recognizes environments that this machine has captured. One object serves one caller at a time."""
 
     def __init__(self, directory: Path, clock: Clock | None = None) -> None:
         self._directory = directory
@@ -71,9 +71,9 @@ class Recogniser:
         self._seen: _Seen | None = None
 
     def gate(self, description: Description, watched: bytes = b"") -> Snapshot | None:
-        """Return what this environment was captured as, when nothing has changed as far as can be seen at once.
+        """Return the snapshot of the last capture if a quick check finds no change.
 
-        None when something has changed, or it was never captured.
+        Return None when the environment has changed or was never captured.
         """
         self._gated = None
         key = _key(description)
@@ -90,23 +90,23 @@ class Recogniser:
         return recognised.gate.snapshot
 
     def known(self) -> Snapshot | None:
-        """Return what `gate` returned last."""
+        """Return the last result of `gate`."""
         return None if self._gated is None else self._gated.gate.snapshot
 
     def generation(self) -> bytes:
-        """Return the generation of the index that `gate` compared with last; b"" when it saw a change."""
+        """Return the index generation that `gate` compared with last; b"" when it found a change."""
         return b"" if self._gated is None else self._gated.gate.generation
 
     def last(self, description: Description) -> Snapshot | None:
-        """Return what this environment was captured as last, whatever has changed since; None when it never was."""
+        """Return the last captured snapshot of an environment, even if it has changed; None without one."""
         key = _key(description)
         gate = self._index(key).read_gate()
         return gate.snapshot if gate is not None and gate.key == key else None
 
     def check(self) -> tuple[Change, ...]:
-        """Return the files that were edited in place, after a gate that saw no change: looks at every file.
+        """Check every file after a gate without changes, and return files that were edited in place.
 
-        One change for each unit that is not what it was.
+        The result has one change for each changed unit.
         """
         gated = self._gated
         if gated is None:
@@ -124,9 +124,9 @@ class Recogniser:
         return _tell(files, names, edited)
 
     def _check_again(self, gated: _Gated) -> tuple[Change, ...]:
-        """Return what has changed when another process has remembered the environment since the gate.
+        """Return the changes when another process has remembered the environment since the gate.
 
-        Nothing that is remembered answers for what the gate said, unless it says the same again.
+        The new index cannot confirm the old result of the gate, unless the gate gives the same result again.
         """
         was = gated.gate
         now = self.gate(gated.description)
@@ -135,9 +135,9 @@ class Recogniser:
         return compare(was.snapshot, now) or self.check()
 
     def watch(self, description: Description) -> tuple[LibraryWatcher, bytes]:
-        """Place watches on the libraries, look at everything, and return the watches and the index's generation.
+        """Place watches on the libraries, check all files, and return the watches and the index generation.
 
-        Raises Unwatchable: watches cannot be had, would not suffice, or the environment has changed meanwhile.
+        Raises Unwatchable: watches are not available or not sufficient, or the environment has changed meanwhile.
         """
         index = self._index(_key(description))
         gate, files = index.read_gate(), index.read_files()
@@ -145,7 +145,7 @@ class Recogniser:
             raise Unwatchable("the index of the environment cannot be read")
         watcher = LibraryWatcher(gate, files.files)
         try:
-            # From here on events tell of changes, and the look finds those from before.
+            # From here on, events report changes. The check finds earlier changes.
             if self.gate(description) is None or self.check():
                 raise Unwatchable("the environment has changed meanwhile")
             seen = index.read_files()
@@ -160,7 +160,7 @@ class Recogniser:
         return watcher, gate.generation
 
     def scan(self, description: Description, report: Report) -> Scan:
-        """Return what an interpreter imports from, as units with their addresses."""
+        """Return everything that an interpreter imports from, as units with addresses."""
         seen_ns, key = self._clock.wall_ns(), _key(description)
         counted = 0
 
@@ -177,9 +177,9 @@ class Recogniser:
         return Scan(snapshot=composed.snapshot, sources=composed.sources)
 
     def remember(self, scan: Scan) -> None:
-        """Keep what was captured, for `gate` and `check`.
+        """Store the captured state for `gate` and `check`.
 
-        Raises OSError: it cannot be written; the next call takes as long as the first.
+        Raises OSError: the index cannot be written. The next call is then as slow as the first.
         """
         seen = self._seen
         if seen is None:
@@ -197,14 +197,17 @@ class Recogniser:
 
 
 def _key(description: Description) -> bytes:
-    """Return what an environment is remembered by: its own key, and where git's patterns of the user would be."""
+    """Return the index key of an environment: its own key, and the paths of the user's git settings."""
     return description.key() + "\0".join(user_patterns()[1]).encode(errors="surrogateescape")
 
 
 @contextlib.contextmanager
 def garbage_kept() -> Iterator[None]:
-    """Let the garbage collector rest: a scan or capture makes 100,000 small objects that stay; it would look at them
-    all, again and again, for a third of a scan's time."""
+    """Disable the garbage collector while the block runs.
+
+    A scan or capture makes 100,000 small objects that stay. The collector would visit them repeatedly, for a third of a
+    scan's time.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,9 +1,9 @@
-"""From parts to a snapshot: units get their rows and addresses, roots their members.
+"""Composes a snapshot from scanned parts: rows and addresses of units, members of roots.
 
     parts ─ drafts ─ generated files taken out ─ links settled ─ digests ─ rows ─ units ─ members ─ roots ─ snapshot
 
-Where a digest comes from, in this order: what was read before, if the file is the same by stat; RECORD, where it is to
-be believed; the file.
+The digest of a file comes from the first source that applies: an earlier scan (same stat), a trusted RECORD, or the
+file itself.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ _LEFT_OUT_MAX = 1000
 class LocalUnit(msgspec.Struct, frozen=True, kw_only=True):
     """A unit on this machine."""
 
-    rows: tuple[FileRow, ...]  # in order of their paths
-    # for each row with content, in that order, the absolute path of the file; links are to be followed
+    rows: tuple[FileRow, ...]  # Sorted by path.
+    # Absolute paths of the files of rows with content, in the same order. The reader must follow links.
     files: tuple[str, ...]
-    # by number of a row: what stands instead of the file's content (a script whose first line is `#!python`)
+    # Row number → text that replaces the file's content (a script whose first line is `#!python`).
     texts: dict[int, bytes] = {}
-    previous: str = ""  # address of the version of this unit that was captured here before, or ""
+    previous: str = ""  # Address of this unit's last captured version, or "".
 
 
 class Composition(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot, where its units are, and what of each file is worth remembering."""
+    """A snapshot, its local units, and the facts to remember about their files."""
 
     snapshot: Snapshot
     sources: Mapping[str, LocalUnit]
@@ -68,8 +68,8 @@ class Composition(msgspec.Struct, frozen=True, kw_only=True):
 def compose(
     found: Survey, description: Description, known: KnownFiles, captured_ns: int, report: Report
 ) -> Composition:
-    """Return the snapshot of what was found."""
-    # A directory without anything in it adds nothing; the interpreter's own is there always.
+    """Return the snapshot of a survey."""
+    # An empty directory adds nothing. The interpreter's own root is always listed.
     parts = [part for number, part in enumerate(found.parts) if part.files or number == 0]
     drafts = [draft_units(part) for part in parts]
     directories = DirectoryPlaceholders([part.spot for part in parts])
@@ -85,7 +85,7 @@ def compose(
         settle_contested(drafted.contested, {path: digest.sha256 for path, digest in digested.items()})
         members = [composer.make_member(part, unit, digested) for unit in drafted.units if unit.files]
         members += composer.reuse(part)
-        # In their order; of two that are the same unit, one.
+        # In canonical order; identical units are listed once.
         listed = in_order({member.address: member for member in members}.values())
         spot = part.spot
         kind = "library" if spot.kind == "archive" else spot.kind
@@ -96,18 +96,18 @@ def compose(
 
 
 class UnitSources(Mapping[str, LocalUnit]):
-    """Sources by address; those of reused units are made on demand."""
+    """Local units by address; reused units are made on demand."""
 
     def __init__(self) -> None:
         self._known: dict[str, LocalUnit] = {}
         self._reused: dict[str, ReusedUnits] = {}
 
     def add(self, address: str, source: LocalUnit) -> None:
-        """Add a source."""
+        """Add the source of a unit."""
         self._known[address] = source
 
     def add_reused(self, reused: ReusedUnits) -> None:
-        """Add those of a root's units that are reused."""
+        """Add the reused units of a root."""
         for member in reused.members:
             self._reused.setdefault(member.address, reused)
 
@@ -126,7 +126,7 @@ class UnitSources(Mapping[str, LocalUnit]):
 
 
 class _Composer:
-    """Units as they come: their sources by address, and what is remembered of them."""
+    """Composes units, and collects their sources and the facts to remember."""
 
     def __init__(self, known: KnownFiles) -> None:
         self._known = known
@@ -134,7 +134,7 @@ class _Composer:
         self.made: list[IndexedUnit] = []
 
     def make_member(self, part: SurveyedRoot, draft: UnitDraft, digests: Mapping[str, Digest]) -> SnapshotMember:
-        """Return a unit as its root lists it, and keep its source."""
+        """Return a unit's entry in its root, and store its source."""
         rows: list[FileRow] = []
         files: list[str] = []
         texts: dict[int, bytes] = {}
@@ -147,7 +147,7 @@ class _Composer:
             digest = digests[path]
             if digest.text is not None:
                 texts[len(rows)] = digest.text
-            # pip leaves a wheel's script as executable as it was packed, uv makes each of them so.
+            # pip keeps the execute bit of a wheel's script; uv sets it for all scripts.
             is_script = draft.kind == "distribution" and path.startswith("prefix/bin/")
             kind: RowKind = "x" if file.kind == "x" or is_script else "f"
             rows.append(FileRow(path, kind, digest.size, digest.sha256))
@@ -173,7 +173,7 @@ class _Composer:
         return member
 
     def reuse(self, part: SurveyedRoot) -> tuple[SnapshotMember, ...]:
-        """Return the units of a root that are as they were."""
+        """Return the unchanged units of a root."""
         if part.reused is None:
             return ()
         self.sources.add_reused(part.reused)
@@ -181,7 +181,7 @@ class _Composer:
 
 
 def _digest_all(drafts: Sequence[RootDrafts], known: KnownFiles, report: Report) -> list[dict[str, Digest]]:
-    """Return for each part the digests of its files by path of the row."""
+    """Return the digests of each part's files, by row path."""
     digests: list[dict[str, Digest]] = []
     unread: list[tuple[int, str, ListedFile]] = []
     for number, one in enumerate(drafts):
@@ -198,7 +198,7 @@ def _digest_all(drafts: Sequence[RootDrafts], known: KnownFiles, report: Report)
                 if digest is not None:
                     mine[path] = digest
                 else:
-                    mine[path] = Digest(b"", 0)  # its place is taken: another unit may have the same file
+                    mine[path] = Digest(b"", 0)  # Reserves the path, because another unit may have the same file.
                     unread.append((number, path, file))
     total = sum(file.size for _, _, file in unread)
 
@@ -247,7 +247,7 @@ def _notes(part: SurveyedRoot) -> dict[str, str]:
 
 
 def _loaded(parts: Sequence[SurveyedRoot], loaded: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Return for each root the rows of the Python files that were imported."""
+    """Return the rows of the imported Python files of each root."""
     rows = {file.file: (number, path) for number, part in enumerate(parts) for path, file in part.files.items()}
     found: list[list[str]] = [[] for _ in parts]
     reused = [(number, part.spot, part.reused.files) for number, part in enumerate(parts) if part.reused is not None]

@@ -1,12 +1,12 @@
-"""A second look at the interpreter's own library: what has not changed since it was captured is taken from there.
+"""Rescans the interpreter's own library, and reuses units that are unchanged since the capture.
 
-    every directory's and file's stat ─ the same ────────────────▶ nothing
-                                      └ another ─ listed again ─▶ paths that are new, gone, or another file
-    distributions ─ none of these is theirs, none of their files is claimed by another ─▶ `ReusedUnits`: unit as it was
-                  └ else, and all without an owner ─▶ the part: files and distributions as a first look finds them
+    every directory's and file's stat ─ the same ────────────────▶ nothing to do
+                                      └ another ─ listed again ─▶ paths that are new, missing or changed
+    distributions ─ without these paths, and no file claimed by another one ─▶ `ReusedUnits`: the unit as it was
+                  └ all others, and unowned files ─▶ the part: files and distributions as in a full scan
 
-The result is exactly that of a first look. So only what is simple is ever reused: `reusable` says what is. Whatever
-else is odd (another place, links to nowhere, a directory that vanishes meanwhile) leads to a first look at everything.
+The result equals that of a full scan. So only simple distributions are reused, which `reusable` selects. Anything else
+that is odd (another place, broken links, a directory that vanishes meanwhile) leads to a full scan.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class IndexParts(msgspec.Struct, frozen=True):
 
 
 def look_again(spot: ImportRoot, memory: IndexParts) -> SurveyedRoot | None:
-    """Return the interpreter's own library as it is now, or None where everything has to be looked at."""
+    """Return the interpreter's own library as it is now, or None if a full scan is needed."""
     areas = memory.gate.areas[:2]
     same = [(area.kind, area.top) for area in areas] == [("site", spot.directory), ("prefix", spot.prefix)]
     if memory.kept.spot != spot or not same:
@@ -56,20 +56,21 @@ def look_again(spot: ImportRoot, memory: IndexParts) -> SurveyedRoot | None:
     try:
         seen = _Directories(spot, memory)
         return _Choice(spot, memory, seen).part() if seen.compare() else None
-    except (OSError, EnvironmentUnsupported):  # something goes away just now, or is refused: the first look says why
+    except (OSError, EnvironmentUnsupported):  # An entry disappears or is refused just now; the full scan reports why.
         return None
 
 
 def reusable(
     part: SurveyedRoot, units: Sequence[tuple[int, Distribution, Sequence[FileRow]]]
 ) -> list[KeptDistribution]:
-    """Return those of the distributions whose units may be reused as long as their files are what they are.
+    """Return the distributions whose units may be reused while their files are unchanged.
 
-    Not those with a link, with a file that another one claims, or with one that is rewritten on its way.
+    A distribution with a link, with a file that another one claims, or with a file that the capture rewrites is not
+    reused.
     """
     site, prefix = part.spot.site, part.spot.prefix
     claims = {number: _claimed(distribution, site, prefix) for number, distribution, _ in units}
-    for distribution in part.distributions:  # those without a unit claim, too
+    for distribution in part.distributions:  # Distributions without a unit also claim files.
         if not any(distribution is other for _, other, _ in units):
             claims[-1 - len(claims)] = _claimed(distribution, site, prefix)
     often = {path for path, count in Counter(path for paths in claims.values() for path in paths).items() if count > 1}
@@ -91,7 +92,7 @@ def reusable(
 
 
 def own_row_path(spot: ImportRoot, file: str) -> str:
-    """Return the path of the row of a file in a virtual environment."""
+    """Return the row path of a file in a virtual environment."""
     if file.startswith(spot.directory + "/"):
         return f"site/{file[len(spot.directory) + 1 :]}"
     return f"prefix/{file[len(spot.prefix) + 1 :]}"
@@ -103,7 +104,7 @@ def _claimed(distribution: Distribution, site: str, prefix: str) -> set[str]:
 
 
 class _Directories:
-    """What is not as it was: directories that were listed again, and those that are gone."""
+    """Compares directories with the index, and collects those listed again and those that are gone."""
 
     def __init__(self, spot: ImportRoot, memory: IndexParts) -> None:
         self._spot = spot
@@ -121,7 +122,7 @@ class _Directories:
                 self._area_of[name] = areas_of[number]
 
     def compare(self) -> bool:
-        """List again what has changed; return whether all of it is plain enough to go on."""
+        """List changed directories again; return whether all of them are simple enough to go on."""
         again = self._moved()
         mine = [owner.site == self._spot.directory for owner in self._files.owners]
         owners_of = memoryview(self._files.owners_of).cast("I").tolist()
@@ -139,7 +140,7 @@ class _Directories:
         return True
 
     def listings(self) -> tuple[tuple[Area, Listing], ...]:
-        """Return the areas as they are now; files are in the part."""
+        """Return the areas as they are now, without files."""
         areas = self._gate.areas[:2]
         listings = [Listing(top=area.top, files={}, directories={}, odd={}) for area in areas]
         mtimes = memoryview(self._gate.mtimes).cast("q").tolist()
@@ -155,7 +156,7 @@ class _Directories:
         return tuple(zip(areas, listings, strict=True))
 
     def _moved(self) -> set[str]:
-        """Return the directories that may hold other names than before."""
+        """Return the directories whose names may have changed."""
         mtimes = memoryview(self._gate.mtimes).cast("q").tolist()
         inodes = memoryview(self._kept.inodes).cast("q").tolist()
         again = set()
@@ -195,7 +196,7 @@ class _Directories:
 
 
 class _Choice:
-    """What is reused, and what is left for a first look."""
+    """Decides which units are reused, and which need a full scan."""
 
     def __init__(self, spot: ImportRoot, memory: IndexParts, seen: _Directories) -> None:
         self._spot = spot
@@ -203,7 +204,7 @@ class _Choice:
         self._seen = seen
 
     def part(self) -> SurveyedRoot:
-        """Return the part as it is now."""
+        """Return the root as it is now."""
         spot, memory = self._spot, self._memory
         mine = [owner.site == spot.directory for owner in memory.files.owners]
         kept = [
@@ -227,7 +228,7 @@ class _Choice:
             hit = {owner_of.get(path, NO_OWNER) for path in files_claimed} & reused.keys()
             if not hit:
                 break
-            for owner in hit:  # another unit claims what they have
+            for owner in hit:  # Another unit claims their files.
                 del reused[owner]
         check_names(spot, by_row)
         records = [file.file for path, file in by_row.items() if path.endswith(f"{_INFO}/RECORD")]
@@ -244,7 +245,7 @@ class _Choice:
     def _changed(
         self, kept: Sequence[tuple[ListedFile, int]], void: set[str], fresh: dict[str, ListedFile]
     ) -> set[str]:
-        """Return the paths of files that are new, gone, or another one."""
+        """Return the paths of new, missing or changed files."""
         before = {file.file: file for file, _ in kept if _above(file.file) in void}
         return {
             path
@@ -301,7 +302,7 @@ class _Choice:
 
 
 class _Units:
-    """Reused units, whose rows are made on demand."""
+    """Makes the rows of reused units on demand."""
 
     def __init__(self, spot: ImportRoot, files: FilesPart, owners: dict[str, int]) -> None:
         self._spot = spot
@@ -310,7 +311,7 @@ class _Units:
         self._found: dict[int, list[tuple[FileRow, ListedFile]]] = {}
 
     def unit(self, address: str) -> list[tuple[FileRow, ListedFile]]:
-        """Return rows with their files, in order of their paths."""
+        """Return the rows of a unit with their files, sorted by path."""
         if not self._found:
             digests, wanted = self._files.files.digests, set(self._owners.values())
             for number, (file, owner) in enumerate(_kept_files(self._files.files, self._files.owners_of)):
@@ -333,7 +334,7 @@ def _kept_files(stats: Stats, owners_of: bytes) -> Iterator[tuple[ListedFile, in
 
 
 def _differing(stats: Stats, mine: Sequence[bool] | None) -> set[str]:
-    """Return the directories of files whose stat is not what it was, and of all links: where they lead may change."""
+    """Return the directories of files with a changed stat, and of all links, whose targets may change."""
     found = set()
     look_at, executable, is_link = os.lstat, stat.S_IXUSR, stat.S_ISLNK
     for number, (name, kind, size, mtime_ns, inode, ctime_ns) in enumerate(
@@ -359,7 +360,7 @@ def _differing(stats: Stats, mine: Sequence[bool] | None) -> set[str]:
 
 
 def directory_inodes(names: Iterable[str]) -> bytes:
-    """Return the inodes of directories as they are kept; 0 for one that is gone."""
+    """Return the inodes of directories in stored form; 0 for a missing one."""
     inodes = array("q")
     for name in names:
         try:

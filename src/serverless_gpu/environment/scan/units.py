@@ -1,12 +1,12 @@
-"""Divides the files of a root into units, and takes out those that name directories of their machine.
+"""Divides the files of a root into units, and extracts files that name local directories.
 
-A file that several distributions claim is in each of them as long as they claim the same; else its content is looked
-at, and it belongs to those that are right. What no distribution claims is the root's unowned unit, apart from what a
+A file that several distributions claim belongs to each of them while their claims agree. Otherwise its content decides,
+and it belongs to those with the right digest. Files without a claim form the root's unowned unit, except files that a
 virtual environment makes for itself.
 
-`.pth`, `.egg-link` and finders of editable installs name directories. Their text is kept with `{{sgpu:2}}` in place of
-the directory of root 2, and written again on restore. A line of a `.pth` that adds a directory of no root is left out:
-it would add nothing there. Those that name nothing of this machine stay ordinary files of their units.
+`.pth`, `.egg-link` and finders of editable installs name directories. Their text is stored with `{{sgpu:2}}` in place
+of the directory of root 2, and restore writes it again. A `.pth` line that adds a directory of no root is left out,
+because it would add nothing there. Files that name no local directory stay ordinary files of their units.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from serverless_gpu.environment.scan.roots import FINDER, ImportRoot, SurveyedRo
 from serverless_gpu.environment.snapshot_rules import LINK_HOPS_MAX, TEXT_BYTES_MAX
 from serverless_gpu.errors import EnvironmentUnsupported
 
-# Made by venv, virtualenv and uv for the environment itself; `𝜋thon` is Python 3.14's joke.
+# venv, virtualenv and uv make these for the environment itself. Python 3.14 also makes `𝜋thon`.
 _VENV_FILE = re.compile(
     r"prefix/bin/(activate(\.\w+|_this\.py)?|Activate\.ps1|deactivate(\.\w+)?|pydoc(\.bat)?"
     r"|(python|pypy|𝜋thon)w?[0-9.]*t?(-config)?)"
     r"|site/_virtualenv\.(py|pth)"
 )
-_ENDS = r"(?![^/\"'\s:;,)\]}\\])"  # a directory's name ends here
+_ENDS = r"(?![^/\"'\s:;,)\]}\\])"  # end of a directory's name
 
 
 class UnitDraft(msgspec.Struct, kw_only=True):
@@ -51,24 +51,24 @@ class UnitDraft(msgspec.Struct, kw_only=True):
     name: str = ""
     version: str = ""
     files: dict[str, ListedFile] = {}
-    believed: dict[str, RecordLine] = {}  # what RECORD says of them, where it is believed
+    believed: dict[str, RecordLine] = {}  # claims of RECORD for these files, where they are trusted
     record: ListedFile | None = None
     distribution: Distribution | None = None
 
     def modules(self) -> tuple[str, ...]:
-        """Return the names it adds to what can be imported."""
+        """Return the import names that the unit adds."""
         return tuple(sorted({name for path in self.files if (name := module_name(path))}))
 
 
 class RootDrafts(msgspec.Struct, kw_only=True):
-    """The units of a root, and for files that distributions disagree about, which claims what."""
+    """The units of a root, and the claims for files that distributions disagree about."""
 
     units: list[UnitDraft]
     contested: dict[str, list[tuple[UnitDraft, RecordLine]]]
 
 
 def draft_units(part: SurveyedRoot) -> RootDrafts:
-    """Divide the files of a part."""
+    """Divide the files of a root into units."""
     if part.spot.kind == "code":
         code = UnitDraft(kind="code", name=os.path.basename(part.spot.real), files=dict(part.files), believed={})
         return RootDrafts(units=[code], contested={})
@@ -104,7 +104,7 @@ def draft_units(part: SurveyedRoot) -> RootDrafts:
 
 
 def settle_contested(contested: Mapping[str, list[tuple[UnitDraft, RecordLine]]], sha256: Mapping[str, bytes]) -> None:
-    """Leave files that distributions disagree about to those that are right, or to the first when none is."""
+    """Assign disputed files to the distributions with the right digest, or to the first if none is right."""
     for path, owners in contested.items():
         right = [draft for draft, claim in owners if claim.sha256 == sha256[path]] or [owners[0][0]]
         for draft, _ in owners:
@@ -113,7 +113,10 @@ def settle_contested(contested: Mapping[str, list[tuple[UnitDraft, RecordLine]]]
 
 
 def settle_links(draft: UnitDraft) -> list[str]:
-    """Keep the links of a unit that lead to something in it, one way or another; others become files or go."""
+    """Keep links that lead into their unit; turn other links into files, or leave them out.
+
+    Return a message for each link that is left out.
+    """
     links = [path for path, file in draft.files.items() if file.kind == "l"]
     if not links:
         return []
@@ -150,7 +153,7 @@ def _claim_files(
             continue
         draft.files[path] = file
         owners.append((draft, claim))
-        # A script's digest in RECORD is that of the shebang of one machine.
+        # RECORD has the digest of a script with one machine's shebang.
         if distribution.trusted and file.kind != "l" and not may_be_script(path, file.size):
             times = {"mtime_ns": file.mtime_ns, "record_mtime_ns": distribution.record.mtime_ns}
             if is_trusted(claim, size=file.size, **times):
@@ -168,7 +171,7 @@ def _directories(paths: Iterable[str]) -> set[str]:
 
 
 def _leads_somewhere(path: str, files: Mapping[str, ListedFile], directories: set[str]) -> bool:
-    """Return whether a link's text leads to a file or directory of the unit, through real directories only."""
+    """Return whether a link leads to an entry of its unit, through real directories only."""
     for _ in range(LINK_HOPS_MAX):
         target = files[path].target
         if target.startswith("/"):
@@ -192,7 +195,7 @@ def _leads_somewhere(path: str, files: Mapping[str, ListedFile], directories: se
 
 
 def _resolve(path: str, files: Mapping[str, ListedFile], directories: set[str]) -> ListedFile | None:
-    """Return what a link becomes: one that says it directly, or the file it leads to, or nothing."""
+    """Return the replacement of a link: a direct link, the file that it leads to, or None."""
     file = files[path]
     depth = path.count("/")
     top = file.file
@@ -208,7 +211,7 @@ def _resolve(path: str, files: Mapping[str, ListedFile], directories: set[str]) 
 
 
 class DirectoryPlaceholders:
-    """The directories of all roots, and what stands for them."""
+    """Replaces the directories of roots with placeholders."""
 
     def __init__(self, spots: Sequence[ImportRoot]) -> None:
         self._tokens: dict[str, str] = {}
@@ -216,16 +219,16 @@ class DirectoryPlaceholders:
             if not spot.archive:
                 for directory in (spot.directory, spot.real):
                     self._tokens.setdefault(directory, f"{{{{sgpu:{number}}}}}")
-        # The longest first: a root may lie in another.
+        # Longest first, because a root may lie in another one.
         names = sorted(self._tokens, key=len, reverse=True)
         self._pattern = re.compile(r"(?<![\w.~/-])(" + "|".join(map(re.escape, names)) + ")" + _ENDS)
 
     def replace(self, text: str) -> str:
-        """Return a text with directories of roots replaced."""
+        """Return a text with placeholders for directories of roots."""
         return self._pattern.sub(lambda found: self._tokens[found[1]], text)
 
     def replace_lines(self, text: str) -> str:
-        """Return a `.pth` file's text with directories replaced, without lines that name a directory of no root."""
+        """Return a `.pth` file's text with placeholders, without lines that name a directory of no root."""
         lines = []
         for line in text.splitlines(keepends=True):
             replaced = self.replace(line)
@@ -236,7 +239,7 @@ class DirectoryPlaceholders:
 
 
 def take_generated(drafts: Sequence[UnitDraft], directories: DirectoryPlaceholders) -> tuple[Generated, ...]:
-    """Take the files that name directories out of the units of a root, and return what is generated in their place."""
+    """Remove files that name directories from the units, and return the generated files for them."""
     texts: dict[str, Generated] = {}
     for draft in drafts:
         for path in [path for path in draft.files if may_name_directories(path)]:
@@ -246,9 +249,9 @@ def take_generated(drafts: Sequence[UnitDraft], directories: DirectoryPlaceholde
                 continue
             if len(replaced.encode()) > TEXT_BYTES_MAX or "\0" in replaced:
                 raise EnvironmentUnsupported(
-                    f"{show(draft.files[path].file)} names directories of this machine, and is no text of at most "
-                    f"{TEXT_BYTES_MAX // 1024} KB",
-                    hint="remove it, or install what it belongs to without -e",
+                    f"{show(draft.files[path].file)} names directories of this machine, and is not a text file of "
+                    f"at most {TEXT_BYTES_MAX // 1024} KB",
+                    hint="remove it, or install its package without -e",
                 )
             del draft.files[path]
             texts[path] = Generated(path=path, text=replaced)
@@ -256,12 +259,12 @@ def take_generated(drafts: Sequence[UnitDraft], directories: DirectoryPlaceholde
 
 
 def archive_line(number: int, spot: ImportRoot) -> Generated:
-    """Return the `.pth` of root 0 that puts an archive on the path."""
+    """Return the `.pth` file of root 0 that adds an archive to `sys.path`."""
     return Generated(path=f"site/_sgpu_archive_{number}.pth", text=f"{{{{sgpu:{number}}}}}/{spot.archive}\n")
 
 
 def may_name_directories(path: str) -> bool:
-    """Return whether a row is a file of a kind that may name directories of its machine."""
+    """Return whether the file of a row may name directories of its machine."""
     area, _, name = path.partition("/")
     if area != "site" or "/" in name:
         return False

@@ -1,34 +1,34 @@
-"""Watches that prove that the libraries of an environment are unchanged, without a look at every file.
+"""Proves with watches that an environment's libraries are unchanged, without checking every file.
 
-    place   a watch on every directory and on every file, then a full look: the baseline
-    ask     mount table ─ tops of the libraries ─ queue of events ─ stat of what the queue cannot answer for
-            └ nothing happened ──▶ "": the full look would find nothing
-            └ anything else ─────▶ the reason, and the watches are of no more use: look at everything, place them again
+    place   a watch on every directory and on every file, then a full check: the baseline
+    ask     mount table ─ tops of the libraries ─ queue of events ─ stat of files that the queue cannot cover
+            └ nothing happened ──▶ "": a full check would find nothing
+            └ anything else ─────▶ the reason; the watches are useless now: check everything, and place them again
 
-The directory's own watch reports names that come, go or are renamed. It does not report writes through another hard
-link, nor a new hard link to a file. The watch on the file itself (its inode) reports both, by whatever name.
+The watch on a directory reports names that appear, disappear or are renamed. It does not report writes through another
+hard link, nor a new hard link to a file. The watch on the file itself (its inode) reports both, by any name.
 
 Every write begins with an open of the file, which the file's watch reports. From then on `ask` compares the file's stat
 with the baseline. This covers writes that raise no event: those through a mapping, and on old kernels through io_uring.
 
-| what happens | who finds it |
-|---|---|
-| write, truncate, chmod, a new hard link, a write by another name | watch on the file |
-| rename over a file or directory, new, removed | watch on the directory |
-| write through a mapping | open, then the stat of the file; its last close |
-| a file that is a link to another place, or that no watched directory holds | its stat, at each question |
-| the library's directory, or one above it, renamed or replaced | device and inode of each top |
-| a mount on, above or below a top; unmounted | mount table; an event |
-| more events than the queue holds | an event: everything counts as changed |
-| network, FUSE and overlay file systems, no watches left, too many links | `Unwatchable`: always a full look |
+    change                                                                      detected by
+    write, truncate, chmod, a new hard link, a write by another name            watch on the file
+    rename over a file or directory, new, removed                               watch on the directory
+    write through a mapping                                                     open, then the file's stat; last close
+    a file that is a link to another place, or outside of watched directories   its stat, at each question
+    the library's directory, or one above it, renamed or replaced               device and inode of each top
+    a mount on, above or below a top; unmounted                                 mount table; an event
+    more events than the queue can hold                                         an event: all counts as changed
+    network, FUSE and overlay file systems, no watches left, too many links     `Unwatchable`: always a full check
 
-Not found: a write through a mapping that a process made before the watches were placed and keeps, until it ends. The
-full look finds such a write only where it is the first to its page since the kernel wrote that page to the disk.
+Not detected: a write through a mapping that a process made before the watches were placed and still keeps. A full check
+finds such a write only if the kernel had written the page to the disk since the write before.
 
-Bytecode does not count, as everywhere. Project code is not watched: the gate compares every file of it anyway.
+Bytecode does not count, as in every scan. Project code is not watched, because the gate compares every file of it
+anyway.
 
-Watches are inotify's (Linux only). The kernel appends an event before the system call that caused it returns. So a
-reader that finds the queue empty knows that no such call has returned since the queue was read last.
+The watches use inotify (Linux only). The kernel appends an event before the system call that caused it returns. So a
+reader that finds the queue empty knows that no such call has returned since its last read.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ _FILE = MODIFY | ATTRIB | CLOSE_WRITE | OPEN | DELETE_SELF | MOVE_SELF
 _EVENT = struct.Struct("iIII")
 _READ_BYTES = 1 << 16
 COMPARED_MAX = 2_000
-"""Files whose stat is compared with each question; with more, a full look is not much slower."""
+"""Number of files whose stat each question compares. With more files, a full check is not much slower."""
 WATCHES_SHARE = 0.5
-"""Share of the user's watches that one environment may take: editors need some as well."""
+"""One environment may take this share of the user's watches, because editors need some as well."""
 LOCAL_FILE_SYSTEMS = {0xEF53: "ext", 0x58465342: "XFS", 0x9123683E: "btrfs", 0x01021994: "tmpfs", 0xF2F52010: "F2FS"}
 WATCHES_LIMIT = "/proc/sys/fs/inotify/max_user_watches"
 _MOUNTS = "/proc/self/mountinfo"
@@ -79,11 +79,11 @@ _SHORTAGES: dict[int | None, str] = {
 
 
 class Unwatchable(Exception):
-    """Watches cannot be had for an environment, or would not suffice; its text is the reason."""
+    """Watches are not available for an environment, or not sufficient; the text is the reason."""
 
 
 class WatchPlan(NamedTuple):
-    """What to watch: tops of the libraries, directories, numbers of files, and of files whose stat is compared."""
+    """A plan of watches: library tops, directories, and the numbers of watched and of compared files."""
 
     tops: tuple[str, ...]
     directories: tuple[str, ...]
@@ -94,7 +94,7 @@ class WatchPlan(NamedTuple):
 class LibraryWatcher:
     """Watches on the libraries of one environment.
 
-    Raises Unwatchable: they cannot be had.
+    Raises Unwatchable: the watches are not available.
     """
 
     def __init__(self, gate: GatePart, files: Stats) -> None:
@@ -118,7 +118,7 @@ class LibraryWatcher:
     def _place(self, names: Sequence[str]) -> None:
         plan = self._plan
         _check_limit(len(plan.directories) + len(plan.watched))
-        self._mounts_fd = os.open(_MOUNTS, os.O_RDONLY | os.O_CLOEXEC)  # changes show from here on
+        self._mounts_fd = os.open(_MOUNTS, os.O_RDONLY | os.O_CLOEXEC)  # The descriptor reports changes from here on.
         self._mounts = self._read_mounts()
         _check_file_systems(plan.tops, self._mounts)
         self._tops = _identities(plan.tops)
@@ -136,7 +136,7 @@ class LibraryWatcher:
             os.close(self._mounts_fd)
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when something has happened."""
+        """Return the descriptor that becomes readable after an event."""
         return self._queue.fileno()
 
     @property
@@ -145,7 +145,7 @@ class LibraryWatcher:
         return self._inotify
 
     def begin(self, files: Stats) -> None:
-        """Take files as the baseline, which a full look has confirmed since the watches were placed."""
+        """Set the baseline to files that a full check has confirmed since the watches were placed."""
         self._baseline = files
         self._stats = files.pick(self._compared)
 
@@ -189,9 +189,9 @@ class LibraryWatcher:
 
 
 def make_plan(gate: GatePart, names: Sequence[str], kinds: str) -> WatchPlan:
-    """Return what to watch of the libraries of an environment.
+    """Return the plan of watches for an environment's libraries.
 
-    Raises Unwatchable: too many files are links to other places, or lie where no directory is watched.
+    Raises Unwatchable: too many files are links to other places, or lie outside of the watched directories.
     """
     tops = tuple(area.top for area in gate.areas if area.place is None)
     areas_of = memoryview(gate.areas_of).cast("H").tolist()
@@ -203,9 +203,9 @@ def make_plan(gate: GatePart, names: Sequence[str], kinds: str) -> WatchPlan:
     for number, name in enumerate(names):
         if name.rpartition("/")[0] not in known:
             compared.append(number)
-        elif kinds[number] == "l":  # a link cannot be written to: another one has to take its place
+        elif kinds[number] == "l":  # A write cannot change a link; only a new link can replace it.
             continue
-        elif os.path.islink(name):  # of one that is gone, placing the watch fails
+        elif os.path.islink(name):  # For a missing file, placing the watch fails later.
             compared.append(number)
         else:
             watched.append(number)
@@ -215,7 +215,7 @@ def make_plan(gate: GatePart, names: Sequence[str], kinds: str) -> WatchPlan:
 
 
 def mounts_about(tops: Iterable[str], table: str) -> frozenset[str]:
-    """Return the lines of a mount table that concern directories: mounts above them, on them and below them."""
+    """Return the lines of a mount table for mounts above, on or below the given directories."""
     tops = tuple(dict.fromkeys(path for top in tops for path in (top, os.path.realpath(top))))
     found = []
     for line in table.splitlines():
@@ -227,9 +227,9 @@ def mounts_about(tops: Iterable[str], table: str) -> frozenset[str]:
 
 
 def _disturbance(event: Event) -> str:
-    """Return why an event means that something may have changed, or ""."""
+    """Return the change that an event reports, or "" if it does not matter."""
     if event.mask & OVERFLOW:
-        return "more happened than the kernel's queue of events holds"
+        return "the kernel's queue of events overflowed"
     if event.mask & UNMOUNT:
         return "the file system was unmounted"
     name = os.fsdecode(event.name)
@@ -239,7 +239,7 @@ def _disturbance(event: Event) -> str:
 
 
 def _check_file_systems(tops: Iterable[str], mounts: Iterable[str]) -> None:
-    """Refuse file systems whose changes the kernel may not see, and libraries that lie on more than one."""
+    """Refuse file systems whose changes the kernel may miss, and libraries on several file systems."""
     points = {_unescape(line.split(" ")[4]) for line in mounts}
     for top in tops:
         real = os.path.realpath(top)
@@ -252,7 +252,7 @@ def _check_file_systems(tops: Iterable[str], mounts: Iterable[str]) -> None:
 
 
 def file_system(path: str) -> int:
-    """Return the kernel's number for the type of the file system that holds a path."""
+    """Return the kernel's type number of the file system that holds a path."""
     libc = ctypes.CDLL(None, use_errno=True)
     found = ctypes.create_string_buffer(_STATFS_BYTES)
     if libc.statfs(os.fsencode(path), found) != 0:
@@ -271,7 +271,7 @@ def _check_limit(wanted: int) -> None:
 
 
 def _is_changed(mounts_fd: int) -> bool:
-    """Return whether the mount table has changed since this was asked last."""
+    """Return whether the mount table has changed since the last call."""
     poller = select.poll()
     poller.register(mounts_fd, select.POLLPRI)
     return bool(poller.poll(0))
@@ -286,7 +286,7 @@ def _unescape(point: str) -> str:
 
 
 class Event(NamedTuple):
-    """One event: the number of its watch, what happened, and the name in a directory (b"" for the thing itself)."""
+    """One event: the number of its watch, its mask, and a name in the directory, or b""."""
 
     watch: int
     mask: int
@@ -294,7 +294,7 @@ class Event(NamedTuple):
 
 
 class Inotify:
-    """One queue with its watches.
+    """One inotify queue with its watches.
 
     Raises OSError: this system has no inotify, or the user has no queue left.
     """
@@ -315,16 +315,16 @@ class Inotify:
     def watch_directory(self, path: str) -> int:
         """Watch the names in a directory and return the number of the watch.
 
-        Raises OSError: it cannot be watched; ENOSPC where the user has no watch left.
+        Raises OSError: the directory cannot be watched; ENOSPC if the user has no watch left.
         """
         return self._watch(path, _DIRECTORY)
 
     def watch_file(self, path: str) -> int:
-        """Watch a file itself, by whatever name it is written, and return the number of the watch."""
+        """Watch a file under any of its names, and return the number of the watch."""
         return self._watch(path, _FILE)
 
     def read(self) -> list[Event]:
-        """Return all events that are queued, without waiting."""
+        """Return all queued events, without waiting."""
         events: list[Event] = []
         while True:
             try:

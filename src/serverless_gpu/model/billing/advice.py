@@ -1,24 +1,26 @@
-"""Advice from past use: how many GPUs to reserve, or to own, and which runs had more GPU than they used.
+"""Advice from past use: how many GPUs to reserve or buy, and which runs used less GPU than they had.
 
-    uses (when, how many GPUs) ──▶ curve: for how long was the demand at least 1, 2, 3 … GPUs
-                                      │   slot k of a reserved pool works for that long, and is paid for all of it
-    price of a reserved GPU-hour ─────┼─▶ reserve slot k if and only if   time(demand ≥ k) ÷ all time
-    price of one on demand, × the part┘                            is more than   reserved price ÷ on-demand price
-    of the time had that is billed                                                (the newsvendor's rule)
+    uses (time, GPUs) ────────────▶ curve: the time with a demand of at least 1, 2, 3 … GPUs
+                                      │   slot k of a reserved pool works for that time and costs money all the time
+    reserved price of a GPU-hour ─────┼─▶ reserve slot k if and only if   time(demand ≥ k) ÷ all time
+    on-demand price of a GPU-hour     │                            is more than   reserved price ÷ on-demand price
+    × the billed share of the time ───┘                                           (the newsvendor rule)
 
-That share falls with k, so the slots that pay are the first ones, and their number is the size that costs least. The
-advice names what the rule leaves out: a slot is a GPU and no node, so a gang may be cut in two; tomorrow is as today.
+The time with a demand of at least k falls with k, so the first slots are the ones that pay off. The number of slots
+that pay off is the cheapest size of the pool. The advice states two limits of this rule. A slot is one GPU and not a
+node, so the reserved slots may hold only a part of a gang. The rule also assumes that future demand equals past demand.
 
     a device worked for less than 5 % of the time  ──▶ "this is CPU work"
-    the most memory it used, and 20 % on top, fits  ──▶ a smaller GPU type: of those with a price the cheapest,
-    a card with less                                    else those of the catalogue with the least memory
+    a card with less memory holds the peak memory   ──▶ a smaller GPU type: the cheapest one with a price,
+    and 20 % more                                       else the catalogue's types with the least memory
 
-Runs of one user and name on one type are looked at together: a single run says little. Nothing is said where telemetry
-saw less than half of the time, or less than ten minutes of it. Savings are at the prices of today and at the same
-duration; a smaller card may be slower, and the advice names the factor from which on it saves nothing.
+The advice groups runs by user, name and GPU type, because a single run is weak evidence. The advice skips an attempt
+when telemetry covers less than half of the attempt's time. The advice skips a group with less than ten minutes of
+telemetry. Savings assume today's prices and the same duration. A smaller card may be slower: the advice states the
+slowdown that cancels the saving.
 
-Formulas put the numbers of an advice into words. All numbers are integers of nanoseconds and micros; the caller chooses
-whose use it is, and which prices hold.
+`formulas` explains the numbers of an advice. All amounts are integers in nanoseconds and micros (millionths of the
+currency unit). The caller selects the use to analyze and the prices.
 """
 
 from __future__ import annotations
@@ -37,18 +39,18 @@ from serverless_gpu.units import MICROS_PER_UNIT, format_micros
 
 Verdict = Literal["cpu", "smaller"]
 CHANGE_PERCENT = 20
-"""By how much prices and demand are changed, to see whether the advice would change with them."""
+"""Percentage by which prices and demand vary to test how sensitive the advice is."""
 _USES_MAX = 2_000_000
 BUSY_MIN_PERCENT = 5
-"""A device that works for a smaller part of the time is not needed."""
+"""Per cent of the time. A run whose devices work for a smaller part of the time does not need a GPU."""
 HEAD_ROOM_PERCENT = 20
-"""What a card has to have beyond the most memory that was used."""
+"""Per cent of memory that a smaller card must have beyond the peak memory of the runs."""
 OBSERVED_MIN_MS = 600_000
 _NAMED_MAX = 4
 
 
 class GpuUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Some GPUs, from one moment until another; nanoseconds of any clock."""
+    """GPUs in use from a start time until an end time, in nanoseconds of any clock."""
 
     start_ns: int
     end_ns: int
@@ -58,36 +60,40 @@ class GpuUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
     """GPU demand over time."""
 
-    span_ns: int  # all the time that was looked at
-    levels: tuple[tuple[int, int], ...]  # GPUs, and for how long exactly so many were wanted; ascending, without 0
+    span_ns: int  # The whole time range that the curve covers, in nanoseconds.
+    # Pairs of a GPU count and the time with exactly that demand. Ascending, without 0.
+    levels: tuple[tuple[int, int], ...]
 
     @property
     def peak(self) -> int:
-        """The most GPUs that were wanted at once."""
+        """The highest number of GPUs in demand at the same time."""
         return self.levels[-1][0] if self.levels else 0
 
     @property
     def used_ns(self) -> int:
-        """GPU-nanoseconds of all uses together."""
+        """GPU-nanoseconds of all uses."""
         return sum(gpus * ns for gpus, ns in self.levels)
 
     def at_least_ns(self, gpus: int) -> int:
-        """Return for how long so many GPUs, or more, were wanted."""
+        """Return the time with a demand of at least this many GPUs."""
         return self.span_ns if gpus <= 0 else sum(ns for level, ns in self.levels if level >= gpus)
 
     def steps(self) -> Iterator[tuple[int, int]]:
-        """Yield each level, and for how long it or more was wanted; between two levels that is as at the upper one."""
+        """Yield each level with the time for which the demand reached it.
+
+        The time for a GPU count between two levels is that of the upper level.
+        """
         at_least = sum(ns for _, ns in self.levels)
         for level, ns in self.levels:
             yield level, at_least
             at_least -= ns
 
     def beyond_ns(self, slots: int) -> int:
-        """Return the GPU-nanoseconds for which so many GPUs were too few."""
+        """Return the GPU-nanoseconds of demand beyond this number of slots."""
         return sum((level - slots) * ns for level, ns in self.levels if level > slots)
 
     def scaled(self, percent: int) -> Curve:
-        """Return the curve with each level times a percentage, to the nearest GPU."""
+        """Return the curve with each level scaled by a percentage and rounded to the nearest GPU."""
         levels: dict[int, int] = {}
         for level, ns in self.levels:
             changed = (level * percent + 50) // 100
@@ -99,76 +105,79 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 class GpuRates(msgspec.Struct, frozen=True, kw_only=True):
     """Prices of one GPU for one hour."""
 
-    reserved: int  # micros, paid whether it is used or not
-    on_demand: int  # micros, paid for the time that is billed
+    reserved: int  # Micros, paid whether the GPU is used or not.
+    on_demand: int  # Micros, paid only for the time that is billed.
     currency: str = "USD"
-    # The part of the time for which GPUs were had that is billed on demand: their environment and the start of their
-    # processes are not, and take a slot of a reserved pool all the same.
+    # The share of the allocated on-demand time that is billed. Preparing the environment and starting processes are not
+    # billed, but they occupy a slot of a reserved pool.
     billed: Fraction = Fraction(1)
 
     @property
     def had(self) -> Fraction:
-        """Micros that one GPU costs on demand for each hour for which it was had."""
+        """Micros that one on-demand GPU costs for each hour of allocated time."""
         return self.on_demand * self.billed
 
 
 class Mix(msgspec.Struct, frozen=True, kw_only=True):
-    """The cost of some reserved GPUs with the rest on demand."""
+    """The cost of some reserved GPUs when on-demand GPUs serve the rest of the demand."""
 
-    slots: int  # GPUs that are reserved
+    slots: int  # Number of reserved GPUs.
     reserved_micros: int
-    idle_micros: int  # the part of that in which they stood idle; `idle_ns` the GPU-nanoseconds
+    idle_micros: int  # The cost of the time in which reserved GPUs were idle. `idle_ns` has the GPU-nanoseconds.
     idle_ns: int
-    on_demand_micros: int  # what the others cost; `on_demand_ns` the GPU-nanoseconds
+    on_demand_micros: int  # The cost of the on-demand GPUs. `on_demand_ns` has the GPU-nanoseconds.
     on_demand_ns: int
-    duty_percent: float | None  # part of the reserved time that was used; None without slots
+    duty_percent: float | None  # The used share of the reserved time. None without slots.
 
     @property
     def micros(self) -> int:
-        """What both cost together."""
+        """The cost of reserved and on-demand GPUs together."""
         return self.reserved_micros + self.on_demand_micros
 
 
 class AdviceVariation(msgspec.Struct, frozen=True, kw_only=True):
     """The advice under a different assumption."""
 
-    what: str  # what is different, in words
-    best: Mix  # what would cost least then
-    advised: Mix  # what the advice costs then, if it is followed all the same
+    what: str  # The changed assumption, as text for the user.
+    best: Mix  # The cheapest mix under the changed assumption.
+    advised: Mix  # The cost of the unchanged advice under the changed assumption.
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
-    """Slots of a reserved pool that are wanted for equally long."""
+    """Slots of a reserved pool with equal demand time."""
 
-    first: int  # the first of them, counted from 1; `last` the last
+    first: int  # The number of the first slot, counted from 1. `last` is the number of the last one.
     last: int
-    share_percent: float  # part of the time for which they are wanted
-    pays: bool  # whether that is more than the break-even duty
+    share_percent: float  # Per cent of the time for which the demand reaches these slots.
+    pays: bool  # True when that share is above the break-even duty.
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """The number of GPUs to reserve, its cost and the alternatives."""
 
     gpu_type: str
-    curve: Curve  # how much was wanted
+    curve: Curve  # The measured demand.
     rates: GpuRates
-    duty_percent: float  # break-even duty: a reserved GPU pays from this part of the time on
-    best: Mix  # what costs least
-    now: Mix  # what the slots there are today cost
+    duty_percent: float  # Break-even duty: a reserved GPU pays off above this per cent of the time.
+    best: Mix  # The cheapest mix.
+    now: Mix  # The mix with the number of slots that exist today.
     none: Mix
-    all_reserved: Mix  # enough for the peak
-    slots: tuple[Slot, ...]  # which slots pay
-    changed: tuple[AdviceVariation, ...]  # whether it depends much on prices and demand
+    all_reserved: Mix  # The mix with enough slots for the peak demand.
+    slots: tuple[Slot, ...]  # The slots, each with its demand time and whether it pays off.
+    changed: tuple[AdviceVariation, ...]  # The sensitivity of the advice to prices and demand.
 
 
 def curve_of(uses: Iterable[GpuUse], start_ns: int, end_ns: int) -> Curve:
-    """Return how much was wanted, and for how long."""
+    """Return the GPU demand over time that results from the uses."""
     if end_ns <= start_ns:
-        raise InvalidValue("there is no time between its beginning and its end")
+        raise InvalidValue("the time range is empty: its end is not after its start")
     changes: dict[int, int] = {}
     for count, use in enumerate(uses):
         if count >= _USES_MAX:
-            raise InvalidValue(f"more than {_USES_MAX:,} uses cannot be looked at", hint="look at less time: --last 7d")
+            raise InvalidValue(
+                f"the time range has more than {_USES_MAX:,} uses, the maximum",
+                hint="choose a shorter time range: --last 7d",
+            )
         begin, end = max(use.start_ns, start_ns), min(use.end_ns, end_ns)
         if begin < end and use.gpus > 0:
             changes[begin] = changes.get(begin, 0) + use.gpus
@@ -183,7 +192,7 @@ def curve_of(uses: Iterable[GpuUse], start_ns: int, end_ns: int) -> Curve:
 
 
 def best_slots(curve: Curve, rates: GpuRates) -> int:
-    """Return how many GPUs to reserve: slot k if and only if it is wanted for more than the break-even duty."""
+    """Return how many GPUs to reserve: the slots whose demand time is above the break-even duty."""
     best = 0
     for level, at_least_ns in curve.steps():
         if at_least_ns * rates.had <= curve.span_ns * rates.reserved:
@@ -193,9 +202,12 @@ def best_slots(curve: Curve, rates: GpuRates) -> int:
 
 
 def mix(curve: Curve, rates: GpuRates, slots: int) -> Mix:
-    """Return what some reserved GPUs cost, and those that are missing on demand; each sum is rounded up once."""
+    """Return the cost of a number of reserved GPUs with on-demand GPUs for the rest.
+
+    Each sum is rounded up once.
+    """
     if slots < 0:
-        raise InvalidValue(f"{slots} GPUs cannot be reserved")
+        raise InvalidValue(f"cannot reserve {slots} GPUs: the number is negative")
     beyond_ns = curve.beyond_ns(slots)
     had_ns = slots * curve.span_ns
     used_ns = curve.used_ns - beyond_ns
@@ -211,19 +223,19 @@ def mix(curve: Curve, rates: GpuRates, slots: int) -> Mix:
 
 
 def micros_of(gpu_ns: int, micros_per_hour: int | Fraction) -> int:
-    """Return what GPU-nanoseconds cost, rounded up to a whole micro."""
+    """Return the cost of GPU-nanoseconds, rounded up to a whole micro."""
     return -(-gpu_ns * micros_per_hour // HOUR_NS)
 
 
 def advise(curve: Curve, rates: GpuRates, *, gpu_type: str = "", now: int = 0) -> Advice:
     """Return how many GPUs to reserve.
 
-    Raises InvalidValue when a price is negative, or what is paid by the hour is free, so that nothing can be compared
-    with it.
+    Raises InvalidValue when a price is negative. An on-demand price of 0 also raises it, because the break-even duty
+    divides by that price.
     """
     if rates.reserved < 0 or rates.had <= 0:
         raise InvalidValue(
-            "prices of 0 and more are needed, and the one on demand is more than 0",
+            "the reserved price must not be negative, and the on-demand price must be more than 0",
             hint="give the price of one GPU for one hour: --reserved 1.90 --on-demand 2.99",
         )
     best = mix(curve, rates, best_slots(curve, rates))
@@ -270,48 +282,48 @@ def _change(what: str, curve: Curve, rates: GpuRates, slots: int) -> AdviceVaria
 
 
 class ObservedAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """The devices of one attempt, and its use of them."""
+    """The devices of one attempt and how much it used them."""
 
     owner: str
     name: str
     gpu_type: str
-    gpu_ms: int  # device-milliseconds that it used
-    observed_ms: int = 0  # of those, how many telemetry saw; `busy_ms` those in which a device worked
+    gpu_ms: int  # Device-milliseconds that the attempt used.
+    observed_ms: int = 0  # Device-milliseconds with telemetry. `busy_ms` counts those in which a device worked.
     busy_ms: int = 0
-    peak_memory_bytes: int | None = None  # the most of one device; None when that is not known
+    peak_memory_bytes: int | None = None  # Peak memory of the device that used most. None when unknown.
 
 
 class OversizedRuns(msgspec.Struct, frozen=True, kw_only=True):
-    """The devices that some runs could do without."""
+    """A group of runs that a CPU or a smaller GPU type can serve."""
 
     owner: str
     name: str
     gpu_type: str
-    runs: int  # attempts that were looked at
-    gpu_ms: int  # what they used; `micros` what that costs today, None without a price
+    runs: int  # Number of attempts in the group.
+    gpu_ms: int  # Device-milliseconds in use. `micros` is their cost at today's price, None without a price.
     micros: int | None
-    busy_percent: float  # part of the time in which a device worked
-    peak_memory_bytes: int | None  # the most of one device
-    verdict: Verdict  # `"cpu"` or `"smaller"`
-    types: tuple[str, ...]  # what would do instead; with prices the cheapest, else the smallest of the catalogue
-    saves_micros: int | None = None  # what that would save at the same duration; None where a price is missing
-    # How many times slower the smaller type may be before it costs more; None where a price is missing.
+    busy_percent: float  # Per cent of the time in which a device worked.
+    peak_memory_bytes: int | None  # Peak memory of the device that used most.
+    verdict: Verdict  # `"cpu"` or `"smaller"`.
+    types: tuple[str, ...]  # Types that are large enough: the cheapest with a price, else the catalogue's smallest.
+    saves_micros: int | None = None  # Money saved at the same duration. None where a price is missing.
+    # Slowdown of the smaller type that cancels the saving: 2.0 means twice the duration. None where a price is missing.
     slower: float | None = None
 
     def text(self) -> str:
-        """Return the finding in words."""
+        """Return the finding as text."""
         if self.verdict == "cpu":
             return f"this is CPU work: GPUs worked {self.busy_percent:.1f} % of the time"
         assert self.peak_memory_bytes is not None
         several = " or ".join(self.types)
         slower = "" if self.slower is None else f", if it takes less than {self.slower:.1f} times as long"
-        return f"{units.format_gpu_memory(self.peak_memory_bytes)} of memory at most: {several} would do{slower}"
+        return f"{units.format_gpu_memory(self.peak_memory_bytes)} of memory at most: {several} is large enough{slower}"
 
 
 def oversized_runs(
     ran: Iterable[ObservedAttempt], prices: Mapping[str, int], own: Sequence[GpuType] = ()
 ) -> tuple[OversizedRuns, ...]:
-    """Return the runs that had more GPU than they used; those that would save most first.
+    """Return the runs that used less GPU than they had, sorted by savings in descending order.
 
     `prices` are micros of one device for one hour, by type.
     """
@@ -368,13 +380,16 @@ def _saving(found: OversizedRuns, now: int | None, then: int | None) -> Oversize
 
 
 def _smaller(gpu_type: str, needed: int, prices: Mapping[str, int], own: Sequence[GpuType]) -> Iterator[str]:
-    """Yield the types that would do: the cheapest that is cheaper, else those with the least memory that have less."""
+    """Yield the smaller types that are large enough.
+
+    With prices this is the cheapest type that costs less. Without prices these are the types with the least memory.
+    """
     known = {each.name: each for each in (*CATALOGUE, *own) if each.name not in FAMILIES and each.name != CPU}
     fits = [each for each in known.values() if each.memory_bytes >= needed]
     name = canonical(gpu_type, own)
     now = prices.get(name)
     if now is not None and any(each in prices for each in known if each != name):
-        # Where others have prices, these are the types there are: a card that is not on offer saves nothing.
+        # Prices for other types define what the operator offers. A card without a price is not on offer.
         cheaper = [each for each in fits if prices.get(each.name, now) < now]
         if cheaper:
             yield min(cheaper, key=lambda each: (prices[each.name], each.memory_bytes, each.name)).name
@@ -390,32 +405,32 @@ def _smaller(gpu_type: str, needed: int, prices: Mapping[str, int], own: Sequenc
 
 
 def formulas(advice: Advice) -> dict[str, str]:
-    """Return the formulas of everything about reserved GPUs, by the name of the number."""
+    """Return the formulas for the numbers about reserved GPUs, by the name of the number."""
     return dict(_formulas(advice))
 
 
 def formulas_of_queues() -> dict[str, str]:
-    """Return the formulas of pools without on-demand GPUs."""
+    """Return the formulas for pools without on-demand GPUs."""
     return {
-        "GPU time waited": "the sum over all runs of hours waited × GPUs, in a replay of them on so many GPUs: "
-        "in the order in which they were asked for, what does not fit is skipped, nobody is stopped",
-        "waiting costs": "GPU time waited × --waiting, the price of waiting one hour for one GPU",
-        "on demand instead": "what the GPUs that were missing would have cost, as without a queue",
-        "worth it below": "on demand instead ÷ GPU time waited: while a GPU-hour of waiting costs less, it is cheaper "
-        "to wait",
+        "GPU time waited": "the sum over all runs of hours waited × GPUs, in a replay of the runs in a pool of "
+        "that size: in order of submission, skipping runs that do not fit, without preemption",
+        "waiting costs": "GPU time waited × --waiting, the price of one GPU-hour of waiting",
+        "on demand instead": "the on-demand cost of the demand beyond the pool, as without a queue",
+        "worth it below": "on demand instead ÷ GPU time waited: waiting is cheaper while a GPU-hour of waiting "
+        "costs less",
     }
 
 
 def formulas_of_runs() -> dict[str, str]:
-    """Return the formulas of runs that had more GPU than they used."""
+    """Return the formulas for runs that used less GPU than they had."""
     return {
-        "busy": "time in which a device worked ÷ time that telemetry saw, over the runs of one user, name and GPU type",
+        "busy": "time in which a device worked ÷ time with telemetry, over the runs of one user, name and GPU type",
         "CPU work": f"busy is less than {BUSY_MIN_PERCENT} %",
-        "would do": f"the most memory that a device used × {100 + HEAD_ROOM_PERCENT} % is no more than the type has; "
-        "of those with a price the cheapest",
-        "saves": "GPU-hours × (price of the type it had − price of the type that would do), at today's prices and the "
+        "would do": f"the peak memory of a device × {100 + HEAD_ROOM_PERCENT} % is at most the memory of the "
+        "type; of the types with a price, the cheapest",
+        "saves": "GPU-hours × (price of the type in use − price of the suggested type), at today's prices and the "
         "same duration",
-        "times as long": "price of the type it had ÷ price of the type that would do",
+        "times as long": "price of the type in use ÷ price of the suggested type",
     }
 
 
@@ -425,13 +440,13 @@ def hours(ns: int) -> str:
 
 
 def price(micros: int) -> str:
-    """Return a price without its currency, with as many digits as it has: ``1.90``, ``0.0345``."""
+    """Return a price without its currency, with at least two decimals: ``1.90``, ``0.0345``."""
     units, rest = divmod(micros, MICROS_PER_UNIT)
     return f"{units:,}.{f'{rest:06d}'.rstrip('0').ljust(2, '0')}"
 
 
 def percent(part: Fraction) -> str:
-    """Return a part of 1 in per cent: ``54.7 %``."""
+    """Return a fraction as a percentage: ``54.7 %``."""
     return f"{float(100 * part):.1f} %"
 
 
@@ -440,8 +455,8 @@ def _formulas(advice: Advice) -> Iterator[tuple[str, str]]:
     mean = curve.used_ns / curve.span_ns
     yield (
         "demand",
-        "GPUs that all runs together had, each from the moment it was asked for and for as long as it had them: "
-        "as if nobody had waited",
+        "GPUs of all runs together; each run counts from its submission and for the time that it had its GPUs, as "
+        "if no run had waited",
     )
     yield (
         "mean demand",
@@ -454,37 +469,41 @@ def _formulas(advice: Advice) -> Iterator[tuple[str, str]]:
     )
     yield (
         "part that is billed",
-        "GPU time that was billed ÷ GPU time for which GPUs were had: environment and start are not billed, and take a "
-        f"slot of a reserved pool all the same = {percent(rates.billed)}",
+        "billed GPU time ÷ allocated GPU time: preparing the environment and starting processes are not billed, "
+        f"but occupy a slot of a reserved pool = {percent(rates.billed)}",
     )
     yield "wanted", "for slot k: time with a demand of k GPUs or more ÷ all time"
     around = [slot for slot in (best.slots, best.slots + 1) if slot > 0]
     shares = ", ".join(f"slot {slot} {100 * curve.at_least_ns(slot) / curve.span_ns:.1f} %" for slot in around)
-    yield "pays", f"slot k pays if and only if wanted is more than the break-even duty (newsvendor): {shares}"
+    yield (
+        "pays",
+        (f"slot k pays if and only if its wanted share is more than the break-even duty (newsvendor rule): {shares}"),
+    )
     amount = format_micros(best.reserved_micros, rates.currency)
     product = f"{best.slots} × {hours(curve.span_ns)} × {price(rates.reserved)} = {amount}"
     yield "reserved", f"GPUs × hours × reserved price = {product}"
     yield (
         "of that idle",
-        "(GPUs × hours − GPU-hours that they worked) × reserved price = "
-        f"{hours(best.idle_ns)} × {price(rates.reserved)} = {format_micros(best.idle_micros, rates.currency)}",
+        f"(GPUs × hours − GPU-hours in use) × reserved price = {hours(best.idle_ns)} × {price(rates.reserved)} = "
+        f"{format_micros(best.idle_micros, rates.currency)}",
     )
     yield (
         "on demand",
-        f"the sum of (demand − GPUs) × time while the demand is more, × on-demand price{_times_part(rates)} = "
-        f"{hours(best.on_demand_ns)} × {_on_demand(rates)} = "
+        "the sum of (demand − GPUs) × time over the times of higher demand, × on-demand "
+        f"price{_times_part(rates)} = {hours(best.on_demand_ns)} × {_on_demand(rates)} = "
         f"{format_micros(best.on_demand_micros, rates.currency)}",
     )
     yield "together", f"reserved + on demand = {format_micros(best.micros, rates.currency)}"
-    yield "duty", "GPU-hours that the reserved GPUs worked ÷ (GPUs × hours)"
+    yield "duty", "GPU-hours in use on the reserved GPUs ÷ (GPUs × hours)"
     yield (
         "if",
-        "the same with one price, or each level of the demand, changed; the advice stays good while the last two "
-        "columns are near each other",
+        "the same calculation with a changed price or a changed demand; the advice is robust while the last two "
+        "columns are close to each other",
     )
     yield (
         "left out",
-        "a slot is one GPU and not a node, so a gang may be cut in two; tomorrow is taken to be as yesterday was",
+        "a slot is one GPU and not a node, so the reserved slots may hold only a part of a gang; future demand is "
+        "assumed to equal past demand",
     )
 
 

@@ -1,14 +1,14 @@
-"""Rows of the ledger as billing tables have them: the columns of `system.billing.usage`, so that queries carry over.
+"""Ledger entries as rows of `system.billing.usage`, so that existing billing queries work.
 
-    Entry ─┬─▶ a record of its devices: DBU where its price is made of those, else GPU-hours, or slot-hours of a CPU
-           ├─▶ one of its cores, where they were limited: core-hours
-           └─▶ one of its memory: GiB-hours
+    Entry ─┬─▶ a row for devices: DBU where the price is set in DBU, else GPU-hours, or slot-hours of a CPU
+           ├─▶ a row for cores, where the attempt had a limit of cores: core-hours
+           └─▶ a row for memory: GiB-hours
 
-The join with `list_prices` is by `sku_name`, `cloud` and time. A SKU is what has a price of its own: a GPU type, a core
-or a GiB of memory, in a pool. An attempt keeps the price it began with: where one changed meanwhile, a join by time
-gives what the later price would have made of it, and `sgpu usage` what is charged.
+Queries join `list_prices` by `sku_name`, `cloud` and time. A SKU is a priced item: a GPU type, a core or a GiB of
+memory, in a pool. An attempt keeps the price from its start. After a price change a join by time gives the later price,
+while `sgpu usage` shows the charged amount.
 
-What we have nothing for is null. Quantities are decimals, written as text, since JSON's numbers are not exact.
+Columns without a value here are null. Quantities are decimals in text form, because JSON numbers are not exact.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from serverless_gpu.model.calendars import format_day
 from serverless_gpu.model.hardware import CPU, families_of
 
 CLOUD = "OWN"
-"""Not AWS, AZURE or GCP: the machines are your own."""
+"""Value of the cloud column. AWS, AZURE and GCP do not apply, because the team owns its machines."""
 PRODUCT = "AI_RUNTIME"
 DBU, GPU_HOUR, SLOT_HOUR, CORE_HOUR, GIB_HOUR = "DBU", "GPU_HOUR", "SLOT_HOUR", "CORE_HOUR", "GIB_HOUR"
 RecordType = Literal["ORIGINAL", "RETRACTION", "RESTATEMENT"]
@@ -38,8 +38,8 @@ _RECORD_TYPES: Mapping[EntryKind, RecordType] = {
     EntryKind.RESTATED: "RESTATEMENT",
 }
 _MIB_PER_GIB = 1024
-_DIGITS = Decimal("1e-18")  # decimal(38, 18), as billing tables have quantities and prices
-_LAST_MS = 253_402_300_799_999  # the end of the year 9999
+_DIGITS = Decimal("1e-18")  # Precision of decimal(38, 18), the type of quantities and prices in billing tables.
+_LAST_MS = 253_402_300_799_999  # The end of the year 9999.
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
@@ -51,7 +51,7 @@ class UsageMetadata(msgspec.Struct, frozen=True, kw_only=True):
         job_name: the run's name.
         ai_runtime_pool_id: the pool.
         ai_runtime_workload_id: the attempt, as ``run:fence``.
-        budget_policy_id: the usage policy; so is `usage_policy_id`.
+        budget_policy_id: the usage policy, also in `usage_policy_id`.
         base_environment_id: address of the captured environment.
     """
 
@@ -71,7 +71,7 @@ class IdentityMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """The principals of a billing row.
 
     Attributes:
-        run_as: the user or service; so are `created_by` and `run_by`.
+        run_as: the user or service, also in `created_by` and `run_by`.
         owned_by: the team.
     """
 
@@ -82,26 +82,26 @@ class IdentityMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerlessGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """What ran: ``SGC_WORKLOAD_NOTEBOOK`` for a kernel, else ``SGC_WORKLOAD_JOBS``."""
+    """The workload type: ``SGC_WORKLOAD_NOTEBOOK`` for a kernel, else ``SGC_WORKLOAD_JOBS``."""
 
     workload_type: str
 
 
 class AiRuntime(msgspec.Struct, frozen=True, kw_only=True):
-    """On what: ``RESERVED_COMPUTE`` in a reserved pool, else ``ON_DEMAND_COMPUTE``."""
+    """The compute type: ``RESERVED_COMPUTE`` in a reserved pool, else ``ON_DEMAND_COMPUTE``."""
 
     compute_type: str
 
 
 class ProductFeatures(msgspec.Struct, frozen=True, kw_only=True):
-    """What billing queries filter by; `serverless_gpu` is there for devices, and null for cores and memory."""
+    """Features by which billing queries filter; `serverless_gpu` is null for cores and memory."""
 
     serverless_gpu: ServerlessGpu | None = None
     ai_runtime: AiRuntime | None = None
 
 
 class BillingRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One row, with the columns of `system.billing.usage` in their order."""
+    """A row with the columns of `system.billing.usage`, in the same order."""
 
     record_id: str
     account_id: str | None
@@ -130,7 +130,7 @@ class Pricing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListPrice(msgspec.Struct, frozen=True, kw_only=True):
-    """One row, with the columns of `system.billing.list_prices` in their order."""
+    """A row with the columns of `system.billing.list_prices`, in the same order."""
 
     price_start_time: str
     price_end_time: str | None
@@ -143,7 +143,7 @@ class ListPrice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def records(entry: LedgerEntry, account: Accounted, *, run_id: str, fence: int, posted_ns: int) -> Iterator[BillingRow]:
-    """Yield the rows of an entry of the ledger: its devices, and cores and memory where those were limited."""
+    """Yield the rows of a ledger entry: its devices, and its cores and memory where they had limits."""
     line = entry.line
     devices = _devices(entry, account, run_id=run_id, fence=fence, posted_ns=posted_ns)
     yield devices
@@ -162,10 +162,10 @@ def records(entry: LedgerEntry, account: Accounted, *, run_id: str, fence: int, 
 
 
 def list_prices(book: Sequence[Price], used: Iterable[tuple[str, str]], *, currency: str) -> list[ListPrice]:
-    """Return the price book as billing tables have it: a row for each SKU and each time in which it had one price.
+    """Return the price book as billing tables store it: a row for each SKU and period of constant price.
 
-    What a pool has no price of its own for costs there what it costs everywhere, and a member of a family what the
-    family does: those are rows of their own, so that the join by name finds them.
+    A pool without its own price uses the price for all pools. A GPU type without its own price uses the price of its
+    family. Such pools and GPU types get rows of their own, so that the join by name finds the rows.
     """
     wanted = {(row.resource, row.pool) for row in book} | set(used)
     wanted |= {(resource, pool) for _, pool in wanted for resource in (CORE, MEMORY)}
@@ -190,7 +190,7 @@ def _prices_of(book: Sequence[Price], resource: str, pool: str, currency: str) -
 
 
 def _unit_price(found: Tariff, resource: str) -> tuple[str, str] | None:
-    """Return in what a resource is counted, and what one of that costs; None where it has no price."""
+    """Return the unit of a resource and the price of one unit; None where the resource has no price."""
     if resource in (CORE, MEMORY):
         micros = found.core_micros_per_hour if resource == CORE else found.memory_micros_per_hour
         unit = CORE_HOUR if resource == CORE else GIB_HOUR
@@ -203,7 +203,7 @@ def _unit_price(found: Tariff, resource: str) -> tuple[str, str] | None:
 
 
 def _hour(gpu_type: str) -> str:
-    """Return in what the time of a device is counted: a slot of a CPU is no GPU."""
+    """Return the time unit of a device. A CPU slot has a unit of its own because it is not a GPU."""
     return SLOT_HOUR if gpu_type == CPU else GPU_HOUR
 
 
@@ -224,18 +224,21 @@ def _list_price(
 
 
 def sku(resource: str, pool: str) -> str:
-    """Return the name of what has a price: ``SERVERLESS_GPU_H100``, in a pool ``SERVERLESS_GPU_H100@search``."""
+    """Return the SKU name of a resource, with the pool if any.
+
+    Examples: ``SERVERLESS_GPU_H100``, ``SERVERLESS_GPU_H100@search``.
+    """
     return f"SERVERLESS_GPU_{resource.upper().replace(' ', '_')}{f'@{pool}' if pool else ''}"
 
 
 def quotient(amount: int, per: int) -> str:
-    """Return amount ÷ per with 18 digits behind the point, as billing tables have it."""
+    """Return amount ÷ per with up to 18 decimal places, the precision of billing tables."""
     with localcontext(prec=60):
         return format((Decimal(amount) / Decimal(per)).quantize(_DIGITS).normalize(), "f")
 
 
 def moment(at_ns: int) -> str:
-    """Return a time as billing tables write it: ``2026-11-22 17:45:41.123+00:00``."""
+    """Return a timestamp in the format of billing tables: ``2026-11-22 17:45:41.123+00:00``."""
     at_ms = min(max(at_ns // 1_000_000, 0), _LAST_MS)
     return (_EPOCH + datetime.timedelta(milliseconds=at_ms)).isoformat(sep=" ", timespec="milliseconds")
 

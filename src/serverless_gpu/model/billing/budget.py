@@ -1,45 +1,48 @@
-"""Budgets: how much money or GPU time a user, team or pool may use in a period; forecasts and alarms.
+"""Budgets: limits on money or GPU time of a user, team or pool in a period, with forecasts and alarms.
 
-    charges of the period ─┐
-    what goes on now ──────┼─▶ standing: used, held, limit ─┬─▶ 80 %, 95 %: one warning each
-    what each run holds ───┘                                ├─▶ used up: nothing new starts; soft: the others finish
-                                                            └─▶ closed (hard): who cannot hold its share is stopped
+    charges of the period ────┐
+    use of running attempts ──┼─▶ standing: used, held, limit ─┬─▶ 80 %, 95 %: the server warns once for each
+    held by each run ─────────┘                                ├─▶ used up: no new run starts; soft: runs finish
+                                                               └─▶ closed (hard): runs that cannot hold are stopped
 
-A run holds what its next minute costs, or its grace when that is longer. What cannot be held any more is the sign to
-stop, so that the checkpoint is written with money that is there. That bounds what is used beyond a hard limit: nothing
-while server and node talk, and `partition_grace` of its devices for each run while they do not.
+A run holds (reserves) the cost of its next minute, or of its grace when that is longer. The server stops a run when the
+budget cannot cover its hold any more. The run can then write its checkpoint within the limit. While the server and the
+node communicate, use never exceeds a hard limit. Without communication, each run can exceed the limit by the cost of
+`partition_grace`.
 
-A run whose earlier runs are known holds no more than the longest of them would still use. When it takes longer, it
-holds as any other; if there is no room for that, it is stopped, and may have used its minute beyond the limit.
+A run with known earlier runs holds at most the rest of the longest duration among them. A run that takes longer holds
+the full amount again. If the budget cannot cover the full amount, the server stops the run. The run may then exceed the
+limit by one minute.
 
     used                       held
     ├──────────────────────────┼───────────────────────────────┤
-    user code begins           last sign of life    now        now + ahead; once it is asked, the stop + grace + 15 s
+    user code begins           last sign of life    now        now + ahead; after a stop request, stop + grace + 15 s
 
-At the end of a period a run holds what is left of the period: what comes after it is paid by the next.
+A hold ends with the period, because the next period pays for later use.
 
-What holds was let in one after the other: those that were placed last are stopped first, and the others go on as long
-as what is left holds for them. One that has been asked to stop keeps what it holds: no other run gets that.
+Holds are granted in the order in which runs were placed. The server stops the runs that were placed last first. Other
+runs continue while the remaining budget covers them. A run with a stop request keeps its hold, so no other run gets
+that money.
 
-Teams that a run counts for, in budgets, in alarms and in the fair share alike, as they are when it is submitted:
+Budgets, alarms and fair share use the same teams for a run, as they are at submission:
 
     team="search"             search
-    no team, member of some   all of them in budgets; the first by name in the fair share, where one has to pay
-    no team, member of none   no team; in the fair share, the owner alone
+    no team, member of some   all of them in budgets; the first by name in fair share, which needs exactly one
+    no team, member of none   no team; in fair share, the owner alone
 
-So no member escapes a team's budget and share by leaving the team out.
+A member therefore cannot avoid a team's budget and share by omitting the team.
 
-    forecast    used so far  +  what a day used on average, over the last seven and today  ×  days that are left
-    alarm       a run        what it uses in an hour  >  3 × the median of earlier runs of its name, at least 5 of them
-                a team       what it used in the last hour  >  3 × the median of its own hours, those in which it used
-                             something, over 4 weeks; at least 24 of them
+    forecast    use so far  +  average use per day, over the last seven days and today  ×  days left in the period
+    alarm       a run        its use per hour  >  3 × the median of at least 5 earlier runs with its name
+                a team       its use in the last hour  >  3 × the median of its own hours with any use, over 4 weeks,
+                             of at least 24 hours
 
-Alarms compare with a median: one night that went wrong does not make the next one usual.
+Alarms compare with a median, so that one expensive night does not raise the usual value.
 
-Failure cases: a node that is silent may be using devices, so what it may use until now is held as well, up to its
-`partition_grace`; what it used is counted once the node reports it. Time without a price is no money: a budget of money
-says how much of it there was, and stops nothing that costs nothing. A time zone that the machine does not know any more
-is UTC. Messages to readers who may not see the amounts leave them out.
+Failure cases: A silent node may still use devices. The budget therefore also holds the possible use of its runs until
+now, up to `partition_grace`. The server counts the real use when the node reports it. Unpriced time costs no money: a
+budget of money shows the amount of it and does not stop such runs. An unknown time zone is treated as UTC. Messages to
+readers without the right to see amounts omit the amounts.
 """
 
 from __future__ import annotations
@@ -57,24 +60,25 @@ from serverless_gpu import units
 from serverless_gpu.model.calendars import DAY_NS, HOUR_NS, bounds_ns, format_day, local_day
 
 AHEAD_S = 60.0
-"""How much of its time a run holds ahead, in seconds, where its grace is not longer."""
+"""Minimum time in seconds that a run holds ahead. A longer grace replaces this minimum."""
 STOPPING_S = 15.0
-"""What is held beyond a grace: the next look and the way to the node take that."""
+"""Seconds that a run holds beyond its grace, for the next budget check and the request to the node."""
 LOOK_S = 5.0
-"""How often the server looks at budgets: what a run may use before its end is noticed."""
+"""Seconds between budget checks. A run can use devices for this long before the server notices its end."""
 LONGER = 1.25
-"""How much longer than the longest of its earlier runs a run may take before it holds as any other."""
+"""Ratio to the longest earlier run. A run that takes longer than this holds the full amount."""
 WARN_AT = (80, 95)
-"""Per cent of a limit at which a warning goes out, once in a period."""
+"""Per cent of a limit at which the server sends a warning, once per period."""
 FULL = 100
 CLOSED = 101
-"""Mark of a hard budget that has stopped runs since it could not pay for their next minute; its per cent are others."""
+"""Mark of a hard budget that has stopped runs because it could not cover their next minute. Other marks are per cent.
+"""
 ScopeKind = Literal["everything", "user", "team", "pool", "policy", "tag"]
 SCOPES: tuple[ScopeKind, ...] = get_args(ScopeKind)
 
 
 class Period(StrEnum):
-    """The period of a limit."""
+    """The period of a limit, in the budget's time zone."""
 
     DAY = "day"
     WEEK = "week"
@@ -82,26 +86,26 @@ class Period(StrEnum):
 
 
 class Scope(msgspec.Struct, frozen=True, kw_only=True):
-    """The use that a budget counts."""
+    """The principals, pool, policy or tag whose use a budget counts."""
 
     kind: ScopeKind
-    # Of the user, service, team, pool or policy; of a tag `key=value`, or `key` for each run that has it.
+    # Name of the user, service, team, pool or policy. For a tag, `key=value`, or `key` for any value.
     name: str = ""
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """One budget; exactly one of the two limits is set."""
+    """A budget with exactly one of the two limits."""
 
     scope: Scope
-    period: Period  # in which
-    limit_micros: int | None = None  # millionths of the currency unit; time without a price counts nothing there
-    limit_gpu_ms: int | None = None  # GPU-milliseconds; those of CPU slots are none
-    hard: bool = False  # whether runs are stopped at 100 %; else they finish, and nothing new starts
-    time_zone: str = ""  # of its periods, as "Europe/Berlin"; "" for that of its team, or UTC
+    period: Period  # The limit applies to each such period.
+    limit_micros: int | None = None  # Millionths of the currency unit. Unpriced time counts as 0.
+    limit_gpu_ms: int | None = None  # GPU-milliseconds. CPU slots do not count.
+    hard: bool = False  # True: the server stops runs at 100 %. False: runs finish, but no new run starts.
+    time_zone: str = ""  # Time zone of the periods, such as "Europe/Berlin". "" means the team's zone, or UTC.
 
     @property
     def zone(self) -> datetime.tzinfo:
-        """Return the time zone of its periods."""
+        """Return the time zone of the periods, UTC where the machine does not know the zone."""
         try:
             return datetime.UTC if self.time_zone in ("", "UTC") else zoneinfo.ZoneInfo(self.time_zone)
         except (zoneinfo.ZoneInfoNotFoundError, OSError):
@@ -109,11 +113,11 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def limit(self) -> int:
-        """Return the limit that is set."""
+        """Return the limit in micros or GPU-milliseconds."""
         return self.limit_micros if self.limit_micros is not None else self.limit_gpu_ms or 0
 
     def counts(self, use: BudgetUse) -> int:
-        """Return how much of its limit a use is."""
+        """Return the part of a use that counts, in the unit of the limit."""
         return use.micros if self.limit_micros is not None else use.gpu_ms
 
 
@@ -125,24 +129,24 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     pool: str = ""
     policy: str = ""
     tags: dict[str, str] = {}
-    is_cpu: bool = False  # CPU slots: their time is no GPU-hours and counts for budgets of money alone
-    member_of: tuple[str, ...] = ()  # teams of its owner; a run without a team counts for all of them
+    is_cpu: bool = False  # True for CPU slots. The time of CPU slots counts only for budgets of money.
+    member_of: tuple[str, ...] = ()  # Teams of the owner. A run without a team counts for all teams of its owner.
 
     @property
     def teams(self) -> tuple[str, ...]:
-        """Return the teams whose budgets count it."""
+        """Return the teams whose budgets count the run."""
         return teams_charged(self.team, self.member_of)
 
 
 class BudgetUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Use that counts: failures of the platform do not."""
+    """Use that counts for budgets. Attempts that fail because of the platform do not count."""
 
-    micros: int = 0  # millionths of the currency unit
-    gpu_ms: int = 0  # GPU-milliseconds
-    unpriced_ms: int = 0  # those among them that have no price
+    micros: int = 0  # Millionths of the currency unit.
+    gpu_ms: int = 0  # GPU-milliseconds, priced or not.
+    unpriced_ms: int = 0  # GPU-milliseconds without a price.
 
     def __add__(self, other: BudgetUse) -> BudgetUse:
-        """Return both together."""
+        """Return the sum of both uses."""
         return BudgetUse(
             micros=self.micros + other.micros,
             gpu_ms=self.gpu_ms + other.gpu_ms,
@@ -150,7 +154,7 @@ class BudgetUse(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def __sub__(self, other: BudgetUse) -> BudgetUse:
-        """Return this without the other."""
+        """Return the difference of both uses."""
         return BudgetUse(
             micros=self.micros - other.micros,
             gpu_ms=self.gpu_ms - other.gpu_ms,
@@ -162,74 +166,77 @@ NOTHING = BudgetUse()
 
 
 class Spender(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that uses something, or may still."""
+    """An attempt that uses devices or may still use them."""
 
     run_id: str
     fence: int
-    gpus: int  # devices that it has
-    micros_per_hour: int | None  # of all it has together; None where it has no price
-    placed_ns: int  # when it got them, nanoseconds since 1970, as all times here
-    started_ns: int | None  # when user code began; None before
-    seen_ns: int  # its last sign of life, or its end
-    grace_s: float  # how long its ranks have once they are asked to stop
-    alone_s: float  # the longest it goes on without an answer of the server
-    stop_ns: int | None = None  # since when it is asked to stop; None while it is not
-    is_over: bool = False  # whether it has ended, so that it holds nothing
-    # The longest that earlier runs of its name had their devices; None where that is not known.
+    gpus: int  # Number of devices.
+    micros_per_hour: int | None  # Cost of the attempt's devices and limits per hour. None without a price.
+    placed_ns: int  # When the attempt got its devices. All times here are nanoseconds since 1970.
+    started_ns: int | None  # When user code began. None before that.
+    seen_ns: int  # The last sign of life of the attempt, or its end.
+    grace_s: float  # Time that the ranks have to stop after a stop request.
+    alone_s: float  # Longest time that the attempt continues without an answer from the server.
+    stop_ns: int | None = None  # When the server requested a stop. None without a request.
+    is_over: bool = False  # True when the attempt has ended and holds nothing.
+    # Longest device time of earlier runs with the same name. None when unknown.
     longest_s: float | None = None
 
 
 class BudgetWindow(msgspec.Struct, frozen=True, kw_only=True):
-    """One day, week or month: from `start_ns` until before `end_ns`, nanoseconds since 1970."""
+    """One day, week or month, from `start_ns` to before `end_ns`, in nanoseconds since 1970."""
 
     start_ns: int
     end_ns: int
 
     @property
     def days(self) -> range:
-        """Return the days of UTC that it touches, since 1970-01-01; the first and the last may be whole or not."""
+        """Return the UTC days that the window touches, since 1970-01-01; it may include them partly."""
         return range(self.start_ns // DAY_NS, -(-self.end_ns // DAY_NS))
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """The use of a budget in a period, and its consequences."""
+    """The use of a budget in a period, and the runs to stop."""
 
     budget: Budget
     window: BudgetWindow
-    used: BudgetUse  # until the last signs of life
-    held: BudgetUse  # for what goes on, until a minute from now, and not beyond the period
-    ahead: BudgetUse = NOTHING  # the same without an end of the period: what the next one begins with
-    stop: tuple[str, ...] = ()  # runs that can hold nothing any more, of a hard budget: they are to stop
-    # Whether it has stopped a run in this period, or was used up. What those gave back admits no run, which would be
-    # stopped in turn: nothing new starts until the limit is another one, or the period ends.
+    used: BudgetUse  # Use until the last sign of life of each attempt.
+    held: BudgetUse  # Reserved for running attempts, usually for a minute ahead and at most until the period ends.
+    # The same hold without an end of the period. The server compares this hold with the limit of the next period.
+    ahead: BudgetUse = NOTHING
+    stop: tuple[str, ...] = ()  # Runs that the server must stop because a hard budget cannot cover their hold.
+    # True after the budget stopped a run in this period or was used up. Stopped runs release their holds, but these
+    # admit no
+    # new run, because the server would stop it too. Runs start again when the limit changes or the period ends.
     is_closed: bool = False
 
     @property
     def left(self) -> int:
-        """Return what of the limit is neither used nor held; negative when there is less than nothing."""
+        """Return the rest of the limit beyond use and holds; it may be negative."""
         return self.budget.limit - self.budget.counts(self.used) - self.budget.counts(self.held)
 
     @property
     def is_spent(self) -> bool:
-        """Return whether all of the limit is used."""
+        """Return True when the whole limit is used."""
         return self.budget.counts(self.used) >= self.budget.limit
 
     @property
     def is_used_up(self) -> bool:
-        """Return whether nothing new starts, whatever is given back."""
+        """Return True when no new run can start, even if running attempts release their holds."""
         return self.is_closed or self.is_spent
 
     @property
     def percent(self) -> float:
-        """Return how much of the limit is used, in per cent."""
+        """Return the used part of the limit in per cent."""
         return 100.0 * self.budget.counts(self.used) / self.budget.limit if self.budget.limit else 100.0
 
     @property
     def reached(self) -> tuple[int, ...]:
-        """Return the marks that are reached: of `WARN_AT`, `FULL`, `CLOSED`.
+        """Return the marks that the budget has reached, of `WARN_AT`, `FULL` and `CLOSED`.
 
-        What runs of a hard budget hold is not left for others, so it counts for a warning: otherwise a budget that is
-        smaller than some minutes of its runs would close without one.
+        Holds of a hard budget count for warnings. Otherwise a budget that is smaller than some minutes of its runs
+        would close
+        without a warning.
         """
         used, limit = self.budget.counts(self.used), self.budget.limit
         taken = used + (self.budget.counts(self.held) if self.budget.hard else 0)
@@ -240,13 +247,13 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def window(period: Period, at_ns: int, zone: datetime.tzinfo = datetime.UTC) -> BudgetWindow:
-    """Return the day, week or month that a moment is in."""
+    """Return the day, week or month that contains a timestamp."""
     start_ns, end_ns = bounds_ns(period.value, at_ns, zone)
     return BudgetWindow(start_ns=start_ns, end_ns=end_ns)
 
 
 def keys(subject: Subject) -> list[tuple[ScopeKind, str]]:
-    """Return the scopes that a run is in, as kind and name: a budget of any of them counts it."""
+    """Return the scopes of a run as kind and name. A budget of any of these scopes counts the run."""
     found: list[tuple[ScopeKind, str]] = [("everything", ""), ("user", subject.owner)]
     found += [("team", team) for team in subject.teams]
     named: tuple[tuple[ScopeKind, str], ...] = (
@@ -256,20 +263,20 @@ def keys(subject: Subject) -> list[tuple[ScopeKind, str]]:
     found += [(kind, name) for kind, name in named if name]
     for key, value in subject.tags.items():
         if "=" in key:
-            continue  # "a=b=c" is the tag "a", and no run slips out of its budget, or into another, by a key like that
+            continue  # "a=b=c" would read as the tag "a". Such a key must not move a run into or out of a budget.
         found += [("tag", key), ("tag", f"{key}={value}")]
     return found
 
 
 def teams_charged(team: str, member_of: Sequence[str]) -> tuple[str, ...]:
-    """Return the teams whose budgets count a run, by name."""
+    """Return the teams whose budgets count a run, sorted by name."""
     return (team,) if team else tuple(sorted(set(member_of) - {""}))
 
 
 def share_team(team: str, member_of: Sequence[str]) -> str:
     """Return the team whose fair share a run uses, or ""; the arguments are those of `teams_charged`.
 
-    A member may name any of the teams, so the first by name gives no member more than they can ask for.
+    A member may name any of their teams, so taking the first by name gives no member an advantage.
     """
     return next(iter(teams_charged(team, member_of)), "")
 
@@ -278,14 +285,14 @@ def share_team(team: str, member_of: Sequence[str]) -> str:
 
 
 def ahead_ns(grace_s: float) -> int:
-    """Return how far ahead an attempt holds, nanoseconds: until it can have stopped, and a minute at least."""
+    """Return the time in nanoseconds that an attempt holds ahead: its stop time, and at least a minute."""
     return round(max(AHEAD_S, grace_s + STOPPING_S) * 1e9)
 
 
 def costs(ns: int, *, gpus: int, micros_per_hour: int | None) -> BudgetUse:
-    """Return what some time of devices is.
+    """Return the use that results from some time on devices.
 
-    `micros_per_hour` is of all devices together; None without a price.
+    `micros_per_hour` is the price of all devices together, None without a price.
     """
     ms = ns // 1_000_000
     gpu_ms = units.gpu_milliseconds(gpus, ms)
@@ -295,7 +302,7 @@ def costs(ns: int, *, gpus: int, micros_per_hour: int | None) -> BudgetUse:
 
 
 def used(one: Spender, within: BudgetWindow) -> BudgetUse:
-    """Return what an attempt used of a period, until its last sign of life."""
+    """Return the use of an attempt in a period until its last sign of life."""
     if one.started_ns is None:
         return NOTHING
     ns = min(one.seen_ns, within.end_ns) - max(one.started_ns, within.start_ns)
@@ -303,9 +310,9 @@ def used(one: Spender, within: BudgetWindow) -> BudgetUse:
 
 
 def _learned_ns(grace_s: float, longest_s: float | None) -> int | None:
-    """Return how long an attempt is expected to use devices, nanoseconds; None where it holds as if that were unknown.
+    """Return the expected device time of an attempt in nanoseconds, or None when it is unknown.
 
-    A long grace is held in full: what a run uses beyond what was learned stays within a minute and a quarter.
+    A run with a long grace holds its full grace. So a run exceeds its expected use by at most a minute and a quarter.
     """
     if longest_s is None or grace_s > AHEAD_S:
         return None
@@ -313,9 +320,9 @@ def _learned_ns(grace_s: float, longest_s: float | None) -> int | None:
 
 
 def held(one: Spender, now_ns: int, within: BudgetWindow | None = None) -> BudgetUse:
-    """Return what an attempt holds, from its last sign of life on.
+    """Return the hold of an attempt, from its last sign of life on.
 
-    `within` limits it to one period; None for all.
+    `within` limits the hold to one period. None means no limit.
     """
     if one.is_over:
         return NOTHING
@@ -329,7 +336,7 @@ def held(one: Spender, now_ns: int, within: BudgetWindow | None = None) -> Budge
         until_ns = max(now_ns, one.stop_ns + round((one.grace_s + STOPPING_S) * 1e9))
     from_ns = now_ns
     if one.started_ns is not None:
-        # Beyond that its node has ended it, whether it is heard of or not.
+        # The node ends the attempt after this time without the server, even if the server cannot reach it.
         until_ns = min(until_ns, one.seen_ns + round(one.alone_s * 1e9) + ahead)
         from_ns = one.seen_ns
     if within is not None:
@@ -338,9 +345,9 @@ def held(one: Spender, now_ns: int, within: BudgetWindow | None = None) -> Budge
 
 
 def first_hold(grace_s: float, *, gpus: int, micros_per_hour: int | None, longest_s: float | None = None) -> BudgetUse:
-    """Return what a run has to be able to hold so that it may start.
+    """Return the hold that a budget must cover before a run can start.
 
-    `micros_per_hour` is of all devices together; None without a price.
+    `micros_per_hour` is the price of all devices together, None without a price.
     """
     learned = _learned_ns(grace_s, longest_s)
     ns = ahead_ns(grace_s) if learned is None else min(ahead_ns(grace_s), learned)
@@ -351,11 +358,11 @@ def first_hold(grace_s: float, *, gpus: int, micros_per_hour: int | None, longes
 
 
 _Gang = tuple[str, int]
-"""A run and the number of the attempt."""
+"""Run ID and attempt number."""
 
 
 class Weighed(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt at one moment, for one period: what it used of that, what it holds of it, and beyond its end."""
+    """Use and holds of an attempt in one period; `ahead` is the hold without an end of the period."""
 
     spender: Spender
     used: BudgetUse
@@ -364,7 +371,7 @@ class Weighed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def weigh(one: Spender, within: BudgetWindow, now_ns: int) -> Weighed:
-    """Return what an attempt used of a period, and what it holds."""
+    """Return the use and the holds of an attempt in a period."""
     ahead = held(one, now_ns)
     is_whole = within.start_ns <= one.seen_ns and now_ns + ahead_ns(one.grace_s) <= within.end_ns
     return Weighed(
@@ -379,10 +386,11 @@ def judge(
     now_ns: int,
     known: dict[_Gang, Weighed] | None = None,
 ) -> Standing:
-    """Return how a budget stands, and whom it stops.
+    """Return the standing of a budget and the runs that it stops.
 
-    `posted` excludes the attempts in `going_on`. `known` caches what other budgets of this period weighed at this
-    moment.
+    `posted` excludes the attempts in `going_on`. `known` caches attempts that other budgets with this period have
+    already
+    weighed at the same time.
     """
     within = window(budget.period, now_ns, budget.zone)
     known = {} if known is None else known
@@ -397,7 +405,9 @@ def judge(
     left = budget.limit - budget.counts(spent)
     stop: list[str] = []
     if budget.hard and left < budget.counts(together):
-        # First what is on its way out, which cannot be taken back; then in the order in which they came.
+        # Attempts with a stop request come first because such attempts keep their hold. The others follow in the order
+        # of
+        # placement.
         for each in sorted(
             weighed, key=lambda one: (one.spender.stop_ns is None, one.spender.placed_ns, one.spender.run_id)
         ):
@@ -425,31 +435,32 @@ def _sum(first: BudgetUse, others: Iterable[BudgetUse]) -> BudgetUse:
 
 
 def may_start(standing: Standing, hold: BudgetUse) -> bool:
-    """Return whether a run may start, as far as one budget goes.
+    """Return True when one budget lets a run start.
 
-    `standing` includes what other runs that start now hold.
+    `standing` includes the holds of other runs that start at the same time.
     """
     if standing.is_used_up:
         return False
     wants = standing.budget.counts(hold)
     if not standing.budget.hard:
         return standing.left > 0 or not wants
-    # What goes on at the turn of a period has to fit into the next one, too.
+    # The next period must also cover the runs that continue into it.
     return wants <= min(standing.left, standing.budget.limit - standing.budget.counts(standing.ahead))
 
 
 def is_refused(standing: Standing, hold: BudgetUse) -> bool:
-    """Return whether a run cannot start in this period, whatever the others give back."""
+    """Return True when a run cannot start in this period, even if other runs release their holds."""
     if standing.is_used_up:
         return True
     return standing.budget.hard and standing.budget.counts(standing.used + hold) > standing.budget.limit
 
 
 def part_until(amount: int, gpu_ms: int, gpus: int, start_ns: int, end_ns: int, until_ns: int) -> int:
-    """Return what of an amount of a charge, which is of one UTC day, lies before a moment in that day.
+    """Return the part of a charge's amount that lies before a time within the charge's UTC day.
 
-    A period of another zone begins within such a day. Both parts add up to the whole.
-    `amount` and `gpu_ms` may have any sign. The time that counts comes last: environment and start precede it.
+    A period of another time zone begins within a UTC day. The parts before and after the time add up to the whole
+    amount. `amount` and `gpu_ms` may be negative. Use ends at the end of the charge, because environment and start come
+    before it.
     """
     took_ns = abs(gpu_ms) // gpus * 1_000_000 if gpus > 0 else 0
     from_ns = max(start_ns, end_ns - took_ns) if took_ns else start_ns
@@ -468,14 +479,14 @@ PERIOD_WORDS = {Period.DAY: "today", Period.WEEK: "this week", Period.MONTH: "th
 
 
 def amount_text(budget: Budget, amount: int, currency: str) -> str:
-    """Return an amount of a budget for people: ``81.20 USD``, ``12.3 GPU-hours``."""
+    """Return an amount in a budget's unit as text: ``81.20 USD``, ``12.3 GPU-hours``."""
     if budget.limit_micros is not None:
         return units.format_micros(amount, currency)
     return units.format_gpu_ms(amount)
 
 
 def used_text(standing: Standing, currency: str) -> str:
-    """Return how much of a limit is used, and when that is: ``81.20 of 100.00 USD this month``."""
+    """Return the used amount, the limit and the period as text: ``81.20 of 100.00 USD this month``."""
     budget = standing.budget
     limit = amount_text(budget, budget.limit, currency)
     amount = amount_text(budget, budget.counts(standing.used), currency)
@@ -484,7 +495,7 @@ def used_text(standing: Standing, currency: str) -> str:
 
 
 def left_text(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
-    """Return what of a budget is neither used nor held: ``llm: 76.08 of 100.00 USD left this month``."""
+    """Return the remaining amount as text: ``llm: 76.08 of 100.00 USD left this month``."""
     budget, when = standing.budget, PERIOD_WORDS[standing.budget.period]
     if not is_open:
         return f"{name}: {'used up' if standing.is_used_up else 'not used up'} {when}"
@@ -494,65 +505,70 @@ def left_text(name: str, standing: Standing, currency: str, *, is_open: bool) ->
 
 
 def refused_text(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
-    """Return why a run cannot start in this period."""
+    """Return the reason why a run cannot start in this period."""
     if standing.is_spent:
         return _is_used_up(name, standing, currency, is_open=is_open)
     when, amounts = _when(standing), _amounts(standing, currency, is_open=is_open)
     if standing.is_closed:
-        return f"budget {name!r} has stopped runs {when}: what is left did not pay for another minute of them{amounts}"
-    return f"budget {name!r} has less left {when} than the run's first minute costs{amounts}"
+        return f"budget {name!r} has stopped runs {when}: the rest does not pay for another minute of them{amounts}"
+    return f"budget {name!r} has less left {when} than the first minute of the run costs{amounts}"
 
 
 def stopped_text(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
-    """Return why a run is stopped."""
+    """Return the reason why the server stops a run."""
     if standing.is_spent:
         return _is_used_up(name, standing, currency, is_open=is_open)
     when, amounts = _when(standing), _amounts(standing, currency, is_open=is_open)
-    return f"what is left of budget {name!r} {when} does not pay for its next minute{amounts}"
+    return f"the rest of budget {name!r} {when} does not pay for its next minute{amounts}"
 
 
 def warning_text(name: str, standing: Standing, currency: str, *, is_open: bool, mark: int = 0) -> str:
-    """Return how much of a budget is used, and what follows.
+    """Return the used part of a budget and the consequences.
 
-    `mark` picks one of the reached marks; 0 for the last.
+    `mark` selects one of the reached marks. 0 selects the last one.
     """
     mark = mark or max(standing.reached, default=0)
     is_hard, when, amounts = standing.budget.hard, _when(standing), _amounts(standing, currency, is_open=is_open)
     if mark == CLOSED:
         count = len(standing.stop)
         stops = f"{count} {'run is' if count == 1 else 'runs are'} stopped" if count else "it has stopped runs"
-        then = "those that were placed last; the others go on while what is left pays for them, and nothing new starts"
-        return f"budget {name!r} is closed {when}: what is left does not pay for all its runs{amounts}; {stops}, {then}"
+        then = (
+            "the server stops the latest runs first; other runs continue while the rest pays for them, and no "
+            "new run starts"
+        )
+        return f"budget {name!r} is closed {when}: the rest does not pay for all its runs{amounts}; {stops}; {then}"
     if mark == FULL:
-        then = "its runs are stopped, with their grace for a checkpoint" if is_hard else "nothing new starts"
+        then = "the server stops its runs, with their grace for a checkpoint" if is_hard else "no new run starts"
         return f"{_is_used_up(name, standing, currency, is_open=is_open)}; {then}"
     then = (
-        "at 100 % its runs are stopped, with their grace for a checkpoint" if is_hard else "at 100 % nothing new starts"
+        "at 100 % the server stops its runs, with their grace for a checkpoint"
+        if is_hard
+        else "at 100 % no new run starts"
     )
     if standing.percent >= mark:
         return f"budget {name!r} is at {int(standing.percent)} % {when}{amounts}; {then}"
-    return f"{mark} % of budget {name!r} {when} is used, or held for runs that go on{amounts}; {then}"
+    return f"{mark} % of budget {name!r} is used or held by running attempts {when}{amounts}; {then}"
 
 
 def goes_on_text(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
-    """Return the message to a run that goes on when a budget has stopped others."""
+    """Return the message for a run that continues after a budget has stopped others."""
     when, amounts = _when(standing), _amounts(standing, currency, is_open=is_open)
     return (
-        f"budget {name!r} does not pay for all its runs any more {when}{amounts}: those that were placed last are"
-        " stopped; this one goes on while what is left pays for it"
+        f"budget {name!r} does not pay for all its runs any more {when}{amounts}: the server stops the latest "
+        "runs first; this run continues while the rest pays for it"
     )
 
 
 def no_room_text(name: str, standing: Standing) -> str:
-    """Return why a run that a budget has no room for waits; the same for as long as it waits for the same."""
+    """Return the reason why a run waits for a budget; the text is stable while the reason is the same."""
     when = _when(standing)
     if standing.is_spent:
         return f"budget {name!r} is used up {when}; {renewal_text(standing)}"
     if standing.is_closed:
-        return f"budget {name!r} has stopped runs {when}, and is closed; {renewal_text(standing)}"
+        return f"budget {name!r} has stopped runs {when} and is closed; {renewal_text(standing)}"
     return (
-        f"budget {name!r} has no room for it: what is left {when} is less than its first minute,"
-        f" or held for runs that go on; {renewal_text(standing)}"
+        f"budget {name!r} does not cover this run yet: the first minute costs more than the rest {when}, or "
+        f"running attempts hold the rest; {renewal_text(standing)}"
     )
 
 
@@ -566,52 +582,52 @@ def _when(standing: Standing) -> str:
 
 
 def _amounts(standing: Standing, currency: str, *, is_open: bool) -> str:
-    """Return how much is used, in brackets: for those who may know it."""
+    """Return the used amount in parentheses, or "" for readers without the right to see it."""
     return f" ({used_text(standing, currency).removesuffix(_when(standing))}used)" if is_open else ""
 
 
 def renewal_text(standing: Standing) -> str:
-    """Return when the next period begins, in words."""
+    """Return a text with the start of the next period."""
     return f"the next period begins on {next_day_text(standing)}"
 
 
 def next_day_text(standing: Standing) -> str:
-    """Return the day on which the next period begins, with its time zone: ``2026-12-01 (UTC)``."""
+    """Return the first day of the next period with its time zone: ``2026-12-01 (UTC)``."""
     budget = standing.budget
     return f"{format_day(local_day(standing.window.end_ns, budget.zone))} ({budget.time_zone or 'UTC'})"
 
 
 FORECAST_DAYS = 7
-"""How many days before today a forecast looks at."""
+"""Days before today that a forecast includes."""
 FACTOR = 3
-"""How many times the usual is an alarm."""
+"""Ratio to the usual rate that raises an alarm."""
 RUNS_MIN = 5
 RUNS_MAX = 50
-"""How many earlier runs of a name say what is usual, at least and at most."""
+"""Minimum and maximum number of earlier runs in the median of a run name."""
 HOURS_MIN = 24
 HOURS = 28 * 24
-"""How many hours say what is usual for a team, at least, and how far back they go."""
+"""Minimum number of hours in the median of a team, and the age of the oldest hour."""
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """The expected use at the end of a period."""
 
-    amount: int  # what will be used at its end, in the unit of the limit
-    per_day: int  # the rate that this rests on
-    reached_ns: int | None  # when the limit is used up at that rate, nanoseconds since 1970; None: not in this period
-    basis: str  # what it rests on, in words
+    amount: int  # Expected use at the end of the period, in the unit of the limit.
+    per_day: int  # Use per day that the forecast assumes.
+    reached_ns: int | None  # When that rate uses up the limit, in nanoseconds since 1970. None: not in this period.
+    basis: str  # The formula of the forecast as text.
 
 
 class Alarm(msgspec.Struct, frozen=True, kw_only=True):
     """A spend rate far above the usual one."""
 
-    rate: int  # in an hour, now
-    usual: int  # in an hour, the median
-    count: int  # how many runs, or hours, that is the median of
+    rate: int  # Current use per hour.
+    usual: int  # Median use per hour.
+    count: int  # Number of runs or hours in the median.
 
 
 def forecast(standing: Standing, by_day: Mapping[int, int], now_ns: int) -> Forecast:
-    """Return where a budget's period ends."""
+    """Return the expected use of a budget at the end of its period."""
     budget, within = standing.budget, standing.window
     today = now_ns // DAY_NS
     there = [day for day, amount in by_day.items() if today - FORECAST_DAYS <= day <= today and amount]
@@ -632,7 +648,7 @@ def forecast(standing: Standing, by_day: Mapping[int, int], now_ns: int) -> Fore
 
 
 def unusual(rate: int, earlier: Sequence[int], *, least: int) -> Alarm | None:
-    """Return an alarm when a rate is far above the median of earlier ones, where there are enough of them."""
+    """Return an alarm when a rate is far above the median of at least `least` earlier rates, else None."""
     past = [one for one in earlier if one > 0]
     if len(past) < max(1, least):
         return None

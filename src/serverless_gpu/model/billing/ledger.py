@@ -1,17 +1,17 @@
-"""The ledger: what follows from facts in money, and the rows in which that is kept.
+"""The ledger: charges that follow from facts and prices, and the entries that record them.
 
-A charge is a pure function of facts and a tariff, so that facts may arrive late, twice and in any order.
+A charge is a pure function of facts and a tariff. Facts may arrive late, twice and in any order.
 
-    facts ─ metering.py ─▶ use of each day ─ tariff ─▶ lines ─ post ─▶ entries, against what is there already
+    facts ─ metering.py ─▶ use of each day ─ tariff ─▶ lines ─ post ─▶ entries, compared with the posted ones
 
-    day 1   day 2        costs are differences of one total, which is rounded up once for the attempt:
+    day 1   day 2        each cost is a difference of running totals, which are rounded up once per attempt:
     0.34    0.33         the lines add up to the charge
 
-What a ledger has of a day is never changed: it is taken back, number by number, and written again.
+The ledger never changes an entry. For a wrong entry, the ledger posts a reversal with negative amounts and a new entry.
 
-Failure cases: a silent node's last day is provisional, and is taken back when more is known. Facts of several attempts,
-or two different facts under one number, are a fault of the caller and raise `InvalidValue`: any sum of them would
-depend on the order they came in.
+Failure cases: The last day of a silent node is provisional, and the ledger reverses it when more facts arrive. A caller
+must not mix facts of several attempts, or two different facts with the same number. Such facts raise `InvalidValue`,
+because their sum would depend on the order of arrival.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from serverless_gpu.model.billing.pricing import UNPRICED, Tariff, cost, cost_pa
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, Reason, distinct
 from serverless_gpu.model.receipt import Bill
 
-_AFTER_GRACE = "after the grace that its ranks had"
+_AFTER_GRACE = "time after the grace of its ranks"
 
 
 class Charge(msgspec.Struct, frozen=True, kw_only=True):
-    """The use and the cost of one attempt: the sum of its lines."""
+    """The use and the cost of one attempt, as the sum of its lines."""
 
-    attempt: str = ""  # the attempt, as `run:fence`
+    attempt: str = ""  # The attempt, as `run:fence`.
     gpu_type: str = ""
-    gpus: int = 0  # the most devices it had at once
-    gpu_ms: int = 0  # device-milliseconds that were used; `billed_ms` those that are billed
+    gpus: int = 0  # The highest number of devices at the same time.
+    gpu_ms: int = 0  # Device-milliseconds in use. `billed_ms` has those that are billed.
     billed_ms: int = 0
-    core_ms: int = 0  # core-milliseconds that are billed; `memory_mib_ms` the same, for MiB
+    core_ms: int = 0  # Billed core-milliseconds. `memory_mib_ms` has the billed MiB-milliseconds.
     memory_mib_ms: int = 0
-    micros: int | None = None  # cost in millionths of the currency unit; None when there is no price
-    core_micros: int = 0  # what of it is for cores; `memory_micros` for memory
+    micros: int | None = None  # Cost in millionths of the currency unit. None without a price.
+    core_micros: int = 0  # The part of the cost for cores. `memory_micros` has the part for memory.
     memory_micros: int = 0
     dbu_micros: int = 0
 
 
 def charge(facts: Iterable[Fact], *, gpu_type: str, tariff: Tariff = UNPRICED, is_billed: bool = True) -> Charge:
-    """Return what an attempt used and costs.
+    """Return the use and the cost of an attempt.
 
-    Use goes from the start of user code, or of holding idle devices, until the devices are free. While they are not, it
-    ends provisionally at the last sign of life; the same call with the later facts gives the final charge.
+    Use lasts from the start of user code, or of holding idle devices, until the devices are free. Before that, use ends
+    provisionally at the last sign of life. A call with all facts returns the final charge.
 
     Raises InvalidValue when the facts are of several attempts, or two facts share a number.
     """
@@ -77,7 +77,7 @@ def sum_of(days: Sequence[LedgerLine], tariff: Tariff) -> Charge:
 
 
 def bill_of(used: Charge, reason: Reason | None) -> Bill:
-    """Return how a charge comes about, and why not all of it is billed."""
+    """Return the billed amounts of a charge and the reason why a part is not billed."""
     unbilled = ""
     if used.gpu_ms and reason is not None and not MEANINGS[reason].is_billed:
         unbilled = MEANINGS[reason].sentence
@@ -98,33 +98,33 @@ def bill_of(used: Charge, reason: Reason | None) -> Bill:
 
 
 class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The use and the cost of one attempt on one day (UTC).
+    """The use and the cost of one attempt on one UTC day.
 
-    The segments are device-milliseconds: how long each lasted, times the devices lent. `gpu_ms` is what counts as use
-    (user code until the devices were free, and idle devices of a session); `billed_ms` is that, less what came after
-    the grace of a stop that we asked for, or 0 where the platform failed.
+    Each segment is its duration times the number of devices, in device-milliseconds. `gpu_ms` is the time in use: from
+    user code until the devices were free, and idle devices of a session. `billed_ms` excludes time after the grace of a
+    stop request by the server. `billed_ms` is 0 where the platform failed.
     """
 
-    day: int  # days since 1970-01-01
-    start_ns: int  # the first moment of it, nanoseconds since 1970; `end_ns` the last
+    day: int  # Days since 1970-01-01.
+    start_ns: int  # First moment of the use, in nanoseconds since 1970. `end_ns` is the last.
     end_ns: int
-    gpus: int  # the most devices lent at once
-    environment_ms: int = 0  # while the environment was made ready
-    start_ms: int = 0  # while the ranks were started
+    gpus: int  # The highest number of devices at the same time.
+    environment_ms: int = 0  # Device time while the node prepared the environment.
+    start_ms: int = 0  # Device time while the ranks started.
     run_ms: int = 0
-    stop_ms: int = 0  # while the ranks were ended
-    gate_ms: int = 0  # while the devices were proven free
-    idle_ms: int = 0  # while a session held them and no run used them
+    stop_ms: int = 0  # Device time while the ranks stopped.
+    gate_ms: int = 0  # Device time while the node verified that the devices were free.
+    idle_ms: int = 0  # Device time while a session held devices without a run.
     gpu_ms: int = 0
     billed_ms: int = 0
-    core_ms: int = 0  # core-milliseconds that are billed, where cores were limited; beyond those that are CPU slots
-    memory_mib_ms: int = 0  # MiB-milliseconds that are billed, where memory was limited
-    micros: int | None = None  # millionths of the currency unit; None where the devices have no price
+    core_ms: int = 0  # Billed core-milliseconds under a limit of cores, without the cores that are CPU slots.
+    memory_mib_ms: int = 0  # Billed MiB-milliseconds under a limit of memory.
+    micros: int | None = None  # Millionths of the currency unit. None where the devices have no price.
     dbu_micros: int = 0
 
 
 def lines(facts: Iterable[Fact], tariff: Tariff, *, is_billed: bool = True) -> tuple[LedgerLine, ...]:
-    """Return what an attempt used on each day, in order; their costs add up to one that is rounded up once.
+    """Return the lines of an attempt by day; their costs add up to a total that is rounded up once.
 
     Raises InvalidValue when the facts are of several attempts, or two facts share a number.
     """
@@ -135,7 +135,7 @@ def lines(facts: Iterable[Fact], tariff: Tariff, *, is_billed: bool = True) -> t
 
 
 def priced(days: Mapping[int, DayUse], tariff: Tariff, *, is_billed: bool = True) -> tuple[LedgerLine, ...]:
-    """Return the lines of what an attempt used."""
+    """Return the lines with costs for the daily use of an attempt."""
     found: list[LedgerLine] = []
     billed_ms = core_ms = memory_mib_ms = micros = dbu_micros = 0
     for number, day in days.items():
@@ -168,29 +168,29 @@ def priced(days: Mapping[int, DayUse], tariff: Tariff, *, is_billed: bool = True
 
 
 class EntryKind(StrEnum):
-    """What a row of the ledger is; the rows of one attempt and day add up to what it used then."""
+    """The kind of a ledger entry. The entries of one attempt and day add up to its use on that day."""
 
-    ORIGINAL = "original"  # the first word about a day
-    REVERSAL = "reversal"  # takes one back, number by number
-    RESTATED = "restated"  # what holds in its place
+    ORIGINAL = "original"  # The first entry for a day.
+    REVERSAL = "reversal"  # Negates an earlier entry.
+    RESTATED = "restated"  # Replaces a reversed entry.
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the ledger, never changed and never removed."""
+    """One row of the ledger, which the ledger never changes or deletes."""
 
-    number: int  # 1, 2, 3 … of its attempt
-    kind: EntryKind  # what it is; a reversal has the numbers of the row that it takes back, negative
-    provisional: bool  # whether the node fell silent, so that more may come; such rows net to zero once that has come
+    number: int  # Numbers of an attempt's entries: 1, 2, 3 …
+    kind: EntryKind  # A reversal has the negative amounts of the entry that it reverses.
+    provisional: bool  # True while the node is silent and more facts may arrive. Such entries later net to zero.
     line: LedgerLine
 
 
 def post(posted: Sequence[LedgerEntry], target: Sequence[LedgerLine], *, final: bool) -> tuple[LedgerEntry, ...]:
-    """Return the entries that make a ledger say what it has to; none for what is there and right.
+    """Return the entries that bring a ledger to the target lines; empty when the ledger is correct.
 
-    A row that is wrong is taken back and written again. So is a provisional one once what it says is final: provisional
-    rows and their reversals add up to nothing then.
+    The ledger reverses a wrong entry and posts it again. The ledger also reverses a provisional entry that becomes
+    final, so provisional entries and their reversals add up to zero.
 
-    `final`: no fact of these days will come any more; else the last of them may still change.
+    `final` promises that no more facts of these days will arrive. Otherwise the last day may still change.
     """
     number = max((entry.number for entry in posted), default=0)
     there, known = standing(posted), {entry.line.day for entry in posted}
@@ -214,7 +214,7 @@ def post(posted: Sequence[LedgerEntry], target: Sequence[LedgerLine], *, final: 
 
 
 def standing(posted: Iterable[LedgerEntry]) -> dict[int, LedgerEntry]:
-    """Return the entries that hold, by their days in order: those that were not taken back."""
+    """Return the entries without a reversal, by day in ascending order."""
     found: dict[int, LedgerEntry] = {}
     for entry in sorted(posted, key=lambda entry: entry.number):
         if entry.kind is EntryKind.REVERSAL:
@@ -225,7 +225,7 @@ def standing(posted: Iterable[LedgerEntry]) -> dict[int, LedgerEntry]:
 
 
 def reversed_line(line: LedgerLine) -> LedgerLine:
-    """Return what takes a line back: its amounts negative, its place and devices as they are."""
+    """Return the reversal of a line, with negative amounts and the same time and devices."""
     amounts = {name: -value for name in _AMOUNTS if (value := getattr(line, name)) is not None}
     return msgspec.structs.replace(line, **amounts)
 

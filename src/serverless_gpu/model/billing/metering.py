@@ -1,22 +1,22 @@
-"""Metering: the time segments of an attempt on each day, from its facts, and the part of them that counts.
+"""Metering: the time segments of an attempt on each day, from its facts, and the billed part of them.
 
     reserved    starting    exec    alive ... alive    stopping    exited    freed
     ├ environment ┼─ start ──┼────────── run ─────────────┼── stop ──┼── gate ──┤
-                             ├───────────── what counts as use ─────────────────┤
-                             ├────── billed: up to `stopping` + grace ──────┤       where we asked it to stop
-    no freed yet: the end is `exited`, else the last fact that there is
+                             ├──────────────── counts as use ───────────────────┤
+                             ├────── billed: up to `stopping` + grace ──────┤       where the server requested a stop
+    without `freed`: the end is `exited`, else the last fact
 
-A session holds devices between runs: `held` starts what `freed` ends, once for each set of devices that stood idle, so
-that no device is ever counted twice.
+A session holds devices between runs. A `held` fact starts idle time, and a `freed` fact ends idle time. Each set of
+idle devices has its own pair of facts, so that no device counts twice.
 
     reserved   held    freed ─ a run has them, and its own facts ─ held    freed
                ├─ idle ──┤                                          ├─ idle ─┤
 
-Whole milliseconds, of boottime. The calendar is asked once for devices that are lent without a break: what it said at
-the first fact, and time from there.
+Times are whole milliseconds of the boot clock. Each period without a break reads the calendar once, at its first fact,
+and derives later dates from the boot clock.
 
-Failure cases: a silent node or a reboot ends the time at the last sign of life, in the user's favour; boottimes of two
-boots are never compared. A fact that is missing makes a segment part of the one before it.
+Failure cases: After a silent node or a reboot, the time ends at the last sign of life, in the user's favour. Boot times
+of different boots are never compared. Without the fact that starts a segment, its time belongs to the segment before.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import Fact, FactKind
 
 STRETCH_NS_MAX = 400 * DAY_NS
-"""Devices that are lent for longer without a break are lent by a clock that is wrong."""
+"""Maximum length of a period without a break. A longer one means that the clock is wrong."""
 SEGMENTS = ("environment_ms", "start_ms", "run_ms", "stop_ms", "gate_ms", "idle_ms")
-"""What the time of devices is apart by, in the order in which they follow each other."""
+"""The segments of device time, in chronological order."""
 _ENVIRONMENT, _START, _RUN, _STOP, _GATE, _IDLE = range(len(SEGMENTS))
 FIRST_USED = _RUN
-"""From which segment on time counts as use."""
+"""Index of the first segment that counts as use."""
 _MS_NS = 1_000_000
-_CPU_SLOT = "CPU-"  # how the identifiers of CPU slots begin: such a device is a core, and paid as a device
+_CPU_SLOT = "CPU-"  # Prefix of CPU slot identifiers. A CPU slot is a core that is billed as a device.
 _OPENING = frozenset({FactKind.RESERVED, FactKind.HYDRATING, FactKind.STARTING, FactKind.EXEC, FactKind.HELD})
 
 
 class _Stretch:
-    """Devices that are lent without a break: from the first fact about them until they are free."""
+    """Devices of an attempt without a break: from their first fact until they are free."""
 
     __slots__ = (
         "began_ns",
@@ -74,14 +74,14 @@ class _Stretch:
         self.see(fact)
 
     def lend(self, fact: Fact) -> None:
-        """Take note of what is lent."""
+        """Record the devices, cores and memory of a fact."""
         self.uuids = frozenset(fact.gpus)
         self.gpus = len(self.uuids)
         self.cores = max(0, fact.cpus - sum(uuid.startswith(_CPU_SLOT) for uuid in self.uuids))
         self.memory_mib = max(0, fact.memory_bytes) >> 20
 
     def see(self, fact: Fact) -> None:
-        """Take note of what happened meanwhile: each thing when it did so first."""
+        """Record a fact; only the first fact of each kind counts."""
         at_ns = fact.boottime_ns
         self.last_ns = max(self.last_ns, at_ns)
         match fact.kind:
@@ -100,11 +100,11 @@ class _Stretch:
                 pass
 
     def end_ns(self) -> int:
-        """Return when it ended, as far as that is known without `freed`."""
+        """Return the end without a `freed` fact: `exited`, else the last fact."""
         return self.last_ns if self.exited_ns is None else self.exited_ns
 
     def parts(self, end_ns: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield its segments that took time: which, from when, until when, and from where its milliseconds count."""
+        """Yield the segments as index, start, end, and the origin for counting milliseconds."""
         used_ns = end_ns if self.used_ns is None else min(self.used_ns, end_ns)
         if self.began_ns < used_ns:
             starting_ns = used_ns if self.starting_ns is None else _within(self.began_ns, self.starting_ns, used_ns)
@@ -123,21 +123,21 @@ class _Stretch:
 
 
 class DayUse:
-    """The use of an attempt on one day: device-milliseconds by segment."""
+    """The use of an attempt on one day, in device-milliseconds by segment."""
 
     __slots__ = ("billed_ms", "core_ms", "end_ns", "gpus", "memory_mib_ms", "segments", "start_ns")
 
     def __init__(self, start_ns: int, end_ns: int) -> None:
-        # `start_ns`: the first moment of it, nanoseconds since 1970; `end_ns` the last.
+        # `start_ns` is the first moment of the use, in nanoseconds since 1970. `end_ns` is the last.
         self.start_ns, self.end_ns = start_ns, end_ns
-        # `core_ms`: core-milliseconds that count; `memory_mib_ms` the same, for MiB.
-        # `billed_ms`: those of them that count.
-        # `gpus`: the most devices it had at once.
+        # `gpus` is the highest number of devices at the same time.
+        # `billed_ms` has the billed device-milliseconds.
+        # `core_ms` has the billed core-milliseconds, and `memory_mib_ms` the billed MiB-milliseconds.
         self.gpus = self.billed_ms = self.core_ms = self.memory_mib_ms = 0
-        self.segments = [0] * len(SEGMENTS)  # device-milliseconds of each of `SEGMENTS`
+        self.segments = [0] * len(SEGMENTS)  # Device-milliseconds for each of `SEGMENTS`.
 
     def copy(self) -> DayUse:
-        """Return one that may be added to without changing this one."""
+        """Return an independent copy."""
         twin = DayUse(self.start_ns, self.end_ns)
         twin.gpus, twin.billed_ms = self.gpus, self.billed_ms
         twin.core_ms, twin.memory_mib_ms = self.core_ms, self.memory_mib_ms
@@ -146,20 +146,20 @@ class DayUse:
 
 
 class Meter:
-    """What the facts of one attempt add up to, taken one after another in their order; it keeps none of them."""
+    """Adds up the facts of one attempt in their order, without storing them."""
 
     def __init__(self) -> None:
         self._days: dict[int, DayUse] = {}
         self._open: _Stretch | None = None
 
     def add(self, fact: Fact) -> None:
-        """Take the next fact."""
+        """Add the next fact."""
         ended, self._open = _follow(self._open, fact)
         if ended is not None:
             _book(self._days, *ended)
 
     def used(self) -> dict[int, DayUse]:
-        """Return what was used on each day (days since 1970-01-01), up to the last sign of life, in order."""
+        """Return the use until the last sign of life by day (days since 1970-01-01), in ascending order."""
         days = self._days
         if self._open is not None:
             days = {number: day.copy() for number, day in days.items()}
@@ -170,14 +170,15 @@ class Meter:
 class Lending(msgspec.Struct, frozen=True, kw_only=True):
     """Devices that one attempt had without a break."""
 
-    boot_id: str  # the boot in which its moments count
+    boot_id: str  # Boot of the node. Boot times compare only within the same boot.
     gpus: frozenset[str]
-    start_ns: int  # boottime at which it had them first; `end_ns` at which they were free, or the last sign of life
+    # Boot time of the first fact about the devices. `end_ns` is when the devices were free, or the last sign of life.
+    start_ns: int
     end_ns: int
 
 
 def lendings(facts: Iterable[Fact]) -> Iterator[Lending]:
-    """Yield when an attempt had which devices."""
+    """Yield the periods in which an attempt had devices."""
     stretch: _Stretch | None = None
     for fact in facts:
         ended, stretch = _follow(stretch, fact)
@@ -193,12 +194,13 @@ def _lending(stretch: _Stretch, end_ns: int) -> Lending:
 
 
 def _follow(stretch: _Stretch | None, fact: Fact) -> tuple[tuple[_Stretch, int] | None, _Stretch | None]:
-    """Return what a fact has ended, with when, and what is lent after it."""
+    """Return the period that a fact ends, with its end time, and the period that continues."""
     if stretch is None or fact.kind is FactKind.HELD:
         ended = None if stretch is None else (stretch, stretch.end_ns())
         return ended, _Stretch(fact) if fact.kind in _OPENING else None
     if fact.boot_id != stretch.boot_id:
-        return None, stretch  # a later boot proves the attempt dead, but its boottime says nothing about when
+        # A later boot proves that the attempt is dead, but its boot time does not tell the time of death.
+        return None, stretch
     if fact.kind is FactKind.FREED:
         return (stretch, fact.boottime_ns), None
     stretch.see(fact)
@@ -206,9 +208,9 @@ def _follow(stretch: _Stretch | None, fact: Fact) -> tuple[tuple[_Stretch, int] 
 
 
 def _book(days: dict[int, DayUse], stretch: _Stretch, end_ns: int) -> None:
-    """Add a stretch to the days that it touches; a day is what the calendar said at its first fact, and time from then.
+    """Add a period to each day that it touches, with dates from the wall clock of its first fact.
 
-    Milliseconds of a part are the difference of two positions, each of them a whole one: the parts add up to the whole.
+    A duration is the difference of two positions that are rounded to milliseconds. So durations add up to the whole.
     """
     began_ns, offset_ns = stretch.began_ns, stretch.wall_ns - stretch.began_ns
     end_ns = min(max(end_ns, began_ns if stretch.used_ns is None else stretch.used_ns), began_ns + STRETCH_NS_MAX)
@@ -230,7 +232,7 @@ def _book(days: dict[int, DayUse], stretch: _Stretch, end_ns: int) -> None:
 
 
 def _touch(days: dict[int, DayUse], stretch: _Stretch, start_ns: int, end_ns: int) -> DayUse:
-    """Return the day of a moment, widened so that it holds this part."""
+    """Return the use of a day, with its time range extended to include this part."""
     day = days.get(start_ns // DAY_NS)
     if day is None:
         day = days[start_ns // DAY_NS] = DayUse(start_ns, end_ns)

@@ -1,14 +1,15 @@
-"""Prices: what a device, a core or a GiB of memory costs for one hour, since when, and in which pool.
+"""Prices of a device, a core or a GiB of memory per hour, by start date and pool.
 
-    price book ── in force when the devices were reserved ─▶ tariff of the attempt ── × what it used ─▶ micros
+    price book ── price in force when the devices were reserved ─▶ tariff of the attempt ── × its use ─▶ micros
 
-A price that is not there is not invented: the time counts, and is unpriced. An attempt keeps the tariff it began with,
-so a price that changes later changes no charge. Money is integers; a cost is rounded up once for an attempt as a whole.
+Use without a price counts as unpriced time, because billing never guesses a price. An attempt keeps its tariff, so a
+later price change does not change its charge. Money is an integer number of micros (millionths of the currency unit).
+The total cost of an attempt is rounded up once.
 
-A type without a price is unpriced as a whole, also where its cores have one: what looks like a cost is all of it.
+A device type without a price is unpriced even if its cores have a price. So every cost that users see is complete.
 
-A GPU type's price is that of one device. A CPU slot is a device of the type ``CPU``, and its core is not charged again.
-Cores and memory are charged where an attempt was given a limit of them (`cpus=`, `memory=`).
+The price of a GPU type is that of one device. A CPU slot is a device of type ``CPU`` and its core is not charged again.
+Cores and memory are charged when an attempt has a limit on them (`cpus=`, `memory=`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from serverless_gpu.model.hardware import CPU, FAMILIES, canonical, families_of
 
 CORE = "core"
 MEMORY = "memory"
-"""What has a price beside GPU types: one core, and one GiB (2^30 bytes) of host memory."""
+"""Resources with a price besides GPU types: one core, and one GiB (2^30 bytes) of host memory."""
 MICROS_MAX = 10**11
-"""A hundred thousand of the currency unit for one hour: a slip of the finger, and not more than a sum can hold."""
+"""Maximum price: 100,000 currency units per hour, to catch typing errors and prevent overflow."""
 _UNITS_MAX = MICROS_MAX // units.MICROS_PER_UNIT
 _MIB_PER_GIB = 1024
 
@@ -37,22 +38,23 @@ _PRICE_HINT = 'write the price of one GPU for one hour in USD, for example {"H10
 class Price(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the price book."""
 
-    resource: str  # a GPU type, `CORE` or `MEMORY`
-    micros_per_hour: int  # millionths of the currency unit for one of it
-    pool: str = ""  # "" for every pool that has none of its own
-    # Since when it is in force, nanoseconds since 1970; `until_ns` until when, None for as long as no later one begins.
+    resource: str  # A GPU type, `CORE` or `MEMORY`.
+    micros_per_hour: int  # Millionths of the currency unit per unit of the resource.
+    pool: str = ""  # "" applies to every pool without a price of its own.
+    # Start of validity in nanoseconds since 1970. `until_ns` is the end, None until a later price begins.
     from_ns: int = 0
     until_ns: int | None = None
-    dbu_micros_per_hour: int = 0  # millionths of a DBU for one of it, where prices are made of those; else 0
+    dbu_micros_per_hour: int = 0  # Millionths of a DBU per unit for prices in DBU. Else 0.
 
 
 class Tariff(msgspec.Struct, frozen=True, kw_only=True):
-    """The prices in force when an attempt's devices were reserved; None is "unpriced", which is not 0.
+    """The prices in force when an attempt's devices were reserved; None means unpriced, not free.
 
     Attributes:
-        gpu_micros_per_hour: for one device; likewise of one core and of one GiB of host memory.
+        gpu_micros_per_hour: price of one device. The core and memory fields are for one core and one GiB of host
+            memory.
         dbu_micros_per_hour: millionths of a DBU for one device.
-        currency: of all of them.
+        currency: of all prices.
     """
 
     gpu_micros_per_hour: int | None = None
@@ -66,9 +68,9 @@ UNPRICED = Tariff()
 
 
 def cost(tariff: Tariff, gpu_ms: int, core_ms: int = 0, memory_mib_ms: int = 0) -> int | None:
-    """Return what an attempt costs, rounded up to a whole micro; None where its devices have no price.
+    """Return the cost of an attempt, rounded up to a whole micro; None where its devices have no price.
 
-    Call it once per attempt with the attempt's totals: rounding parts would add up to more than the whole.
+    Callers pass the totals of an attempt, once per attempt. The sum of rounded parts would exceed the rounded total.
     """
     if tariff.gpu_micros_per_hour is None:
         return None
@@ -80,41 +82,42 @@ def cost(tariff: Tariff, gpu_ms: int, core_ms: int = 0, memory_mib_ms: int = 0) 
 
 
 def cost_of(tariff: Tariff, ms: int, *, gpu_type: str, gpus: int, cpus: int = 0, memory_bytes: int = 0) -> int | None:
-    """Return what an attempt costs that has the same for a while, as the ledger charges facts of it.
+    """Return the cost of constant resources for some time, as the ledger charges them.
 
-    `cpus` and `memory_bytes` are 0 where the attempt has no limit of them.
+    `cpus` and `memory_bytes` are 0 for an attempt without these limits.
     """
     core_ms, memory_mib_ms = cores_beside(gpu_type, gpus, cpus) * ms, (memory_bytes >> 20) * ms
     return cost(tariff, gpus * ms, core_ms, memory_mib_ms)
 
 
 def rate(tariff: Tariff, *, gpu_type: str, gpus: int, cpus: int = 0, memory_bytes: int = 0) -> int | None:
-    """Return what that costs in an hour."""
+    """Return the cost of these resources for one hour."""
     return cost_of(tariff, units.MS_PER_HOUR, gpu_type=gpu_type, gpus=gpus, cpus=cpus, memory_bytes=memory_bytes)
 
 
 def cores_beside(gpu_type: str, gpus: int, cpus: int) -> int:
-    """Return the cores that are paid beside the devices: a CPU slot is one, and is paid as a device."""
+    """Return the cores to charge besides the devices. A CPU slot is a core that is charged as a device."""
     return max(0, cpus - gpus) if gpu_type == CPU else cpus
 
 
 def cost_parts(tariff: Tariff, gpu_ms: int, core_ms: int, memory_mib_ms: int) -> tuple[int, int, int]:
-    """Return what of a cost is for devices, for cores and for memory; they add up to it. 0 where there is no price."""
+    """Return the parts of a cost for devices, cores and memory, which add up to it; 0 without a price."""
     devices = cost(tariff, gpu_ms) or 0
     cores = cost(tariff, gpu_ms, core_ms) or 0
     return devices, cores - devices, (cost(tariff, gpu_ms, core_ms, memory_mib_ms) or 0) - cores
 
 
 def dbu_cost(tariff: Tariff, gpu_ms: int) -> int:
-    """Return millionths of a DBU of an attempt, rounded up as a cost is; 0 where the price is not made of DBUs."""
+    """Return the millionths of a DBU for an attempt, rounded up; 0 when its price is not in DBU."""
     return -(-gpu_ms * tariff.dbu_micros_per_hour // units.MS_PER_HOUR)
 
 
 def tariff(rows: Iterable[Price], *, gpu_type: str, pool: str, at_ns: int, currency: str) -> Tariff:
-    """Return what an attempt pays whose devices are reserved at a moment.
+    """Return the prices for an attempt whose devices are reserved at a given time.
 
-    A price of the pool itself goes before one of every pool, then the type's own before its family's, then what began
-    later.
+    The price of the pool wins over the price of all pools. Then the type's own price wins over that of its family, and
+    a
+    later start wins over an earlier one.
     """
     names = [gpu_type, *families_of(gpu_type)]
     found: dict[str, tuple[tuple[bool, int, int], Price]] = {}
@@ -140,30 +143,36 @@ def tariff(rows: Iterable[Price], *, gpu_type: str, pool: str, at_ns: int, curre
 
 
 def is_in_force(price: Price, at_ns: int) -> bool:
-    """Return whether a price holds at a moment, where none that began later does."""
+    """Return True when a timestamp is within the validity of a price.
+
+    A later price may still replace that price.
+    """
     return price.from_ns <= at_ns and (price.until_ns is None or at_ns < price.until_ns)
 
 
 def check_book(rows: Iterable[Price]) -> None:
-    """Refuse a price book in which two prices of one thing in one pool hold at the same time.
+    """Refuse a price book with two prices for the same resource and pool at the same time.
 
-    A price without an end ends where the next one of the same begins; one with an end must have ended by then.
+    A price without an end is valid until the next price of the same resource and pool. A price with an end must end
+    before
+    that.
     """
     ordered = sorted(rows, key=lambda row: (row.resource, row.pool, row.from_ns))
     for row in ordered:
         if row.until_ns is not None and row.until_ns <= row.from_ns:
-            raise InvalidValue(f"the price of {_place(row)} ends before it begins", hint="say an end after its start")
+            raise InvalidValue(f"the price of {_place(row)} ends before it begins", hint="set an end after the start")
     for row, following in pairwise(ordered):
         if (row.resource, row.pool) != (following.resource, following.pool):
             continue
         if row.from_ns == following.from_ns or (row.until_ns is not None and row.until_ns > following.from_ns):
             raise InvalidValue(
-                f"two prices of {_place(row)} hold at the same time", hint="end the one before where the other begins"
+                f"two prices of {_place(row)} hold at the same time",
+                hint="end the earlier price where the later one begins",
             )
 
 
 def of_dbus(dbu_micros_per_hour: int, micros_per_dbu: int) -> int:
-    """Return the price of one device for one hour that is made of DBUs, in micros; rounded up, as a cost is."""
+    """Return the price of a device-hour in micros from a price in DBU, rounded up like a cost."""
     return -(-dbu_micros_per_hour * micros_per_dbu // units.MICROS_PER_UNIT)
 
 
@@ -172,20 +181,20 @@ def _place(price: Price) -> str:
 
 
 class OfDbus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A price that is made of DBUs, as a file has it."""
+    """A price in DBU, as a configuration file writes it."""
 
-    dbu_per_gpu_hour: float  # how many DBUs one device takes in one hour
+    dbu_per_gpu_hour: float  # DBUs for one device in one hour.
     usd_per_dbu: float
 
 
 def parse_prices(table: Mapping[str, float | OfDbus]) -> dict[str, Tariff]:
-    """Return what an attempt pays, by type name, where prices are a table of a file.
+    """Return the prices for attempts by GPU type name, from the price table of a file.
 
-    A price for a family holds for each member that has none of its own. Names that no catalogue knows are kept: cards
-    with own or product names have prices too.
+    A price for a family applies to each member without a price of its own. Unknown names are kept, because cards with
+    custom or product names can have prices too.
 
-    `table` has USD per GPU-hour by type name, of one core under `core`, of one GiB under `memory`. Raises InvalidOption
-    when a price is no number, and InvalidValue when it is negative, absurd or given twice.
+    `table` has USD per GPU-hour by type name, per core-hour under `core`, and per GiB-hour under `memory`. Raises
+    InvalidOption when a price is not a number. Raises InvalidValue when a price is negative, too high or a duplicate.
     """
     micros: dict[str, tuple[int, int]] = {}
     for written, amount in table.items():
@@ -194,7 +203,9 @@ def parse_prices(table: Mapping[str, float | OfDbus]) -> dict[str, Tariff]:
             raise InvalidValue(f"the price of {name} is given twice", hint=_PRICE_HINT)
         if isinstance(amount, OfDbus):
             if name in (CORE, MEMORY):
-                raise InvalidValue(f"the price of {name} is not made of DBUs: those count devices", hint=_PRICE_HINT)
+                raise InvalidValue(
+                    f"the price of {name} cannot be in DBUs: only devices have prices in DBUs", hint=_PRICE_HINT
+                )
             dbu_micros = _price_micros(f"{name}, dbu_per_gpu_hour", amount.dbu_per_gpu_hour)
             made = of_dbus(dbu_micros, _price_micros(f"{name}, usd_per_dbu", amount.usd_per_dbu))
             if made > MICROS_MAX:
@@ -220,7 +231,7 @@ def parse_prices(table: Mapping[str, float | OfDbus]) -> dict[str, Tariff]:
 
 
 def _price_micros(name: str, amount: float) -> int:
-    # bool is an int to Python, and True USD is a mistake.
+    # Python treats bool as an int, but a price of True is a mistake.
     if isinstance(amount, bool) or not isinstance(amount, int | float):
         raise InvalidOption(f"the price of {name} is {amount!r}, not a number", hint=_PRICE_HINT)
     if not math.isfinite(amount) or not 0 <= amount <= _UNITS_MAX:

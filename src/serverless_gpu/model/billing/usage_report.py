@@ -1,15 +1,15 @@
-"""Reports of use: by what it is grouped, over which days, and what the figures in it are.
+"""Usage reports: grouping fields, date ranges and calculated figures.
 
-    charges (rows of the ledger) ─▶ amounts by account and day ─▶ groups: by user, team, tag, month … ─▶ table, file
-    what goes on now ─────────────▶ the same, computed, and marked: it is not in the ledger yet
+    charges (ledger entries) ──▶ amounts by account and day ─▶ groups: by user, team, tag, month … ─▶ table, file
+    use of running attempts ───▶ the same, computed and marked, because the ledger does not have it yet
 
-Amounts are integers, and each charge is in exactly one group, so the groups of any report over the same days add up to
-the same numbers. A run is counted where it was first charged. Money of two currencies is never added.
+Amounts are integers. Each charge is in exactly one group, so the groups of all reports over the same days have equal
+sums. A run counts in the group of its first charge. A report never adds money of two currencies.
 
-    busy    device time with work ÷ device time that telemetry saw
-    seen    device time that telemetry saw ÷ device time that was used
-    idle    (device time that was seen without work + time in which a session held devices for no run)
-            ÷ (device time that was seen + that time)
+    busy    device time with work ÷ device time with telemetry
+    seen    device time with telemetry ÷ device time in use
+    idle    (device time with telemetry and without work + time in which a session held devices without a run)
+            ÷ (device time with telemetry + time in which a session held devices without a run)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from serverless_gpu.model import calendars
 from serverless_gpu.model.spec import TAG_CHARACTERS_MAX
 
 DAYS_MAX = 3_660
-"""A report is over ten years at most."""
+"""Maximum number of days in a report: ten years."""
 BY_MAX = 6
 WHERE_MAX = 16
 ACCOUNT_FIELDS: Mapping[str, str] = {
@@ -39,14 +39,14 @@ ACCOUNT_FIELDS: Mapping[str, str] = {
     "workload": "workload",
     "environment": "environment",
 }
-"""What a report may be grouped by, and what an account calls it."""
+"""Fields for grouping a report, with the names of the account columns."""
 PERIODS = ("day", "week", "month")
 TAG = "tag:"
 _KNOWN = f"{', '.join((*ACCOUNT_FIELDS, 'run', *PERIODS))} or tag:KEY"
 
 
 class Accounted(Protocol):
-    """A row of `accounts`: the principal and the roles in which it used something."""
+    """A row of `accounts`: the principal that used devices and the labels of that use."""
 
     @property
     def owner(self) -> str: ...
@@ -76,16 +76,17 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
     """Use, and its cost.
 
     Attributes:
-        runs: how many runs were first charged among these.
-        queued_ms: milliseconds that they waited for devices; the segments after it are device-milliseconds.
-        gpu_ms: device-milliseconds that were used; `billed_ms` those that count: not where the platform failed.
-        unpriced_ms: those that count and have no price.
-        core_ms: core-milliseconds that are billed; `memory_mib_ms` likewise MiB-milliseconds of host memory.
-        micros: millionths of the currency unit; None where nothing of it has a price.
+        runs: number of runs with their first charge in this group.
+        queued_ms: milliseconds that the runs waited for devices. The segments after it are device-milliseconds.
+        gpu_ms: device-milliseconds in use. `billed_ms` excludes the time where the platform failed.
+        unpriced_ms: billed device-milliseconds without a price.
+        core_ms: billed core-milliseconds. `memory_mib_ms` has the billed MiB-milliseconds of host memory.
+        micros: millionths of the currency unit. None where no part has a price.
         dbu_micros: millionths of a DBU.
-        observed_ms: device-milliseconds that telemetry saw, of attempts that ended; `busy_ms` those with work.
-        provisional_ms: device-milliseconds of entries that may still be taken back: their nodes fell silent.
-        going_ms: device-milliseconds that are not in the ledger yet, of what goes on now.
+        observed_ms: device-milliseconds with telemetry, of ended attempts. `busy_ms` has those with work.
+        provisional_ms: device-milliseconds of entries that the ledger may still reverse, because their nodes are
+            silent.
+        going_ms: device-milliseconds of running attempts, which the ledger does not have yet.
     """
 
     runs: int = 0
@@ -110,17 +111,17 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def busy(self) -> float | None:
-        """Return the part of what telemetry saw in which devices worked; None where it saw nothing."""
+        """Return the busy fraction of the device time with telemetry; None without telemetry."""
         return self.busy_ms / self.observed_ms if self.observed_ms > 0 else None
 
     @property
     def seen(self) -> float | None:
-        """Return the part of what was used that telemetry saw; None where nothing was used."""
+        """Return the fraction of the device time in use that has telemetry; None without use."""
         return self.observed_ms / self.gpu_ms if self.gpu_ms > 0 else None
 
     @property
     def idle(self) -> float | None:
-        """Return the part of what was seen, or held for no run, in which devices did nothing; None where that is 0."""
+        """Return the fraction of the observed or idly held device time without work; None without such time."""
         of_ms = self.observed_ms + self.idle_ms
         return (self.observed_ms - self.busy_ms + self.idle_ms) / of_ms if of_ms > 0 else None
 
@@ -132,9 +133,9 @@ class ReportRow(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a report.
 
     Attributes:
-        key: what it is about, a part for each field that it is grouped by; "" is "none".
+        key: the values of the grouping fields, in their order. "" means "none".
         currency: of its money.
-        amounts: what was used.
+        amounts: the use of the group.
     """
 
     key: tuple[str, ...]
@@ -143,14 +144,14 @@ class ReportRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DayRange(NamedTuple):
-    """Days of UTC, since 1970-01-01: from one, and not the other any more."""
+    """A range of UTC days since 1970-01-01, without its end."""
 
     from_day: int
     until_day: int
 
 
 class UsageUnit(NamedTuple):
-    """In what times are shown: its name, how long it is, and from which time on."""
+    """A time unit of a table: its name, its length, and the minimum time that it is for."""
 
     name: str
     ms: int
@@ -165,7 +166,7 @@ UNITS = (
 
 
 class CostShare(NamedTuple):
-    """The part of the money that a group pays, in hundredths of a per cent."""
+    """A group's share of the money, in hundredths of a per cent."""
 
     name: str
     is_team: bool
@@ -174,43 +175,43 @@ class CostShare(NamedTuple):
 
 
 def parse_by(text: str) -> tuple[str, ...]:
-    """Return what a report is grouped by.
+    """Return the grouping fields of a report.
 
-    Commas separate fields. A comma in a tag's key is written ``%2C``, a per cent sign ``%25``. Raises InvalidValue when
-    a field is unknown or repeated, or when there are too many.
+    Commas separate fields. A comma in a tag's key is written ``%2C``, a per cent sign ``%25``. Raises InvalidValue for
+    unknown, repeated or too many fields.
     """
     found = tuple(part.strip().replace("%2C", ",").replace("%25", "%") for part in text.split(",") if part.strip())
     for field in found:
         refuse_unknown(field)
     if len(set(found)) < len(found):
-        raise InvalidValue(f"a report cannot be grouped twice by the same: {text[:80]}")
+        raise InvalidValue(f"a report cannot be grouped by the same field twice: {text[:80]}")
     if len(found) > BY_MAX:
-        raise InvalidValue(f"a report is grouped by {BY_MAX} fields at most, not {len(found)}")
+        raise InvalidValue(f"a report can be grouped by {BY_MAX} fields at most, not {len(found)}")
     return found
 
 
 def write_by(by: Iterable[str]) -> str:
-    """Return fields as `parse_by` reads them."""
+    """Return the fields in the format that `parse_by` reads."""
     return ",".join(field.replace("%", "%25").replace(",", "%2C") for field in by)
 
 
 def refuse_unknown(field: str) -> None:
-    """Refuse what use cannot be grouped by."""
+    """Refuse a field that reports cannot be grouped by."""
     is_tag = field.startswith(TAG) and len(TAG) < len(field) <= len(TAG) + TAG_CHARACTERS_MAX
     if (is_tag and "\0" not in field) or field in ACCOUNT_FIELDS or field in PERIODS or field == "run":
         return
-    raise InvalidValue(f"use cannot be grouped by {field[:40]!r}", hint=f"one of {_KNOWN}")
+    raise InvalidValue(f"a report cannot be grouped by {field[:40]!r}", hint=f"one of {_KNOWN}")
 
 
 def key_of(by: Sequence[str], account: Accounted, *, run_id: str, day: int) -> tuple[str, ...]:
-    """Return the group that a charge is in."""
+    """Return the key of the group that a charge belongs to."""
     return tuple(_part(field, account, run_id, day) for field in by)
 
 
 def label(field: str, value: object) -> str:
-    """Return a part of a key as it is shown.
+    """Return one value of a key as users see it.
 
-    A day is its number since 1970-01-01, a week the number of weeks after that of 1970-01-01.
+    A day is its number since 1970-01-01. A week is the number of weeks since that of 1970-01-01.
     """
     if field == "day":
         return calendars.format_day(int(str(value)))
@@ -220,24 +221,26 @@ def label(field: str, value: object) -> str:
 
 
 def day_of(text: str) -> int:
-    """Return the number of a day that is written ``2026-11-30``."""
+    """Return the day number of a date such as ``2026-11-30``."""
     try:
         return calendars.number_of(datetime.date.fromisoformat(text))
     except ValueError:
-        raise InvalidValue(f"{text[:40]!r} is no day", hint="write it as 2026-11-30; days are of UTC") from None
+        raise InvalidValue(
+            f"{text[:40]!r} is not a valid day", hint="write it as 2026-11-30; days are of UTC"
+        ) from None
 
 
 def month(text: str) -> DayRange:
-    """Return the days of a month that is written ``2026-11``."""
+    """Return the days of a month such as ``2026-11``."""
     try:
         found = calendars.days_of_month(calendars.number_of(datetime.date.fromisoformat(f"{text}-01")))
     except ValueError:
-        raise InvalidValue(f"{text[:40]!r} is no month", hint="write it as 2026-11") from None
+        raise InvalidValue(f"{text[:40]!r} is not a valid month", hint="write it as 2026-11") from None
     return checked(DayRange(found.start, found.stop))
 
 
 def months(window: DayRange) -> list[tuple[int, str]]:
-    """Return the months of some days, in their order: the first day after each, and its name."""
+    """Return the months of a range of days: for each one the first day after it, and its name."""
     found: list[tuple[int, str]] = []
     day = window.from_day
     while day < window.until_day:
@@ -247,17 +250,17 @@ def months(window: DayRange) -> list[tuple[int, str]]:
 
 
 def checked(window: DayRange) -> DayRange:
-    """Return days that a report may be over."""
+    """Return the range of days after checking its order and length."""
     from_day, until_day = window
     if not 0 <= from_day < until_day:
-        raise InvalidValue("these days end before they begin", hint="--from is the first day, --to the last one")
+        raise InvalidValue("the date range ends before it begins", hint="--from is the first day, --to the last one")
     if until_day - from_day > DAYS_MAX:
-        raise InvalidValue(f"a report is over {DAYS_MAX} days at most, not {until_day - from_day}")
+        raise InvalidValue(f"a report covers {DAYS_MAX} days at most, not {until_day - from_day}")
     return window
 
 
 def added(one: Amounts, other: Amounts) -> Amounts:
-    """Return two amounts together; no price and a price is a price."""
+    """Return the sum of two amounts; a missing price counts as 0 unless both are missing."""
     if one.micros is None or other.micros is None:
         micros = one.micros if other.micros is None else other.micros
     else:
@@ -266,7 +269,7 @@ def added(one: Amounts, other: Amounts) -> Amounts:
 
 
 def together(groups: Iterable[ReportRow]) -> list[ReportRow]:
-    """Return groups with those of the same key and currency as one, in the order in which they first came."""
+    """Return groups with equal keys and currencies merged, in the order of first occurrence."""
     found: dict[tuple[tuple[str, ...], str], Amounts] = {}
     for group in groups:
         place = (group.key, group.currency)
@@ -275,12 +278,12 @@ def together(groups: Iterable[ReportRow]) -> list[ReportRow]:
 
 
 def totals(groups: Iterable[ReportRow]) -> list[ReportRow]:
-    """Return what groups add up to, one for each currency."""
+    """Return the sums of all groups, one for each currency."""
     return together(ReportRow(key=(), currency=group.currency, amounts=group.amounts) for group in groups)
 
 
 def in_order(groups: Iterable[ReportRow], by: Sequence[str]) -> list[ReportRow]:
-    """Return groups as they are shown: periods in their order, and in each what costs most first."""
+    """Return groups in display order: by period, then by cost and use, highest first."""
     at = [place for place, field in enumerate(by) if field in PERIODS]
     return sorted(
         groups,
@@ -296,10 +299,10 @@ def in_order(groups: Iterable[ReportRow], by: Sequence[str]) -> list[ReportRow]:
 
 
 def chargeback(groups: Iterable[ReportRow]) -> list[CostShare]:
-    """Return who pays what: teams, and users without one.
+    """Return the cost of each team, and of each user without a team.
 
-    The money of all is exactly that of the groups, and the parts of each currency are 100 %: what rounding leaves over
-    goes to those whose part was cut most.
+    The sum equals that of the groups, and the shares of each currency add up to 100 %. The shares with the largest
+    remainders are rounded up.
     """
     named = together(
         ReportRow(
@@ -321,12 +324,12 @@ def chargeback(groups: Iterable[ReportRow]) -> list[CostShare]:
 
 
 def unit_for(most_ms: int) -> UsageUnit:
-    """Return in what the times of a table are shown: hours, or less where nothing in it takes a tenth of one."""
+    """Return the time unit of a table: hours, or a smaller unit when all times are below 0.1 hours."""
     return next((unit for unit in UNITS if most_ms >= unit.from_ms), UNITS[-1])
 
 
 def time_in(unit: UsageUnit, ms: int) -> str:
-    """Return milliseconds with two decimals; a smaller amount does not look like 0."""
+    """Return milliseconds in a time unit with two decimals, and ``<0.01`` for small amounts above 0."""
     if 0 < ms < unit.ms // 200:
         return "<0.01"
     hundredths = (2 * ms + unit.ms // 100) // (2 * (unit.ms // 100))
@@ -353,7 +356,7 @@ def _part(field: str, account: Accounted, run_id: str, day: int) -> str:
 
 
 def _parts(amounts: Sequence[int]) -> list[int]:
-    """Return the part of each of all in hundredths of a per cent, 10,000 altogether: by the largest remainder."""
+    """Return the shares in hundredths of a per cent that add up to 10,000, by the largest remainder."""
     whole = sum(amounts)
     parts = [amount * 10_000 // whole for amount in amounts]
     rests = sorted(range(len(amounts)), key=lambda place: -(amounts[place] * 10_000 % whole))

@@ -1,4 +1,4 @@
-"""Hang and idle detection: stacks, what ranks last did, the verdict for one node or a whole gang, and the report.
+"""Hang and idle detection: stacks, inspections of ranks, verdicts for a node or a gang, and reports.
 
-The supervisor's watchdogs and the server's gang hang service call it. Start with `hang_detection.py`.
+The supervisor's watchdogs and the server's gang hang service use this package. Start with `hang_detection.py`.
 """

@@ -1,15 +1,17 @@
 """Hang detection for gangs on several nodes: combines the observations of all crews.
 
-    crew: Silence ─▶ heard ─▶ all are silent for half of the limit ─▶ Ask: each looks at its ranks, over one window
-    crew: Seen ────▶ heard ─▶ all have answered, the limit is over ─▶ Judgement: a warning, or the end, of all ranks
+A crew is one node's part of a gang: a supervisor and its ranks.
 
-The rules are those of `hang_detection.py`, over the ranks of all nodes: a rank that waits for one that works on another
-node is no hang. What lives here: values and decisions, on the clock of the decider. Nodes say how long ago
-something was, never when, so their clocks do not matter; a silence has a number, so that it is the same one however
-late its word is.
+    crew: Silence ─▶ server ─▶ all are silent for half of the limit ─▶ request: each crew inspects its ranks
+    crew: Seen ────▶ server ─▶ all have answered, the limit is over ─▶ Judgement: a warning, or the end, of all ranks
 
-Failure cases: a crew that is not heard of stops the judgement, since the state of its ranks is unknown. The decider may
-forget everything: crews say all of it again, and at worst a warning comes twice.
+The rules are those of `hang_detection.py`, applied to the ranks of all nodes. A rank that waits for a working rank on
+another node does not hang. This module only has values and decisions, on the server's clock. Nodes report durations
+and not times, so their clocks do not matter. Each silence has a number, so that a late message does not start a new
+silence.
+
+Failure cases: The server does not judge while it has no recent message from a crew, because the state of its ranks is
+unknown. After a restart of the server the crews report everything again. At worst, a warning repeats.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from serverless_gpu.model.lifecycle.attempt import Hang, Limits
 from serverless_gpu.model.placement import CrewPlace, numbered
 
 _WINDOW_NS_MIN = 500_000_000
-_EARLY = 4  # crews say that they are silent when looks are due, and the way here takes a moment
+_EARLY = 4  # Share of the window. Requests start this much earlier, because messages take a moment.
 
 
 class Silence(msgspec.Struct, frozen=True, kw_only=True):
-    """A crew whose ranks have said nothing for a while.
+    """A crew whose ranks have made no progress for a while.
 
     Attributes:
-        number: of the silence: each has another one.
-        ms: how long it has lasted.
+        number: number of the silence. Each silence has a different one.
+        ms: duration of the silence in milliseconds.
     """
 
     number: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
@@ -42,7 +44,7 @@ class Silence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InspectionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A crew is to look at its ranks for so long, and to say under this number what it saw."""
+    """A request to a crew: inspect the ranks for a window and answer with this number."""
 
     number: int
     window_ms: int
@@ -52,10 +54,10 @@ class CrewObservation(msgspec.Struct, frozen=True, kw_only=True):
     """A crew's observation of its ranks.
 
     Attributes:
-        number: of the `InspectionRequest`.
-        ranks: that have not returned.
-        returned: those that have.
-        stacks: Python stacks of a few of them, by rank.
+        number: number of the `InspectionRequest`.
+        ranks: observations of the ranks that have not returned.
+        returned: ranks that have returned.
+        stacks: Python stacks of a few ranks, by rank.
     """
 
     number: int
@@ -65,13 +67,13 @@ class CrewObservation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict that all crews get.
+    """The verdict that the server sends to all crews.
 
     Attributes:
-        number: from 1 on; files with stacks have it in their names.
-        sentence: who waits for whom, on which nodes; "" once a warning is taken back.
-        ends: whether the run is ended for it.
-        hang: the same for programs.
+        number: counts from 1. The names of stack files contain it.
+        sentence: which ranks wait for which others, on which nodes. "" withdraws a warning.
+        ends: True when the server ends the run because of the hang.
+        hang: the same information for programs.
     """
 
     number: int
@@ -81,7 +83,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CrewSilent(msgspec.Struct, frozen=True):
-    """A crew that says nothing: since when, and when it was heard of, by the clock of the decider."""
+    """A silent crew: start of its silence and time of its last message, on the server's clock."""
 
     number: int
     since_ns: int
@@ -92,18 +94,19 @@ class CrewSilent(msgspec.Struct, frozen=True):
 class GangWatch(msgspec.Struct, frozen=True, kw_only=True):
     """The known progress of a gang."""
 
-    # Crews whose ranks were silent for a while, by number; the others are at work.
+    # Silent crews by number. All other crews make progress.
     silent: Mapping[int, CrewSilent] = msgspec.field(default_factory=dict)
-    watch: RunProgress = RunProgress(since_ns=0, seen_ns=0)  # warnings so far; its looks are the nodes'
-    ask: InspectionRequest | None = None  # what crews are to look for
-    seen: Mapping[int, CrewObservation] = msgspec.field(default_factory=dict)  # what they saw, by number
+    # Counts the warnings of the gang. The inspections happen on the nodes.
+    watch: RunProgress = RunProgress(since_ns=0, seen_ns=0)
+    ask: InspectionRequest | None = None  # The current request to all crews.
+    seen: Mapping[int, CrewObservation] = msgspec.field(default_factory=dict)  # Observations by crew number.
     judgement: Judgement | None = None
 
 
 def with_observation(
     gang: GangWatch, crew: int, silence: Silence | None, seen: CrewObservation | None, *, returned: bool, now_ns: int
 ) -> GangWatch:
-    """Return what is known after a crew was heard of."""
+    """Return the watch after a message from a crew."""
     before = gang.silent.get(crew)
     others = {number: one for number, one in gang.silent.items() if number != crew}
     if silence is None and not returned:
@@ -111,7 +114,7 @@ def with_observation(
     number, since_ns = (0, now_ns) if silence is None or returned else (silence.number, now_ns - silence.ms * 1_000_000)
     is_same = before is not None and (before.number, before.returned) == (number, returned)
     if is_same and before is not None:
-        since_ns = min(since_ns, before.since_ns)  # its first word may have been faster than this one
+        since_ns = min(since_ns, before.since_ns)  # Earlier messages may have travelled faster than this one.
     now = CrewSilent(number, since_ns, now_ns, returned)
     gang = msgspec.structs.replace(gang, silent={**others, crew: now})
     if not is_same:
@@ -124,9 +127,9 @@ def with_observation(
 def decide(
     gang: GangWatch, limits: Limits, crews: Sequence[CrewPlace], *, per_node: bool, now_ns: int, fresh_ns: int
 ) -> GangWatch:
-    """Return what is known after what is due now was decided.
+    """Return the watch after the decisions that are due now.
 
-    A crew that was silent for longer than `fresh_ns` counts as silent itself.
+    The state of a crew without a message for longer than `fresh_ns` is unknown, so the server decides nothing.
     """
     if gang.judgement is not None and gang.judgement.ends:
         return gang
@@ -143,7 +146,8 @@ def decide(
         return gang
     if gang.ask is None:
         window_ns = max(_WINDOW_NS_MIN, due.at_ns - now_ns if now_ns < due.at_ns else due.window_ns)
-        # By the time, so that no answer to a decider that has forgotten everything is taken for one to this.
+        # A time as number, so that the server cannot mistake an answer to a request from before its restart for a new
+        # one.
         asked = InspectionRequest(number=now_ns, window_ms=window_ns // 1_000_000)
         return msgspec.structs.replace(gang, ask=asked, seen={})
     awaited = {crew.number for crew, one in zip(crews, silent, strict=True) if not one.returned}
@@ -164,13 +168,13 @@ def _judged(
         watch = hang_detection.spared(watch, now_ns)
     gang = msgspec.structs.replace(gang, ask=None, watch=watch)
     if at_work and watch.warned:
-        return gang  # said already, and nothing else is to be done
+        return gang  # The gang already has this warning.
     returned = [
         number for crew in crews if gang.silent[crew.number].returned for number in numbered(crew, per_node=per_node)
     ]
     returned += [number for seen in gang.seen.values() for number in seen.returned]
     waiting, elsewhere = hang_detection.divided(ranks, returned)
-    # The stacks of the few ranks that explain it most: those elsewhere, else those that wait.
+    # Stacks of the ranks that explain the hang best: those elsewhere, else those that wait.
     stacks = {rank: text for seen in gang.seen.values() for rank, text in seen.stacks.items()}
     explaining = [rank for rank in elsewhere if rank in stacks] or [rank for rank in waiting if rank in stacks]
     named = ranks_on(crews, per_node=per_node)
@@ -191,7 +195,7 @@ def _judged(
 
 
 def _at_work(gang: GangWatch, since_ns: int) -> GangWatch:
-    """Return the watch after a sign of progress: asks start over, and a standing warning is withdrawn."""
+    """Return the watch after progress. Progress discards requests and withdraws a current warning."""
     judgement = gang.judgement
     if judgement is not None and not judgement.ends and judgement.sentence:
         judgement = Judgement(number=judgement.number, sentence="")

@@ -1,6 +1,6 @@
-"""Reports about a hung run: one sentence, and the file with every rank's stacks.
+"""Reports about a hung run: a one-line message, and a file with the stacks of all ranks.
 
-Text from values; when there is something to say is decided in `hang_detection.py`.
+The functions format values as text. `hang_detection.py` decides when to report.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STACK_CHARACTERS_MAX = 4_000
 _STATES = {
     "R": "running",
     "S": "sleeping",
-    "D": "in an uninterruptible wait of the kernel",
+    "D": "in an uninterruptible kernel wait",
     "T": "stopped",
     "t": "stopped by a debugger",
     "Z": "ended",
@@ -31,26 +31,26 @@ _STATES = {
 
 
 class HangFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that stands still, as far as it is known."""
+    """The known state of a run that hangs."""
 
-    waiting: tuple[int, ...]  # ranks that wait for others
-    elsewhere: tuple[int, ...]  # ranks that do not
-    looks: dict[int, RankInspection]  # the last look at each rank that has not returned, by rank
-    first: dict[int, RankInspection]  # the first look of this silence
-    moving: frozenset[int]  # ranks that were seen to move
-    silent_ms: int  # how long nothing was heard
-    watched_ms: int  # how long the ranks were looked at
+    waiting: tuple[int, ...]  # Ranks that wait for others.
+    elsewhere: tuple[int, ...]  # Ranks that do not wait.
+    looks: dict[int, RankInspection]  # The last inspection by rank, without ranks that have returned.
+    first: dict[int, RankInspection]  # The first inspection of this silence, by rank.
+    moving: frozenset[int]  # Ranks that moved between inspections.
+    silent_ms: int  # Duration without output.
+    watched_ms: int  # Duration of the inspections.
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks for people, the first few of many: ``rank 3``, ``ranks 0, 1``."""
+    """Return ranks as text, at most the first eight: ``rank 3``, ``ranks 0, 1``."""
     shown = ", ".join(map(str, ranks[:_RANKS_LISTED]))
     more = f" and {len(ranks) - _RANKS_LISTED} more" if len(ranks) > _RANKS_LISTED else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
 
 
 def ranks_on(crews: Collection[CrewPlace], *, per_node: bool) -> Callable[[Sequence[int]], str]:
-    """Return how ranks of a gang are named: with their nodes, ``ranks 0, 1 on n1, rank 2 on n2``."""
+    """Return a function that names ranks with their nodes: ``ranks 0, 1 on n1, rank 2 on n2``."""
     owned = [(crew.node, numbered(crew, per_node=per_node)) for crew in crews]
 
     def text(ranks: Sequence[int]) -> str:
@@ -63,7 +63,7 @@ def ranks_on(crews: Collection[CrewPlace], *, per_node: bool) -> Callable[[Seque
 
 
 def sentence(finding: HangFinding) -> str:
-    """Return in one line who waits, and for whom."""
+    """Return a one-line message: the ranks that wait, and the ranks they wait for."""
     seen = [
         RankSeen(rank=rank, state=look.state, where=look.stack.where(), moving=rank in finding.moving)
         for rank, look in finding.looks.items()
@@ -78,25 +78,25 @@ def hang_sentence(
     silent_ms: int,
     named: Callable[[Sequence[int]], str] = ranks_text,
 ) -> str:
-    """Return in one line who waits, and for whom."""
+    """Return a one-line message: the ranks that wait, and the ranks they wait for."""
     who = _who_waits({one.rank: one for one in seen}, waiting, elsewhere, named)
     return f"no output for {format_duration_ms(silent_ms)}, and {who}"
 
 
 def stacks(finding: HangFinding) -> dict[int, str]:
-    """Return the main stacks of the few ranks that explain it most: those elsewhere, else those that wait."""
+    """Return main thread stacks of the ranks that explain the hang: those elsewhere, else those that wait."""
     running = [rank for rank in finding.elsewhere if rank in finding.looks] or list(finding.waiting)
     chosen = [finding.looks[rank] for rank in running[:STACKS_TOLD]]
     return {look.rank: _main(look)[:STACK_CHARACTERS_MAX] for look in chosen}
 
 
 def report(finding: HangFinding, title: str, ranks: Iterable[int], told: str = "") -> str:
-    """Return the text of the file with all stacks."""
+    """Return the text of the report file with the stacks of all ranks."""
     rows = [_row(finding, rank) for rank in ranks]
     parts = [
         f"{title}\n{told or sentence(finding)}",
-        "rank  pid        now, where in the kernel, CPU used in the last "
-        f"{format_duration_ms(finding.watched_ms)}\n" + "\n".join(rows),
+        f"rank  pid        state, kernel function, CPU time in the last {format_duration_ms(finding.watched_ms)}\n"
+        + "\n".join(rows),
         *(_section(finding, look) for _, look in sorted(finding.looks.items())),
     ]
     return "\n\n".join(parts) + "\n"
@@ -137,7 +137,7 @@ def _elsewhere(seen: Mapping[int, RankSeen], elsewhere: Sequence[int], named: Ca
 
 
 def _grouped(ranks: Iterable[RankSeen]) -> list[tuple[str, list[int]]]:
-    """Return ranks by the place where they stand, in order of the first of them."""
+    """Return the ranks of each place, ordered by the first rank."""
     groups: dict[str, list[int]] = {}
     for one in sorted(ranks, key=lambda one: one.rank):
         groups.setdefault(one.where, []).append(one.rank)

@@ -1,15 +1,18 @@
-"""Python stacks as faulthandler writes them: read, and asked where a thread stands.
+"""Python stacks in the format of faulthandler: a parser, and checks of where a thread waits.
 
     Stack (most recent call first):
       File "…/torch/distributed/distributed_c10d.py", line 3252 in all_reduce      innermost frame
-      File "…/train.py", line 30 in train                                          the user's: where it is, for people
-      File "<string>", line 6 in <module>                                          the zygote's: a whole stack ends so
+      File "…/train.py", line 30 in train                                          user code: shown to users as the
+      place
+      File "<string>", line 6 in <module>                                          the zygote's frame ends each full
+      stack
 
-What lives here: text in, values out. A rank that is looked at writes its main thread only. One that crashes writes all
-threads, newest first, so the main thread is the last one; of more than a hundred the oldest are left out ("...").
+The functions take text and return values. In an inspection, a rank writes only its main thread. In a crash, a rank
+writes all threads, the newest first, so the main thread is the last. Beyond a hundred threads faulthandler writes "..."
+instead of the oldest ones.
 
-Failure cases: a text that was cut, or written by a newer Python. What is not understood is no frame; nothing here
-raises.
+Failure cases: The text may be truncated or come from a newer Python. The parser ignores lines that it does not
+understand, and never raises.
 """
 
 from __future__ import annotations
@@ -21,19 +24,20 @@ import msgspec
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _THREAD = re.compile(r"^((Current t|T)hread 0x[0-9a-f]+|Stack \(most recent call first\):)")
-_ZYGOTE = "<string>"  # what `python -c` calls its program
+_ZYGOTE = "<string>"  # File name of the program of `python -c`.
 _OUTERMOST = re.compile(r'^  File "<string>", line \d+ in <module>$')
 _CUT = "..."
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 _STANDARD = ("/lib/python3", "/lib64/python3")
 
-# A frame of one of these files is a wait for other ranks ...
+# A frame in one of these files means a wait for other ranks.
 _COLLECTIVE = ("/torch/distributed/", "/deepspeed/comm/", "/horovod/", "/mpi4py/")
-# ... but for these, which read and write files.
+# Exceptions: these modules read and write files.
 _NOT_COLLECTIVE = ("/torch/distributed/checkpoint/",)
-_REDUCER = "/torch/nn/parallel/distributed.py"  # innermost only: the user's own forward runs inside one of its frames
+# Only as the innermost frame, because user code of a forward pass runs inside a frame of this file.
+_REDUCER = "/torch/nn/parallel/distributed.py"
 _BACKWARD = "/torch/autograd/"
-# Where a main thread stands while other threads or processes do the work.
+# Files in which a main thread waits while other threads or processes do the work.
 _DELEGATES = (
     "/threading.py",
     "/queue.py",
@@ -47,35 +51,35 @@ _SOCKETS = ("/socket.py", "/ssl.py", "/selectors.py")
 
 
 class StackFrame(msgspec.Struct, frozen=True):
-    """One call."""
+    """One frame of a Python stack."""
 
     file: str
     line: int
     function: str
 
     def text(self) -> str:
-        """Return where it is for people, for example ``train.py:41 load_batch``."""
+        """Return the place as text for users, for example ``train.py:41 load_batch``."""
         return f"{self.file.rpartition('/')[2]}:{self.line} {self.function}"
 
 
 class Thread(msgspec.Struct, frozen=True):
-    """One thread: its title line and its frames, innermost first."""
+    """A thread with its title line and its frames, innermost first."""
 
     title: str
     frames: tuple[StackFrame, ...]
 
     @property
     def current(self) -> bool:
-        """Return whether it is the one that took the signal, which is the main thread unless that blocks signals."""
+        """Return True for the thread that received the signal: the main thread, unless it blocks signals."""
         return self.title.startswith("Current")
 
     def body(self) -> str:
-        """Return the frames as faulthandler writes them."""
+        """Return the frames in the format of faulthandler."""
         return "\n".join(f'  File "{frame.file}", line {frame.line} in {frame.function}' for frame in self.frames)
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """All threads of one process at one moment, the main thread apart."""
+    """All threads of one process at one moment, with the main thread separate."""
 
     main: Thread | None = None
     others: tuple[Thread, ...] = ()
@@ -86,14 +90,14 @@ class Stack(msgspec.Struct, frozen=True):
         return () if self.main is None else self.main.frames
 
     def where(self) -> str:
-        """Return where the main thread stands, for people: the innermost frame that is no library's, or ""."""
+        """Return the place of the main thread as text: its innermost frame outside of libraries, or ""."""
         own = (frame for frame in self.frames if not _library(frame.file))
         frame = next(own, self.frames[0] if self.frames else None)
         return "" if frame is None else frame.text()
 
 
 def parse(text: str, own: str) -> Stack:
-    """Return what faulthandler wrote, without the frames of our runtime.
+    """Return the stack from faulthandler's text, without the frames of the runtime.
 
     A main thread that has only frames of the runtime (`own`) keeps them.
     """
@@ -114,7 +118,7 @@ def parse(text: str, own: str) -> Stack:
         Thread(title, tuple(frame for frame in frames if not frame.file.startswith(own))) for title, frames in threads
     ]
     place = len(made) - 1
-    if cut:  # the oldest are not there; the main thread may be the one that took the signal
+    if cut:  # The oldest threads are missing. The main thread may be the one that received the signal.
         place = next((place for place, thread in enumerate(made) if thread.current), -1)
     if place < 0:
         return Stack(None, tuple(made))
@@ -125,7 +129,7 @@ def parse(text: str, own: str) -> Stack:
 
 
 def readable(text: str, own: str) -> str:
-    """Return the text of a crash without frames of our runtime (`own`) and the list of modules."""
+    """Return a crash text without frames of the runtime (`own`) and without the list of modules."""
     lines = text.partition("\nExtension modules:")[0].rstrip().splitlines()
     made = [*map(_frame, lines), None]
     kept = []
@@ -137,16 +141,16 @@ def readable(text: str, own: str) -> str:
 
 
 def is_whole(text: str) -> bool:
-    """Return whether a text ends as a finished dump of a rank does."""
+    """Return True when a text ends like a complete dump of a rank."""
     last = text.rstrip("\n").rpartition("\n")[2]
     return text.endswith("\n") and (last.strip() == _CUT or bool(_OUTERMOST.match(last)))
 
 
 def in_collective(frames: tuple[StackFrame, ...]) -> bool:
-    """Return whether these frames stand in a call that waits for other ranks.
+    """Return True when these frames are in a call that waits for other ranks.
 
-    Only the frames inside the innermost code that is neither torch's nor the standard library's are asked: a model's
-    own forward runs inside frames of `torch/distributed/fsdp`, and does not wait for anybody because of that.
+    Only frames inside the innermost user code count. A model's own forward pass runs inside frames of
+    `torch/distributed/fsdp`, but does not wait for other ranks.
     """
     for place, frame in enumerate(frames):
         if _has(frame.file, _NOT_COLLECTIVE):
@@ -159,22 +163,22 @@ def in_collective(frames: tuple[StackFrame, ...]) -> bool:
 
 
 def in_backward(frames: tuple[StackFrame, ...]) -> bool:
-    """Return whether these frames stand in a backward pass, whose end waits for gradients of other ranks."""
+    """Return True in a backward pass, whose end waits for gradients of other ranks."""
     return bool(frames) and _BACKWARD in frames[0].file
 
 
 def at_socket(frames: tuple[StackFrame, ...]) -> bool:
-    """Return whether the innermost frame is the standard library's socket code."""
+    """Return True when the innermost frame is in the standard library's socket code."""
     return bool(frames) and _standard(frames[0].file) and frames[0].file.endswith(_SOCKETS)
 
 
 def delegates(frames: tuple[StackFrame, ...]) -> bool:
-    """Return whether these frames only wait for other threads or processes of the same rank."""
+    """Return True when these frames only wait for other threads or processes of the same rank."""
     return bool(frames) and _standard(frames[0].file) and _has(frames[0].file, _DELEGATES)
 
 
 def uses_torch(frames: tuple[StackFrame, ...]) -> bool:
-    """Return whether torch is inside the innermost frame of the user's."""
+    """Return True when user code has called torch."""
     for frame in frames:
         if "/torch/" in frame.file:
             return True
@@ -189,7 +193,7 @@ def _frame(line: str) -> StackFrame | None:
 
 
 def _zygotes(outermost: StackFrame) -> bool:
-    """Return whether the outermost frame of a thread is the zygote's program; further in, `<string>` is the user's."""
+    """Return True for the zygote's program as outermost frame. Inner `<string>` frames are user code."""
     return outermost.file == _ZYGOTE and outermost.function == "<module>"
 
 

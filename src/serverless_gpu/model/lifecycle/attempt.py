@@ -1,11 +1,10 @@
-"""The nouns of an attempt's life: states, reasons and what they mean, limits, failures, events, facts.
+"""Data types of an attempt's lifecycle: states, reasons, limits, failures, events and facts.
 
-`attempt_lifecycle.py` decides what an event does. A fact records what happened to an attempt on its node, one record
-for each thing, and never changes; all use and money follows from facts (`metering.py`, `ledger.py`). The node writes
-facts down and sends them.
+`attempt_lifecycle.py` decides what an event does. A fact is an immutable record of one event of an attempt on its node.
+All use and money follow from facts (`metering.py`, `ledger.py`). The node records facts and sends them to the server.
 
-`Stopped` is the message with which a run ends; `stopped.json` in a run directory holds it, too. It is apart from the
-other messages (`node/base/protocol.py`) because readers of run directories need only this one.
+`Stopped` is the last message of a run. `stopped.json` in a run directory also holds this message. `Stopped` is separate
+from the other messages (`node/base/protocol.py`) because readers of run directories only need this one.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ ACTIVE = tuple(state for state in State if state is not State.QUEUED and state n
 
 
 class Phase(StrEnum):
-    """The phase of a RUNNING or STOPPING attempt."""
+    """The phase of a RUNNING or STOPPING attempt, within its state."""
 
     NONE = "none"
     SETTLING = "settling"
@@ -52,7 +51,7 @@ class Phase(StrEnum):
 
 
 class Reason(StrEnum):
-    """The reason for which an attempt ended."""
+    """The reason why an attempt ended."""
 
     COMPLETED = "completed"
     RANK_RAISED = "rank_raised"
@@ -101,7 +100,7 @@ class Reason(StrEnum):
 
 
 class StopReason(StrEnum):
-    """The reason for which a run is asked to stop; ranks read it as `SGPU_STOP_REASON`."""
+    """The reason of a request to stop a run. Ranks read the reason as `SGPU_STOP_REASON`."""
 
     CANCEL = "cancel"
     PREEMPT = "preempt"
@@ -119,19 +118,19 @@ STOPPED_BY: Mapping[StopReason, Reason] = {
     StopReason.DRAIN: Reason.DRAINED,
     StopReason.IDLE: Reason.IDLE,
 }
-"""The reason with which an attempt ends that was asked to stop."""
+"""Final reason of an attempt by the reason of its stop request."""
 
 SUPERVISOR_GONE = frozenset({Reason.SUPERVISOR_LOST, Reason.SUPERVISOR_KILLED})
-"""An attempt ended without a word of its supervisor; `judge_loss` decides which of the two it is."""
+"""The supervisor died without reporting an end. `judge_loss` selects one of these reasons."""
 
-# An attempt that is stopped for one of these may go on as another attempt; a later stop of another kind forbids that.
+# After one of these stops the run may continue in another attempt. A later stop for a different reason prevents that.
 PASSING_STOPS = frozenset({Reason.PREEMPTED, Reason.DRAINED, Reason.NODE_PARTITIONED})
 
 STOPPED_FOR_A_FAILURE = "failure"
 
 
 def stop_word(reason: Reason | None) -> str:
-    """Return `SGPU_STOP_REASON` of ranks: a `StopReason`, or ``"failure"`` when the run has failed already."""
+    """Return `SGPU_STOP_REASON` of ranks: a `StopReason`, or ``"failure"`` after a failure of the run."""
     words = {ending: why.value for why, ending in STOPPED_BY.items()}
     words[Reason.NODE_PARTITIONED] = StopReason.DRAIN.value
     return words.get(reason, STOPPED_FOR_A_FAILURE) if reason is not None else STOPPED_FOR_A_FAILURE
@@ -141,10 +140,10 @@ class Meaning(msgspec.Struct, frozen=True):
     """The consequences of a reason."""
 
     state: State
-    # Whether another attempt may be made without the user having asked for retries: nothing of theirs ran.
+    # True when a new attempt needs no `retries` from the user, because no user code ran.
     may_retry: bool
-    is_billed: bool  # whether the time counts as use; faults of the platform do not
-    sentence: str  # the message for people
+    is_billed: bool  # True when the time is billed. Platform failures are not.
+    sentence: str  # The message for users.
 
 
 MEANINGS: Mapping[Reason, Meaning] = {
@@ -153,110 +152,108 @@ MEANINGS: Mapping[Reason, Meaning] = {
     Reason.GPU_OOM: Meaning(State.FAILED, False, True, "a rank ran out of GPU memory"),
     Reason.SYSTEM_EXIT: Meaning(State.FAILED, False, True, "a rank called sys.exit before it returned a result"),
     Reason.RANK_INTERRUPTED: Meaning(State.FAILED, False, True, "a rank raised KeyboardInterrupt"),
-    Reason.RANK_CANCELLED: Meaning(State.FAILED, False, True, "a rank's task was cancelled from inside"),
-    Reason.RANK_SIGNAL: Meaning(State.FAILED, False, True, "a rank was ended by a signal"),
-    Reason.HOST_OOM: Meaning(State.FAILED, False, True, "a rank was ended because host memory ran out"),
+    Reason.RANK_CANCELLED: Meaning(State.FAILED, False, True, "a rank cancelled its own task"),
+    Reason.RANK_SIGNAL: Meaning(State.FAILED, False, True, "a signal ended a rank"),
+    Reason.HOST_OOM: Meaning(State.FAILED, False, True, "the kernel killed a rank because host memory ran out"),
     Reason.NO_RESULT: Meaning(State.FAILED, False, True, "a rank's process ended without a result"),
     Reason.RESULT_UNSERIALISABLE: Meaning(
         State.FAILED, False, True, "a rank finished, but its result cannot be pickled"
     ),
     Reason.RESULT_TOO_LARGE: Meaning(State.FAILED, False, True, "a rank finished, but its result is over the limit"),
     Reason.RESULT_STORAGE: Meaning(State.FAILED, False, True, "a rank finished, but its result could not be written"),
-    Reason.START_FAILED: Meaning(State.FAILED, True, False, "the ranks could not be started"),
+    Reason.START_FAILED: Meaning(State.FAILED, True, False, "the ranks could not start"),
     Reason.RENDEZVOUS: Meaning(State.FAILED, True, False, "no free rendezvous port was found"),
     Reason.NODE_DISK: Meaning(State.FAILED, True, False, "the node's disk is too full for the environment"),
     Reason.ENV_CORRUPT: Meaning(
-        State.FAILED, True, False, "what is stored of the environment is gone, or is not what was captured"
+        State.FAILED, True, False, "the stored environment is missing or is not what was captured"
     ),
     Reason.ENV_UNAVAILABLE: Meaning(State.FAILED, True, False, "the environment could not be restored"),
     Reason.SESSION_ENDED: Meaning(State.CANCELLED, False, False, "its session ended before the run had devices"),
     Reason.RUNTIME_LOST: Meaning(State.FAILED, False, True, "the ranks' parent process died"),
     Reason.COLLECTIVE_HANG: Meaning(
-        State.FAILED, False, True, "the ranks stood still, without output, for as long as hang_timeout allows"
+        State.FAILED, False, True, "the ranks made no progress and no output for as long as hang_timeout allows"
     ),
     Reason.CANCELLED: Meaning(State.CANCELLED, False, True, "the run was cancelled"),
     Reason.TIMEOUT: Meaning(State.TIMED_OUT, False, True, "the run reached its time limit"),
-    Reason.BUDGET: Meaning(State.BUDGET_STOPPED, False, True, "the run was stopped for its budget"),
-    Reason.SUPERVISOR_LOST: Meaning(State.LOST, False, False, "the run's supervisor process was lost with its machine"),
+    Reason.BUDGET: Meaning(State.BUDGET_STOPPED, False, True, "the server stopped the run for its budget"),
+    Reason.SUPERVISOR_LOST: Meaning(State.LOST, False, False, "the run's supervisor process died with its machine"),
     Reason.SUPERVISOR_KILLED: Meaning(
-        State.LOST, False, True, "the run's supervisor process died, and nothing shows that the machine failed"
+        State.LOST, False, True, "the run's supervisor process died, without evidence that the machine failed"
     ),
-    Reason.NODE_LOST: Meaning(State.LOST, False, False, "the node did not answer any more"),
+    Reason.NODE_LOST: Meaning(State.LOST, False, False, "the node stopped answering"),
     Reason.COMMAND_FAILED: Meaning(State.FAILED, False, True, "the command ended with an exit code other than 0"),
-    Reason.PREEMPTED: Meaning(State.CANCELLED, False, True, "the run had to make room for another"),
+    Reason.PREEMPTED: Meaning(State.CANCELLED, False, True, "the scheduler preempted the run for another run"),
     Reason.DRAINED: Meaning(State.CANCELLED, False, True, "the run had to leave its node"),
     Reason.NODE_PARTITIONED: Meaning(
-        State.LOST, False, False, "the node was cut off from the server for longer than it may be, and stopped the run"
+        State.LOST, False, False, "the node had no contact with the server for longer than allowed, and stopped the run"
     ),
     Reason.NODE_REBOOTED: Meaning(State.FAILED, False, False, "the node restarted"),
     Reason.NODE_GONE: Meaning(State.LOST, False, False, "the node never came back"),
-    Reason.GANG_START: Meaning(State.FAILED, True, False, "not every rank could be started"),
+    Reason.GANG_START: Meaning(State.FAILED, True, False, "not every rank could start"),
     Reason.RESULT_UPLOAD: Meaning(
-        State.FAILED, False, True, "the run finished, but its results could not be sent to the server"
+        State.FAILED, False, True, "the run finished, but the node could not send its results to the server"
     ),
     Reason.REFUSED: Meaning(State.FAILED, True, False, "the node refused to start the run"),
-    Reason.IDLE: Meaning(State.TIMED_OUT, False, True, "the run did nothing for as long as idle_timeout allows"),
-    Reason.ENGINE_HEAD_LOST: Meaning(
-        State.FAILED, False, True, "a process died without which the run's Ray cluster cannot go on"
-    ),
+    Reason.IDLE: Meaning(State.TIMED_OUT, False, True, "the run was idle for as long as idle_timeout allows"),
+    Reason.ENGINE_HEAD_LOST: Meaning(State.FAILED, False, True, "a process that the run's Ray cluster needs died"),
     Reason.SERVER_RESTORED: Meaning(
-        State.LOST, False, False, "the server was restored from a backup, and nobody knows whether the run ran since"
+        State.LOST, False, False, "the server was restored from a backup and does not know if the run has run since"
     ),
-    Reason.SECRET_MISSING: Meaning(State.FAILED, False, False, "a secret that the run needs is not there any more"),
+    Reason.SECRET_MISSING: Meaning(State.FAILED, False, False, "a secret that the run needs does not exist any more"),
     Reason.GPU_LOST: Meaning(State.FAILED, False, False, "a GPU of the run failed"),
     Reason.UNSATISFIABLE: Meaning(
-        State.FAILED, False, False, "nothing that has joined could ever serve the run, for as long as it may wait so"
+        State.FAILED, False, False, "no joined node can ever serve the run, and its wait limit is over"
     ),
     Reason.PEER_FAILED: Meaning(State.FAILED, False, False, "the run failed on another of its nodes"),
-    Reason.NODES_APART: Meaning(State.FAILED, True, False, "the run's nodes do not reach each other"),
+    Reason.NODES_APART: Meaning(State.FAILED, True, False, "the run's nodes cannot reach each other"),
     Reason.NO_PROGRESS: Meaning(
-        State.FAILED, False, True, "attempt after attempt of the run saved nothing new to continue from"
+        State.FAILED, False, True, "several attempts of the run saved no new checkpoint to continue from"
     ),
 }
 
 
 UNSAVED_MAX = 3
-"""Attempts in a row that save nothing new, after which `resume` gives up where no policy says otherwise."""
+"""Default number of consecutive attempts without new saved data after which `resume` gives up."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Time limits, in nanoseconds."""
+    """Time limits of an attempt, in nanoseconds."""
 
-    timeout_ns: int | None = None  # from the first user byte to the last, or None
-    # Between SIGTERM and SIGKILL when a run is stopped, or when a rank that returned does not exit.
+    timeout_ns: int | None = None  # From the first user code to the last. None means no limit.
+    # Time between SIGTERM and SIGKILL when a run is stopped, or when a rank that returned does not exit.
     grace_ns: int = 30_000_000_000
-    failure_grace_ns: int = 2_000_000_000  # the same when another rank failed
-    start_ns: int = 300_000_000_000  # from the placement to the first user byte
-    hang_warning_ns: int | None = 600_000_000_000  # without a sign of progress until a warning, or None for never
-    hang_timeout_ns: int | None = None  # without a sign of progress until the run is ended, or None for never
+    failure_grace_ns: int = 2_000_000_000  # Time between SIGTERM and SIGKILL after another rank failed.
+    start_ns: int = 300_000_000_000  # From the placement to the first user code.
+    hang_warning_ns: int | None = 600_000_000_000  # Time without progress until a warning. None means never.
+    hang_timeout_ns: int | None = None  # Time without progress until the run ends. None means never.
 
     def stop_grace_ns(self) -> int:
-        """Return the grace that fits into the time limit (half of it when it is short)."""
+        """Return the grace that fits into the time limit: at most half of it."""
         if self.timeout_ns is not None and self.timeout_ns < 2 * self.grace_ns:
             return self.timeout_ns // 2
         return self.grace_ns
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A failure of one rank, or of the attempt as a whole (`rank` None)."""
+    """A failure of one rank, or of the whole attempt (`rank` None)."""
 
-    rank: int | None  # global rank; of a command that runs once per node, the node's number
+    rank: int | None  # Global rank. For a command that runs once per node, the node's number.
     reason: Reason
-    at_ns: int  # when, by the node's boottime clock
-    peer_lost: bool = False  # the rank only says that another one closed its connection
-    signal: int | None = None  # that ended it, or None
-    exit_code: int | None = None  # of a command that ended with one other than 0, or None
+    at_ns: int  # Boot time of the node.
+    peer_lost: bool = False  # The rank only reported that a peer closed its connection.
+    signal: int | None = None  # Signal that ended the rank, or None.
+    exit_code: int | None = None  # Exit code of a command if not 0, else None.
     detail: str = ""
-    node: str = ""  # where that was, of an attempt on several nodes; "" on one
+    node: str = ""  # Node of the failure for an attempt on several nodes, else "".
 
 
 class Hang(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks of a hung run that wait, and those they wait for.
+    """The ranks of a hung run that wait, and the ranks they wait for.
 
     Attributes:
         waiting: ranks that wait for others.
-        elsewhere: ranks that do not, those that returned among them; none when all wait.
-        stacks: Python stacks of a few of those that explain it, by rank.
+        elsewhere: ranks that do not wait, including ranks that returned. Empty when all ranks wait.
+        stacks: Python stacks of a few ranks that explain the hang, by rank.
         file: name of the file with all stacks, in the attempt's directory.
     """
 
@@ -267,31 +264,33 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stopped(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="stopped"):
-    """How an attempt ended, in `stopped.json` and as the message of its supervisor (`node/base/protocol.py`).
+    """The end of an attempt, in `stopped.json` and as a message of the supervisor.
 
-    No rank runs any more; results and failures are in the run directory. The GPU gate comes next.
+    At this point no rank runs any more, and results and failures are in the run directory. The GPU gate follows.
     """
 
     state: State
     reason: Reason
     cause: Failure | None
     consequences: tuple[Failure, ...]
-    log_tail: str = ""  # of the rank that is the cause
-    tails: dict[int, str] = {}  # last lines of ranks that were not shown live, the cause first
-    hang: Hang | None = None  # the ranks that waited, and for which
-    proven: bool = True  # whether the kernel says that no process of it is left; else one could not be ended
-    hint: str = ""  # probable cause of a failure of user code
+    log_tail: str = ""  # Last output of the rank that is the cause.
+    tails: dict[int, str] = {}  # Last lines of ranks without live output, the cause first.
+    hang: Hang | None = None  # The ranks that waited, and the ranks they waited for.
+    # True when the kernel confirms that no process is left. False when a process could not be ended.
+    proven: bool = True
+    hint: str = ""  # Probable cause of a failure of user code.
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the next decision depends on."""
+    """An attempt on one node: everything that the next decision depends on."""
 
     run_id: str
     fence: int
-    world_size: int  # processes of the user's on this node; they have the numbers that they have in the gang
+    world_size: int  # Number of user processes on this node. The processes keep their numbers of the gang.
     limits: Limits
-    has_peers: bool = False  # whether other nodes have ranks of it, too: those that have returned here wait for them
-    first: int = 0  # the first of these numbers
+    # True when other nodes have ranks of the gang. Ranks that return here wait for ranks on other nodes.
+    has_peers: bool = False
+    first: int = 0  # The first number of a process on this node.
     state: State = State.QUEUED
     phase: Phase = Phase.NONE
     reason: Reason | None = None
@@ -302,7 +301,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     exited: frozenset[int] = frozenset()
     failures: tuple[Failure, ...] = ()
     killed: bool = False
-    fault_ns: int | None = None  # when the first of its GPUs failed, or None
+    fault_ns: int | None = None  # Time of the first failure of a GPU, or None.
 
     @property
     def gang(self) -> str:
@@ -311,32 +310,32 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def numbers(self) -> range:
-        """Return the numbers of its processes."""
+        """Return the numbers of the processes on this node."""
         return range(self.first, self.first + self.world_size)
 
     @property
     def cause(self) -> Failure | None:
-        """Return the failure that explains the end."""
+        """Return the failure that explains why the attempt ended."""
         return root_cause(self.failures, self.stop_ns)
 
 
 class GangPlaced(msgspec.Struct, frozen=True):
-    """The gang has its GPUs and a stem."""
+    """The gang has GPUs and a stem."""
 
 
 class Preparing(msgspec.Struct, frozen=True):
-    """What the ranks start from is still being made ready, and it gets on."""
+    """Preparation of the environment makes progress, but has not finished."""
 
 
 class RanksNotStarted(msgspec.Struct, frozen=True):
-    """Ranks could not be started; no user code has run."""
+    """The ranks could not start. No user code has run."""
 
     reason: Reason
     detail: str
 
 
 class RankExecuting(msgspec.Struct, frozen=True):
-    """A rank is about to run its first user byte."""
+    """A rank is about to run user code for the first time."""
 
     rank: int
 
@@ -354,41 +353,41 @@ class RankFailed(msgspec.Struct, frozen=True):
 
 
 class RankExited(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's process was reaped."""
+    """The supervisor has reaped a rank's process."""
 
     rank: int
-    signal: int | None  # the signal that ended it, or None
-    out_of_memory: bool = False  # the kernel's counters say it was ended for memory
-    detail: str = ""  # a sentence for people
+    signal: int | None  # Signal that ended the process, or None.
+    out_of_memory: bool = False  # True when the kernel's counters show an out-of-memory kill.
+    detail: str = ""  # A message for users.
 
 
 class StemLost(msgspec.Struct, frozen=True, kw_only=True):
-    """The parent of the ranks is gone."""
+    """The stem (parent process of the ranks) has died."""
 
     detail: str
     out_of_memory: bool = False
 
 
 class StopRequested(msgspec.Struct, frozen=True):
-    """The attempt is to end before its end: its user asked, or the server did."""
+    """The user or the server requested a stop of the attempt."""
 
     why: StopReason
 
 
 class HangConfirmed(msgspec.Struct, frozen=True):
-    """At least one rank has stood still, and none has said a word, for as long as `hang_timeout` allows."""
+    """At least one rank made no progress, and no rank wrote output, for as long as `hang_timeout` allows."""
 
     detail: str
 
 
 class GpuFailed(msgspec.Struct, frozen=True):
-    """The driver says that a GPU of the attempt failed; its rank may not have noticed yet."""
+    """The driver reports a failed GPU of the attempt, possibly before its rank notices."""
 
     detail: str
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time has passed; `wake_ns` says when this is next of interest."""
+    """Time has passed. `wake_ns` is the next time that matters to the attempt."""
 
 
 class TreeEmpty(msgspec.Struct, frozen=True):
@@ -396,11 +395,11 @@ class TreeEmpty(msgspec.Struct, frozen=True):
 
 
 class LeaseExpired(msgspec.Struct, frozen=True):
-    """The server has not answered for as long as it may; soon it will count the attempt as gone."""
+    """The server has not answered during the lease, and will soon count the attempt as lost."""
 
 
 class Released(msgspec.Struct, frozen=True):
-    """Every rank has returned, on every node."""
+    """All ranks on all nodes have returned."""
 
 
 class PeerFailed(msgspec.Struct, frozen=True):
@@ -430,12 +429,15 @@ Event = (
 
 
 def root_cause(failures: tuple[Failure, ...], stop_ns: int | None) -> Failure | None:
-    """Return the failure that explains the others: the first in time, lowest rank on a tie.
+    """Return the failure that explains the others: the first in time, or the lowest rank on a tie.
 
-    A rank that only says its peer went away explains nothing while any other failure is known. After the stop began,
-    only a crash counts (a rank that dies has closed its sockets before it can be reaped); exceptions from then on are
-    consequences. A GPU that failed explains whatever its rank says of that, and may be heard of a moment later. That it
-    failed on another node explains what ranks say of their peers, and no crash.
+    A rank that only reports a lost peer explains nothing while another failure is known. After the stop began, only a
+    crash
+    counts, because a dying rank closes its sockets before the supervisor can reap it. Later exceptions are
+    consequences.
+    A failed GPU explains all failures of its rank, even if the driver reports it a moment later. A failure on another
+    node
+    explains reports about lost peers, but no crash.
     """
 
     def weight(failure: Failure) -> tuple[bool, bool, bool, int, int]:
@@ -449,34 +451,34 @@ def root_cause(failures: tuple[Failure, ...], stop_ns: int | None) -> Failure | 
 
 
 class FactKind(StrEnum):
-    """The event that a fact records."""
+    """The kind of event that a fact records."""
 
     RESERVED = "reserved"
-    HYDRATING = "hydrating"  # the devices wait for the environment
-    STARTING = "starting"  # it is there: the ranks are started
+    HYDRATING = "hydrating"  # The devices wait for the environment.
+    STARTING = "starting"  # The environment is ready, and the ranks start.
     EXEC = "exec"
     HELD = "held"
     ALIVE = "alive"
-    STOPPING = "stopping"  # the ranks are to end, or have done what they had to
+    STOPPING = "stopping"  # The ranks must end, or have finished their work.
     EXITED = "exited"
     FREED = "freed"
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One record of what happened to an attempt on a node.
+    """An immutable record of an event of an attempt on a node.
 
     Attributes:
         attempt: the attempt, as ``run:fence``.
-        seq: number within the attempt; ``(attempt, seq)`` names the fact.
-        kind: what happened.
-        boot_id: the boot in which `boottime_ns` counts.
-        boottime_ns: nanoseconds since boot; all durations come from it.
-        wall_ns: nanoseconds since 1970; only places the fact on a calendar.
-        gpus: identifiers of the devices lent.
-        cpus: cores lent; 0 when they were not limited.
-        memory_bytes: host memory lent; 0 when it was not limited.
-        grace_ms: of `stopping`, where it was asked of the ranks: how long they may take, which is as long as they are
-            billed at most; else None.
+        seq: number within the attempt. ``(attempt, seq)`` identifies the fact.
+        kind: the kind of event.
+        boot_id: the boot that `boottime_ns` refers to.
+        boottime_ns: nanoseconds since boot. All durations use the boot time.
+        wall_ns: nanoseconds since 1970. The wall time only determines the calendar day of the fact.
+        gpus: identifiers of the allocated devices.
+        cpus: allocated cores. 0 without a limit.
+        memory_bytes: allocated host memory. 0 without a limit.
+        grace_ms: only for `stopping` after a stop request, else None. The ranks have this time to stop, and longer time
+            is not billed.
     """
 
     attempt: str
@@ -492,7 +494,7 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def alive_after(last: Fact, at_ns: int) -> Fact:
-    """Return the fact that an attempt was still alive at a boottime, after the last one that is known of it."""
+    """Return a fact that an attempt was still alive at a boot time, after its last known fact."""
     return msgspec.structs.replace(
         last,
         seq=last.seq + 1,
@@ -504,15 +506,15 @@ def alive_after(last: Fact, at_ns: int) -> Fact:
 
 
 def distinct(facts: Iterable[Fact]) -> list[Fact]:
-    """Return the facts of one attempt in their order, each once.
+    """Return the facts of one attempt in order, without duplicates.
 
-    Raises InvalidValue when they are of several attempts, or two different ones share a number.
+    Raises InvalidValue for facts of several attempts, or for two different facts with the same number.
     """
     ordered = sorted(facts, key=lambda fact: fact.seq)
     for fact, following in pairwise(ordered):
         if fact.attempt != following.attempt:
             attempts = ", ".join(sorted({each.attempt for each in ordered}))
-            raise InvalidValue(f"a charge is for one attempt, these facts are of {attempts}")
+            raise InvalidValue(f"a charge is for one attempt, but these facts are of {attempts}")
         if fact.seq == following.seq and fact != following:
-            raise InvalidValue(f"two different facts of attempt {fact.attempt} carry the number {fact.seq}")
+            raise InvalidValue(f"two different facts of attempt {fact.attempt} have the number {fact.seq}")
     return [fact for fact, following in pairwise(ordered) if fact.seq != following.seq] + ordered[-1:]

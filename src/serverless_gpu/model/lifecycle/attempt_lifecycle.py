@@ -1,34 +1,34 @@
-"""The life of one attempt, as a table: events in, instructions out.
+"""The lifecycle of one attempt as a table: events in, instructions out.
 
     QUEUED ─▶ STARTING ─▶ RUNNING
        │          │          │
        └──────────┴──────────┴─▶ STOPPING ─▶ SUCCEEDED FAILED CANCELLED TIMED_OUT BUDGET_STOPPED LOST
 
-What lives here: the transition table and its handlers. What must not: clocks, processes, sockets, files. `advance`
-takes a value, an event and the time, and returns the next value and the instructions that thin code carries out. The
-supervisor of the attempt drives it, of a local run and of one under a server. What a server makes of its reports, and
-of silence (UNREACHABLE), is `run_lifecycle.py`.
+This module has the transition table and its handlers. The module uses no clocks, processes, sockets or files. `advance`
+takes a value, an event and the time. `advance` returns the next value and instructions, which the caller carries out.
+The supervisor calls `advance`, both for local runs and for runs of a server. `run_lifecycle.py` decides how the server
+interprets reports and silence (UNREACHABLE).
 
-STOPPING has phases: TERMINATING (ranks were asked to end, a deadline is set) and KILLING (everything left is being
-ended; the next thing to hear is `TreeEmpty`). A run that succeeds passes through KILLING too: what its ranks left
-behind ends with it. RUNNING has two: RETURNED, when all ranks of this node have and those of others have not, and
-SETTLING. When a rank says that a peer closed its connection, the peer is the story, and its own report may be
-milliseconds behind; the attempt waits `SETTLE_NS` for it before it judges.
+STOPPING has two phases: TERMINATING (ranks have a stop request and a deadline) and KILLING (the supervisor kills all
+processes and waits for `TreeEmpty`). A successful run also passes through KILLING, which ends processes that its ranks
+left running. RUNNING has two phases. In RETURNED, all ranks of this node have returned, but not those of other nodes.
+SETTLING follows a rank's report that a peer closed its connection. The peer is the likely cause, and its own report may
+be milliseconds behind. The attempt waits `SETTLE_NS` for the peer's report before the cause is decided.
 
-What is not neat: a rank that returned and then dies while its interpreter ends has still returned. Its result was
-durable before it said so, so the exit is a note, not a failure.
+A rank that returns and then dies while its interpreter shuts down has still returned. The rank's result was durable
+before the rank reported its return, so the supervisor records a note and no failure.
 
-`judge_loss` decides who pays for an attempt whose supervisor died without reporting an end:
+`judge_loss` decides the billing of an attempt whose supervisor died without reporting an end:
 
     the machine has booted since        ─┐
-    hardware memory failure hit the pid  ├─▶ SUPERVISOR_LOST     unbilled: the platform failed
+    hardware memory failure hit the pid  ├─▶ SUPERVISOR_LOST     not billed: the platform failed
     machine-wide OOM hit the pid, and   ─┘
-      the run's own memory was limited
-    anything else                       ───▶ SUPERVISOR_KILLED   billed, up to the last sign of life
+      the run had a memory limit
+    anything else                       ───▶ SUPERVISOR_KILLED   billed until the last sign of life
 
-A process of the run may have the uid of its supervisor, so it can kill the supervisor at any time. Its death alone is
-therefore no evidence of a fault. Evidence must come from where the run cannot write: the kernel. Runs without a memory
-limit can use up the machine's memory themselves, so for them an out-of-memory kill proves nothing; `HOST_OOM` of a
+A process of the run may have the uid of its supervisor and can then kill it at any time. So the death alone does not
+prove a platform failure. Evidence must come from the kernel, because the run cannot write there. Runs without a memory
+limit can exhaust the machine's memory themselves, so for them an out-of-memory kill proves nothing. `HOST_OOM` of a
 rank is billed for the same reason. A boot identifier or kernel log that cannot be read is no evidence.
 """
 
@@ -71,17 +71,17 @@ from serverless_gpu.model.lifecycle.attempt import (
 
 SETTLE_NS = 200_000_000
 FENCE_GRACE_NS = 30_000_000_000
-"""At most this long ranks may take to end when the lease has expired; the server waits a minute before it goes on."""
+"""Maximum time for ranks to end after the lease expired. The server waits a minute before it starts another attempt."""
 FAULT_NS = 60_000_000_000
-"""So long after one of its GPUs failed an attempt is ended whose ranks have not noticed."""
+"""Time after a GPU failure at which the supervisor ends an attempt whose ranks have not noticed it."""
 
 ASKED = frozenset({Reason.NODE_PARTITIONED, *STOPPED_BY.values()})
-"""Why an attempt ends whose ranks were asked to end before they would have."""
+"""Reasons of attempts that ended because of a stop request."""
 _NOT_A_FAILURE = ASKED | {Reason.COMPLETED}
 
 
 class AttemptInstruction(StrEnum):
-    """Instructions to the caller."""
+    """Instructions to the caller of `advance`."""
 
     START_RANKS = "start_ranks"
     RELEASE_RANKS = "release_ranks"
@@ -95,16 +95,16 @@ _Handler = Callable[..., Step]
 
 
 class IllegalAttemptTransition(Exception):
-    """An event arrived in a state that has no row for it; nothing was changed."""
+    """An event arrived in a state without a row for it. The attempt did not change."""
 
     def __init__(self, attempt: Attempt, event: Event) -> None:
         super().__init__(f"run {attempt.run_id} (fence {attempt.fence}): {type(event).__name__} in {attempt.state}")
 
 
 def advance(attempt: Attempt, event: Event, now_ns: int) -> Step:
-    """Return the attempt after an event, and what has to be done about it.
+    """Return the attempt after an event, and the instructions to carry out.
 
-    `now_ns` is of the node's boottime clock. Raises IllegalTransition when the table has no row for the event.
+    `now_ns` is the node's boot time. Raises IllegalAttemptTransition when the table has no row for the event.
     """
     handler = TABLE[attempt.state].get(type(event))
     if handler is None:
@@ -121,7 +121,7 @@ def _tick_starting(attempt: Attempt, _: Tick, now_ns: int) -> Step:
     if attempt.wake_ns is None or now_ns < attempt.wake_ns:
         return attempt, ()
     seconds = attempt.limits.start_ns // 1_000_000_000
-    detail = f"no user code had started {seconds} s after the GPUs were there"
+    detail = f"no user code started within {seconds} s after the attempt got its GPUs"
     return _start_failed(attempt, RanksNotStarted(reason=Reason.START_FAILED, detail=detail), now_ns)
 
 
@@ -145,9 +145,9 @@ def _returned(attempt: Attempt, event: RankReturned, now_ns: int) -> Step:
 def _released(attempt: Attempt, _: Released, now_ns: int) -> Step:
     if len(attempt.returned) < attempt.world_size:
         return attempt, ()
-    # All results are there: from here on the run can only succeed; ranks get their grace to exit on their own.
+    # All results are durable, so the run can only succeed now. Ranks get their grace to exit on their own.
     attempt = _terminating(attempt, now_ns, Reason.COMPLETED, attempt.limits.grace_ns)
-    if len(attempt.exited) == attempt.world_size:  # they died while they waited for those on other nodes
+    if len(attempt.exited) == attempt.world_size:  # The ranks exited while they waited for ranks on other nodes.
         return _kill(attempt, now_ns, Reason.COMPLETED)
     return attempt, (AttemptInstruction.RELEASE_RANKS,)
 
@@ -172,7 +172,7 @@ def _exited(attempt: Attempt, event: RankExited, now_ns: int) -> Step:
 
 
 def _concluded_if_gone(attempt: Attempt, now_ns: int) -> Step:
-    """End a crew whose ranks have all returned and exited: its devices are free, whatever other nodes do."""
+    """End a crew whose ranks have all returned and exited, to free its devices before other nodes finish."""
     if attempt.phase is Phase.RETURNED and len(attempt.exited) == attempt.world_size:
         return _released(attempt, Released(), now_ns)
     return attempt, ()
@@ -197,7 +197,8 @@ def _exit_failure(event: RankExited, now_ns: int) -> Failure:
 
 
 def _stem_lost(attempt: Attempt, event: StemLost, now_ns: int) -> Step:
-    if attempt.phase is Phase.RETURNED:  # all results are there; what waited for those of other nodes is gone
+    # All results are durable. Only processes that waited for other nodes have died.
+    if attempt.phase is Phase.RETURNED:
         return _concluded_if_gone(replace(attempt, exited=attempt.returned), now_ns)
     reason = Reason.HOST_OOM if event.out_of_memory else Reason.RUNTIME_LOST
     if attempt.exec_ns is None and not event.out_of_memory:
@@ -210,13 +211,13 @@ def _asked_to_stop(attempt: Attempt, event: StopRequested, now_ns: int) -> Step:
     reason = STOPPED_BY[event.why]
     if attempt.exec_ns is None:
         return _kill(attempt, now_ns, reason)
-    # The limit is reached on another node, whose clock began a little earlier: what is left is the same.
+    # Another node reached the time limit first because its clock started earlier. The same grace applies here.
     grace = attempt.limits.stop_grace_ns() if reason is Reason.TIMEOUT else attempt.limits.grace_ns
     return _terminating(attempt, now_ns, reason, grace), (AttemptInstruction.TERMINATE_RANKS,)
 
 
 def _asked_again(attempt: Attempt, event: StopRequested, _: int) -> Step:
-    """Ranks were asked to end already; what changes is whether the run may go on as another attempt."""
+    """Update the reason of a stop in progress, which decides if another attempt may follow."""
     reason = STOPPED_BY[event.why]
     if attempt.reason in PASSING_STOPS and reason not in PASSING_STOPS:
         return replace(attempt, reason=reason), ()
@@ -231,7 +232,7 @@ def _hang(attempt: Attempt, event: HangConfirmed, now_ns: int) -> Step:
 
 
 def _gpu_failed(attempt: Attempt, event: GpuFailed, now_ns: int) -> Step:
-    """The rank on the GPU soon dies and reports it, or hangs; a hang need not be awaited."""
+    """Schedule a forced end. The rank on the GPU soon dies and reports it, or hangs."""
     attempt = _gpu_failed_while_stopping(attempt, event, now_ns)[0]
     if attempt.phase is Phase.RETURNED:
         return attempt, ()
@@ -246,7 +247,10 @@ def _gpu_failed_while_stopping(attempt: Attempt, event: GpuFailed, now_ns: int) 
 
 
 def _peer_failed(attempt: Attempt, event: PeerFailed, now_ns: int) -> Step:
-    """End as for a failure of one's own. What ranks say from now on are consequences; a crash that is reaped is not."""
+    """Stop after a failure on another node.
+
+    Later reports of ranks are consequences of that failure, but a crash that the supervisor reaps is not.
+    """
     failure = Failure(rank=None, reason=Reason.PEER_FAILED, at_ns=now_ns, peer_lost=True, detail=event.detail)
     attempt = _with_failure(attempt, failure)
     if attempt.exec_ns is None:
@@ -275,14 +279,14 @@ def _tree_empty(attempt: Attempt, _: TreeEmpty, now_ns: int) -> Step:
         return attempt, ()
     reason = attempt.reason
     if reason not in _NOT_A_FAILURE and attempt.cause is not None:
-        reason = attempt.cause.reason  # what was heard during the stop may explain it better
+        reason = attempt.cause.reason  # Failures during the stop may explain the end better.
     state = MEANINGS[reason].state
     attempt = replace(attempt, state=state, reason=reason, wake_ns=None, phase=Phase.NONE)
     return attempt, (AttemptInstruction.CONCLUDE,)
 
 
 def _expired(attempt: Attempt, _: LeaseExpired, now_ns: int) -> Step:
-    """Stop by this node's own clock: another attempt may run elsewhere soon."""
+    """Stop by this node's own clock, because another attempt may soon run elsewhere."""
     if attempt.exec_ns is None:
         return _kill(attempt, now_ns, Reason.NODE_PARTITIONED)
     grace = min(attempt.limits.grace_ns, FENCE_GRACE_NS)
@@ -329,7 +333,7 @@ def _kill(attempt: Attempt, now_ns: int, reason: Reason) -> Step:
     return attempt, (AttemptInstruction.KILL_TREE,)
 
 
-# Rows: state → event → handler. A terminal state has an empty row: nothing can happen to it any more.
+# Rows: state → event → handler. Terminal states have empty rows because they accept no events.
 TABLE: Mapping[State, Mapping[type, _Handler]] = {
     State.QUEUED: {
         GangPlaced: lambda attempt, _, now_ns: (
@@ -376,7 +380,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
         PeerFailed: _peer_failed,
         Released: _released,
     },
-    State.UNREACHABLE: {},  # what only a server sees
+    State.UNREACHABLE: {},  # Only the server uses this state.
     State.STOPPING: {
         Preparing: _nothing,
         RanksNotStarted: _nothing,
@@ -403,42 +407,42 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
 
 
 UNKNOWN_BOOT = "unknown"
-"""The boot identifier of a machine that has none."""
+"""Boot identifier of a machine without one."""
 _OUT_OF_MEMORY = re.compile(r"Out of memory: Killed process (\d+) \(.*oom_score_adj:(-?\d+)\s*$")
 _MEMORY_FAILURE = re.compile(r"(?:Memory failure: \S+|MCE): Killing .{1,16}:(\d+) due to hardware memory corruption")
 _TEXT_MAX = 200
 
 
 class LossEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Evidence about a supervisor's death that its run could not have written."""
+    """Evidence about a supervisor's death that its run cannot have written."""
 
-    boot_id: str  # of the boot in which the attempt's facts were written; "" without facts
+    boot_id: str  # Boot identifier in the attempt's facts. "" without facts.
     boot_id_now: str
-    pid: int | None = None  # of the supervisor; None where it is not known
-    is_memory_limited: bool = False  # whether the run had a memory limit of its own
-    kernel_lines: tuple[str, ...] = ()  # records that the kernel itself has written since the attempt got its devices
+    pid: int | None = None  # Process ID of the supervisor. None when unknown.
+    is_memory_limited: bool = False  # True when the run had a memory limit of its own.
+    kernel_lines: tuple[str, ...] = ()  # The kernel's own log records since the attempt got its devices.
 
 
 def judge_loss(evidence: LossEvidence) -> tuple[Reason, str]:
-    """Return the reason with which the attempt ends, and the evidence in words, or ""."""
+    """Return the reason for the end of the attempt, and the evidence as text or ""."""
     boots = {evidence.boot_id, evidence.boot_id_now}
     if len(boots) == 2 and not boots & {"", UNKNOWN_BOOT}:
         return Reason.SUPERVISOR_LOST, "the machine has restarted since"
     if evidence.pid is not None and UNKNOWN_BOOT not in boots:
         record = next(_records_of(evidence.pid, evidence), "")
         if record:
-            return Reason.SUPERVISOR_LOST, f"the kernel's log says: {record[:_TEXT_MAX]}"
+            return Reason.SUPERVISOR_LOST, f"the kernel log shows: {record[:_TEXT_MAX]}"
     return Reason.SUPERVISOR_KILLED, ""
 
 
 def _records_of(pid: int, evidence: LossEvidence) -> Iterator[str]:
-    """Yield the kernel's records that explain the death of a process without its run having caused it."""
+    """Yield the kernel records that explain the death of a process, if its run cannot have caused it."""
     for line in evidence.kernel_lines:
         failed = _MEMORY_FAILURE.match(line)
         if failed is not None and int(failed[1]) == pid:
             yield line
         killed = _OUT_OF_MEMORY.match(line)
-        # A process of the same uid may raise the score that makes the kernel choose the supervisor, but not lower it.
+        # A process of the same uid can raise the OOM score of the supervisor, but cannot lower it.
         is_raised = killed is not None and int(killed[2]) > 0
         if killed is not None and int(killed[1]) == pid and evidence.is_memory_limited and not is_raised:
             yield line

@@ -1,25 +1,32 @@
-"""The life of a gang, made of the lives of its crews: what an attempt on several nodes is, does and ends with.
+"""The lifecycle of a gang on several nodes: combines the states of its crews into one attempt.
+
+A crew is one node's part of a gang: a supervisor and its ranks.
 
     crews: STARTING RUNNING UNREACHABLE STOPPING, halted?, returned?, over?  ── fold ─▶ the attempt's state
                                                                                      ├─ the cause, decided once
-                                                                                     ├─ others are told to stop
-                                                                                     ├─ all returned: they may exit
-                                                                                     └─ all over: how it ended
+                                                                                     ├─ other crews must stop
+                                                                                     ├─ all returned: ranks may exit
+                                                                                     └─ all over: the attempt's end
 
-Each crew tells its own story to the server; this puts them together. With one crew it says what that one says.
+Each crew reports its own state to the server. `fold` combines the reports. With one crew, the result is that crew's
+state.
 
-- **The cause** is the first crew that failed by itself. One that only says that a peer closed its connection explains
-  nothing while another one has more to say, nor does one whose process died while another node is silent: such a word
-  is replaced once, by that of a crew that failed itself or was lost. Nothing replaces that one but a GPU that failed.
-- **A crew that ended because it was told to** explains nothing, unless the kernel says that it had crashed before it
-  was told. Once the run was asked to stop, whatever fails is a consequence of that.
-- **An attempt is over when all of its crews are**: another one might meet what is left of it. What its caller is told
-  of the cause need not wait for that, where nothing is tried again (`early_reasons`).
-- **Ranks that have returned on one node wait for those on others**: rank 0's store is on its node, and closing it is
-  what the others would die of. That all may exit is decided once, and only while nothing has failed and nobody asked
-  for a stop; from then on the run has succeeded, if only its results come.
-- **A crew need not wait for silence**: where all ranks of a crew have returned, and every crew that has not is silent,
-  its ranks may exit (`may_leave`). Its devices are free then. How the attempt ends is still for the others to say.
+- **The cause** is the first crew that failed by itself. Two reports explain little: a closed connection of a peer while
+  other crews may report more, and a dead process while another node is silent. The report of a crew that failed by
+  itself or was lost replaces such a report once. After that, only a failed GPU replaces the cause.
+
+- **A crew that ended after a stop request** explains nothing, unless the kernel shows an earlier crash. After a stop
+  request for the run, all failures are consequences of the request.
+
+- **An attempt is over when all of its crews are**, because another attempt could collide with remaining processes. The
+  caller can learn the cause earlier when no attempt follows (`early_reasons`).
+
+- **Ranks that have returned on one node wait for ranks on other nodes.** The store of rank 0 is on its node, and other
+  ranks would fail without it. The server decides once that all ranks may exit, and only without failures or stop
+  requests. After that the run succeeds when its results arrive.
+
+- **A crew does not wait for silent crews.** When all of its ranks have returned and all other crews without a return
+  are silent, its ranks may exit (`may_leave`) and free its devices. The other crews still decide how the attempt ends.
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ from serverless_gpu.model.lifecycle.run_lifecycle import AttemptEnded, GivenUp
 
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 _CRASHES = frozenset({Reason.RANK_SIGNAL, Reason.HOST_OOM, Reason.GPU_LOST})
-"""What the kernel, or the driver, says of a node: true whatever the crew had been told before."""
+"""Reasons from the kernel or the driver. Such reasons are true even after a stop request."""
 _OF_SILENCE = (
     Reason.NODE_GONE,
     Reason.NODE_REBOOTED,
@@ -42,16 +49,16 @@ _OF_SILENCE = (
     Reason.SUPERVISOR_KILLED,
     Reason.TIMEOUT,
 )
-"""As what a crew may turn out to have ended of which nothing was heard, beside what makes no other attempt either."""
+"""Possible reasons of a silent crew, besides reasons that prevent another attempt anyway."""
 
 
 class Halt(msgspec.Struct, frozen=True, kw_only=True):
-    """The reason for which a crew ends early, as its supervisor reports it at once.
+    """The reason of a crew's early end, which its supervisor reports immediately.
 
     Attributes:
-        rank: number of the process that failed, or None for the crew as a whole.
-        peer_lost: it only says that a peer went away.
-        detail: one line for people.
+        rank: number of the process that failed, or None for the whole crew.
+        peer_lost: True when the rank only reported a closed connection of a peer.
+        detail: a one-line message for users.
     """
 
     reason: Reason
@@ -64,58 +71,59 @@ class Over(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a crew."""
 
     reason: Reason
-    began: bool = False  # whether user code of its ranks had started
-    proven: bool = True  # whether no process of it is left
-    given_up: bool = False  # whether that is certain without its word: its node restarted, or never came back
-    rank: int | None = None  # this, `peer_lost` and `detail` as in `Halt`
+    began: bool = False  # True when user code of its ranks had started.
+    proven: bool = True  # True when none of its processes is left.
+    given_up: bool = False  # True when the end is certain without a report: the node restarted or never came back.
+    rank: int | None = None  # The fields `rank`, `peer_lost` and `detail` are as in `Halt`.
     peer_lost: bool = False
     detail: str = ""
 
 
 class Crew(msgspec.Struct, frozen=True, kw_only=True):
-    """One crew, as far as its gang depends on it."""
+    """The state of one crew that is relevant to its gang."""
 
     number: int
-    state: State = State.STARTING  # STARTING, RUNNING, UNREACHABLE or STOPPING; it does not matter once it is over
-    before: State | None = None  # what it was when it became UNREACHABLE
-    began: bool = False  # whether user code of its ranks has started
-    returned: bool = False  # whether all of its ranks have, and wait for the others
-    halt: Halt | None = None  # why it ends before its end, once it has said so
-    over: Over | None = None  # how it ended
+    state: State = State.STARTING  # STARTING, RUNNING, UNREACHABLE or STOPPING. Ignored once the crew is over.
+    before: State | None = None  # The state before UNREACHABLE.
+    began: bool = False  # True when user code of its ranks has started.
+    returned: bool = False  # True when all of its ranks have returned and wait for other crews.
+    halt: Halt | None = None  # The reason of an early end, once reported.
+    over: Over | None = None  # The end of the crew.
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """The reason for which a gang ends early."""
+    """The reason why a gang ends early."""
 
-    # Whose story it is; None where it is the server's: the run was asked to stop, or its nodes did not meet.
+    # The crew that caused the end. None when the server decided: after a stop request, or when nodes did not connect.
     crew: int | None
     reason: Reason
     rank: int | None = None
     detail: str = ""
-    final: bool = True  # whether nothing that is heard later replaces it
-    # Two crews of which the first does not reach the second, where that is the cause.
+    final: bool = True  # True when no later report can replace this cause.
+    # Two crews if the cause is that the first does not reach the second.
     apart: tuple[int, int] | None = None
-    silent: bool = False  # a node went silent before any of it could begin
+    silent: bool = False  # A node went silent before any user code could start.
 
 
 class Fold(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a gang, folded from its crews."""
+    """The combined state of a gang's crews."""
 
-    # Of the attempt, while it is not over: the furthest behind of those that start, STOPPING when one stops,
-    # UNREACHABLE when one is silent.
+    # State of the attempt until it is over: UNREACHABLE when a crew is silent, STOPPING when a crew stops. Otherwise
+    # the
+    # least advanced state of all crews.
     state: State
-    before: State | None  # what it would be without those that are silent; None where none is
-    began: bool  # whether user code has started anywhere
-    cause: Cause | None  # why it ends before its end, or None
-    releases: bool  # whether all ranks have returned, and may exit
-    # How the attempt ended, once all of its crews have. `GivenUp` says nothing of `began`.
+    before: State | None  # The state without the silent crews. None when no crew is silent.
+    began: bool  # True when user code has started on any node.
+    cause: Cause | None  # The reason of an early end, or None.
+    releases: bool  # True when all ranks have returned and may exit.
+    # The attempt's end, once all crews have ended. `GivenUp` does not include `began`.
     over: AttemptEnded | GivenUp | None
 
 
 def fold(
     crews: Sequence[Crew], cause: Cause | None = None, *, stop: StopReason | None = None, released: bool = False
 ) -> Fold:
-    """Return what crews amount to. `crews` are all of a gang, by their numbers."""
+    """Return the combined state of all crews of a gang, in the order of their numbers."""
     began = any(crew.began or (crew.over is not None and crew.over.began) for crew in crews)
     cause = _cause(crews, cause, stop=stop, released=released)
     is_silent = any(crew.over is None and crew.state is State.UNREACHABLE for crew in crews)
@@ -134,30 +142,32 @@ def fold(
 
 
 def must_stop(crew: Crew, cause: Cause | None) -> bool:
-    """Return whether a crew is to be told that the gang ends; one that says so itself knows."""
+    """Return True when a crew's ranks may exit because all crews that have not returned are silent."""
     return cause is not None and crew.over is None and crew.halt is None
 
 
 def may_leave(crew: Crew, crews: Sequence[Crew]) -> bool:
-    """Return whether the ranks of a crew may exit though others have not returned: nothing is heard of those."""
+    """Return True when the ranks of a crew may exit because all crews that have not returned are silent."""
     awaited = [other for other in crews if not other.returned and not _succeeded(other)]
     are_silent = all(other.over is None and other.state is State.UNREACHABLE for other in awaited)
     return crew.returned and bool(awaited) and are_silent
 
 
 def early_reasons(crews: Sequence[Crew], cause: Cause | None, quiet: Collection[int] = ()) -> tuple[Reason, ...]:
-    """Return as what a gang may end, the likeliest first, where that can be told before all of its crews have ended.
+    """Return the possible reasons of a gang's end before all crews have ended, the most likely first.
 
-    That is so once the crew whose story it is has ended, and nothing replaces its word; or once all crews that are
-    heard of have ended, and of the others nothing is heard any more: who fails because a node is gone need not wait
-    until that is proven. The caller makes sure before that none of these makes another attempt.
+    There are two cases. The crew that caused the end has ended, and no report can replace its cause. Or all other crews
+    have ended or are silent, so that the caller need not wait for proof that a node is gone. The caller has checked
+    that no
+    reason leads to another attempt.
 
-    Returns no reasons where it cannot be told yet, or where the server decided the end.
+    Returns no reasons while they are unknown, or when the server decided the end.
     """
     if cause is None or cause.crew is None:
         return ()
     own = crews[cause.crew]
-    reasons = (_explained(crews, cause), Reason.GPU_LOST)  # that a GPU failed may be heard of later, and replaces all
+    # A report of a failed GPU may arrive later, and replaces every cause.
+    reasons = (_explained(crews, cause), Reason.GPU_LOST)
     if cause.final and own.over is not None:
         return reasons
     are_over = all(crew.over is not None or crew.number in quiet for crew in crews)
@@ -180,7 +190,9 @@ def _cause(crews: Sequence[Crew], before: Cause | None, *, stop: StopReason | No
         return before
     found = [cause for crew in crews if (cause := _story(crew, crews, released=released)) is not None]
     if stop is not None and before is None:
-        # Whatever fails from now on may fail of that; what is proven of a node is not asked why.
+        # Return the cause that a crew reports, or None.
+        #
+        # A crew that continues, succeeded, or ended after a stop request reports no cause.
         given_up = {crew.number for crew in crews if crew.over is not None and crew.over.given_up}
         proofs = [cause for cause in found if cause.reason is Reason.GPU_LOST or cause.crew in given_up]
         asked = Cause(crew=None, reason=STOPPED_BY[stop])
@@ -190,13 +202,16 @@ def _cause(crews: Sequence[Crew], before: Cause | None, *, stop: StopReason | No
 
 
 def _story(crew: Crew, crews: Sequence[Crew], *, released: bool) -> Cause | None:
-    """Return what a crew has to say of its own end; nothing of one that was told to end, or goes on, or succeeded."""
+    """Return the cause that a crew reports, or None.
+
+    A crew that continues, succeeded, or ended after a stop request reports no cause.
+    """
     halt, over = crew.halt, crew.over
     has_said = halt is not None and halt.reason is not Reason.PEER_FAILED
     if over is not None and over.given_up and not (has_said and halt is not None and not halt.peer_lost):
         return Cause(crew=crew.number, reason=over.reason, detail=over.detail)
     if has_said and halt is not None and not (released and crew.returned):
-        # The process of a rank may have died of a node of which nothing is heard.
+        # The process may have died because of a silent node.
         doubtful = halt.reason is Reason.RANK_SIGNAL and any(other.state is State.UNREACHABLE for other in crews)
         final = not halt.peer_lost and not doubtful
         return Cause(crew=crew.number, reason=halt.reason, rank=halt.rank, detail=halt.detail, final=final)
@@ -211,7 +226,9 @@ def _over(crews: Sequence[Crew], cause: Cause | None, *, began: bool) -> Attempt
     if cause is None:
         if all(_succeeded(crew) for crew in crews):
             return AttemptEnded(ends[0].reason, began=began, proven=proven)
-        # All say that it failed on another node, and none that it was the one.
+        # Return the reason that explains an end best.
+        #
+        # Failures that the crew reports after the cause may explain more than the cause.
         return AttemptEnded(Reason.RUNTIME_LOST if began else Reason.GANG_START, began=began, proven=proven)
     lost = ends[cause.crew] if cause.crew is not None else None
     if lost is not None and lost.given_up and lost.reason is cause.reason and proven:
@@ -220,7 +237,10 @@ def _over(crews: Sequence[Crew], cause: Cause | None, *, began: bool) -> Attempt
 
 
 def _explained(crews: Sequence[Crew], cause: Cause) -> Reason:
-    """Return the reason that explains an end best: what was heard while processes ended may say more than the cause."""
+    """Return the reason that explains an end best.
+
+    Failures that the crew reports after the cause may explain more than the cause.
+    """
     if any(crew.over is not None and crew.over.reason is Reason.GPU_LOST for crew in crews):
         return Reason.GPU_LOST
     over = crews[cause.crew].over if cause.crew is not None else None

@@ -1,13 +1,13 @@
-"""Rendezvous of a gang: crews meet by connections tried between just these nodes, not by name resolution.
+"""Rendezvous of a gang: its nodes try connections to each other instead of relying on name resolution.
 
     each crew     listens on every interface ─▶ Offer (port, addresses)       its supervisor, before user code
-    server        all offers are there       ─▶ told to every crew
-    each crew     tries every address of every other one ─▶ Reach            TCP, and a word that only they know
-    server        `choose` ─▶ Chosen: rank 0's address, an interface for each node; or Apart: who does not reach whom
+    server        has all offers             ─▶ sends them to every crew
+    each crew     tries every address of every other crew ─▶ CrewReach        over TCP, with a shared secret
+    server        `choose` ─▶ Chosen: rank 0's address, an interface for each node; or Apart: the nodes without a path
 
-The word is made from the gang's nonce, so a stranger at 127.0.0.1, or behind an address that two sites share,
-is not taken for the peer. An address counts only when every other crew has reached it: NCCL and Gloo connect all to
-all.
+A crew is one node's part of a gang. The secret derives from the gang's nonce, so a crew does not mistake a foreign
+process for its peer. A foreign process may listen at 127.0.0.1 or at an address that two sites share. An address counts
+only when every other crew reached it, because NCCL and Gloo connect all ranks to each other.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 SAVED_MAX = 32
-"""A crew tells of so many earlier attempts, the newest ones."""
+"""Maximum number of earlier attempts in an offer. A crew lists the newest ones."""
 ADDRESSES_MAX = 16
-"""A node offers no more: a machine with Docker has dozens of bridges."""
+"""Maximum number of addresses in an offer. A machine with Docker can have dozens of bridges."""
 PROBE_S = 3.0
-"""How long one address is tried; all are tried at once."""
+"""Timeout in seconds for one address. A crew tries all addresses at the same time."""
 PROBLEM_CHARACTERS_MAX = 200
 FAR_TIMES, FAR_US = 10, 1_000
-"""An address is far where it takes so many times as long as a nearer one of the same node, and so long at least."""
+"""A far address takes 10 times as long as the nearest one of its node, and at least 1,000 µs."""
 
-_INTERFACE = re.compile(r"[!-+\--.0-~]{1,15}")  # as the kernel has them, but for the comma that NCCL takes for its own
+# Characters of the kernel's interface names, without the comma, which is a separator for NCCL.
+_INTERFACE = re.compile(r"[!-+\--.0-~]{1,15}")
 _Way = tuple[int, int, str]
-"""Who tries, whom, at which address."""
+"""Number of the connecting crew, number of the target crew, and the address."""
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """An address at which a node might be reached."""
+    """An address at which other nodes may reach a node."""
 
     interface: str
     address: str
@@ -45,11 +46,11 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses and ports of a crew for the rendezvous.
 
     Attributes:
-        crew: its number.
-        port: on which its supervisor listens until the gang has met.
-        rendezvous_port: held for rank 0 on its node; of crew 0, else 0.
-        addresses: the node's own, in the order in which it would have them used; loopback is the last.
-        saved: earlier attempts whose checkpoints are seen there, the newest first.
+        crew: number of the crew.
+        port: port on which its supervisor listens until the rendezvous is complete.
+        rendezvous_port: port that its node reserves for rank 0. 0 for all crews but crew 0.
+        addresses: addresses of the node in its order of preference. Loopback is the last.
+        saved: earlier attempts whose checkpoints the node sees, the newest first.
     """
 
     crew: int
@@ -63,9 +64,9 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     """The result of trying one address of another crew.
 
     Attributes:
-        crew: whose address.
-        microseconds: how long it took to be answered; None where it was not.
-        problem: why not, for people, or "".
+        crew: number of the crew with the address.
+        microseconds: time until the answer. None without an answer.
+        problem: the error as text for users, or "".
     """
 
     crew: int
@@ -75,7 +76,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CrewReach(msgspec.Struct, frozen=True, kw_only=True):
-    """The addresses of other crews that one crew reached."""
+    """The addresses of other crews that one crew tried, with the results."""
 
     crew: int
     tried: tuple[Tried, ...]
@@ -86,10 +87,10 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         master: address and port of rank 0's rendezvous.
-        interfaces: by crew, in their order: what NCCL and Gloo are to use there.
-        addresses: by crew, in their order: where the others reach it.
-        resume: the newest earlier attempt whose checkpoints all of them see, 0 for none: ranks that went on from
-            different ones would not be one run.
+        interfaces: the interface for NCCL and Gloo on each node, by crew number.
+        addresses: the address at which other nodes reach each node, by crew number.
+        resume: the newest earlier attempt whose checkpoints all nodes see, or 0. All ranks must continue from the same
+            attempt.
     """
 
     master: tuple[str, int]
@@ -99,35 +100,38 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Apart(msgspec.Struct, frozen=True, kw_only=True):
-    """A gang whose crews do not reach each other."""
+    """A gang with two crews that cannot reach each other."""
 
-    pair: tuple[int, int]  # numbers of two crews, of which the first does not reach the second
-    sentence: str  # which nodes that are, and what came of trying, for people
+    pair: tuple[int, int]  # Numbers of two crews. The first does not reach the second.
+    sentence: str  # The names of both nodes and the tried addresses, as text for users.
 
 
 def word(nonce: str, *, frm: int, to: int) -> bytes:
-    """Return what crew `frm` says to crew `to`, so that they know each other: 32 bytes.
+    """Return the 32-byte secret that crew `frm` sends to crew `to`, so that both recognize each other.
 
-    The nonce is of the gang alone; the answer is the word of the other direction.
+    Each gang has its own nonce. The answer is the secret for the other direction.
     """
     return hashlib.sha256(f"{nonce}:{frm}:{to}".encode()).digest()
 
 
 def choose(offers: Sequence[Offer], reaches: Sequence[CrewReach], nodes: Sequence[str]) -> Chosen | Apart:
-    """Return how a gang meets, or who does not reach whom.
+    """Return how the nodes of a gang connect, or two crews that cannot reach each other.
 
-    One kind of address for all, as NCCL and Gloo take it: IPv4, else IPv6, else loopback, which all share or nobody.
-    Of a node's addresses of that kind the first that every other one reached, in the node's own order: how long a
-    connection takes says nothing of bandwidth. Only one that is far away where another is near is passed over.
+    All nodes use the same kind of address, as NCCL and Gloo require: IPv4, else IPv6, else loopback for crews on the
+    same machine. For each node, the function takes the first address of that kind that all other crews reached. The
+    node's own order counts, because connection time does not indicate bandwidth. The function only skips an address
+    that is far while another one is near.
 
-    Raises ValueError when crews are missing, come twice, or have ports that cannot be.
+    Raises ValueError when crews are missing or duplicate, or have invalid ports.
     """
     offers = sorted(offers, key=lambda offer: offer.crew)
     if [offer.crew for offer in offers] != list(range(len(nodes))) or len(nodes) < 2:
-        raise ValueError(f"{len(nodes)} crews meet, and offers are of {[offer.crew for offer in offers][:8]}")
+        raise ValueError(
+            f"{len(nodes)} crews need offers, but the offers are from crews {[offer.crew for offer in offers][:8]}"
+        )
     ports = [offers[0].rendezvous_port, *(offer.port for offer in offers)]
     if not all(0 < port < 1 << 16 for port in ports):
-        raise ValueError(f"a crew offers a port that cannot be: {ports[:8]}")
+        raise ValueError(f"a crew offers an invalid port: {ports[:8]}")
     tried = {(reach.crew, one.crew, one.address): one for reach in reaches for one in reach.tried}
     for kind in ("IPv4", "IPv6", "loopback IPv4", "loopback IPv6"):
         found = [_nearest(offer, offers, tried, kind) for offer in offers]
@@ -143,15 +147,15 @@ def choose(offers: Sequence[Offer], reaches: Sequence[CrewReach], nodes: Sequenc
 
 
 def is_interface(name: str) -> bool:
-    """Return whether a variable can name an interface to NCCL and Gloo."""
+    """Return True when an interface name can be passed to NCCL and Gloo in a variable."""
     return _INTERFACE.fullmatch(name) is not None
 
 
 def kind_of(address: str) -> str:
-    """Return the kind of an address; "" for one that other nodes cannot use as it is (link-local, none)."""
+    """Return the kind of an address, or "" if other nodes cannot use it (such as link-local)."""
     try:
         ip = ipaddress.ip_address(address)
-    except ValueError:  # also one with a scope that is only its own node's
+    except ValueError:  # An address with a scope is also an error, because only its own node can use it.
         return ""
     ip = getattr(ip, "ipv4_mapped", None) or ip
     if ip.is_link_local or ip.is_unspecified or ip.is_multicast or "%" in address:
@@ -160,7 +164,7 @@ def kind_of(address: str) -> str:
 
 
 def _nearest(offer: Offer, offers: Sequence[Offer], tried: Mapping[_Way, Tried], kind: str) -> Address | None:
-    """Return the address of a kind at which all others reach a crew, or None."""
+    """Return the address of a kind at which all other crews reach a crew, or None."""
     reached = [
         (address, took)
         for address in _offered(offer)
@@ -173,22 +177,23 @@ def _nearest(offer: Offer, offers: Sequence[Offer], tried: Mapping[_Way, Tried],
 
 
 def _slowest(offer: Offer, offers: Sequence[Offer], tried: Mapping[_Way, Tried], address: Address) -> int | None:
-    """Return how long the slowest of the others took to reach an address, or None where one did not."""
+    """Return the longest time that another crew took to reach an address, or None if one did not reach it."""
     found = [tried.get((other.crew, offer.crew, address.address)) for other in offers if other.crew != offer.crew]
     times = [one.microseconds for one in found if one is not None and one.microseconds is not None]
     return max(times) if len(times) == len(found) else None
 
 
 def _apart(offers: Sequence[Offer], tried: Mapping[_Way, Tried], nodes: Sequence[str]) -> Apart:
-    """Return the first crew that not all others reach, and the one that reaches the least of it.
+    """Return the first crew that other crews do not reach, with a message for users.
 
-    Where all are reached, but not by one kind of address: the first, and who reaches the least of it.
+    The message names the crew that reaches the fewest of its addresses. If all crews are reachable, but not by the same
+    kind of address, the message is about the first crew.
     """
     lonely = [to for to in offers if all(_slowest(to, offers, tried, address) is None for address in _offered(to))]
     to = (lonely or list(offers))[0]
     frm = max((one for one in offers if one.crew != to.crew), key=lambda one: len(_missing(one, to, tried)))
     if not to.addresses:
-        sentence = f"{nodes[to.crew]} has no address at which it could be reached"
+        sentence = f"{nodes[to.crew]} has no address that other nodes can reach"
         return Apart(pair=(frm.crew, to.crew), sentence=sentence)
     missing = _missing(frm, to, tried)
     told = ", ".join(f"{address} ({why})" for address, why in missing[:3])
@@ -202,7 +207,7 @@ def _offered(offer: Offer) -> tuple[Address, ...]:
 
 
 def _missing(frm: Offer, to: Offer, tried: Mapping[_Way, Tried]) -> list[tuple[str, str]]:
-    """Return the addresses of a crew that another one did not reach, and why, in words."""
+    """Return the addresses of a crew that another crew did not reach, each with the error as text."""
     missing: list[tuple[str, str]] = []
     for address in _offered(to):
         one = tried.get((frm.crew, to.crew, address.address))
@@ -213,8 +218,9 @@ def _missing(frm: Offer, to: Offer, tried: Mapping[_Way, Tried]) -> list[tuple[s
 
 
 def variables(chosen: Chosen, crew: int) -> dict[str, str]:
-    """Return what ranks are told of how their nodes have met: the interface that the others reach, for NCCL and Gloo,
-    and from which attempt all of them go on.
+    """Return the environment variables with which ranks use the rendezvous.
+
+    The variables contain the interface for NCCL and Gloo, and the attempt from which all ranks continue.
     """
     interface = chosen.interfaces[crew]
     return {

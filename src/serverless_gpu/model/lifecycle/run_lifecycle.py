@@ -1,28 +1,33 @@
-"""The life of one run under a server, as a table: events in, instructions out.
+"""The lifecycle of one run under a server, as a table: events in, instructions out.
 
     QUEUED ─▶ STARTING ─▶ RUNNING ─▶ STOPPING ─▶ SUCCEEDED FAILED CANCELLED TIMED_OUT BUDGET_STOPPED LOST
        ▲         └────────────┴─────────┤ ⇅
-       │                                │ UNREACHABLE (and back to where it was, or further)
+       │                                │ UNREACHABLE (and back to the earlier state, or a later one)
        └──── a new attempt ◀────────────┘
 
-What lives here: what the server makes of what it is told about a run. What must not: clocks, the database, nodes. What
-happens inside of one attempt is `attempt_lifecycle.py`, which the attempt's supervisor drives; this table sees its
-reports.
+This module decides how the server interprets reports about a run. The module uses no clocks, database or nodes.
+`attempt_lifecycle.py` has the events within one attempt, and the attempt's supervisor drives it. This table only sees
+the supervisor's reports.
 
-Five promises, each a test:
+Tests check five guarantees:
+
 - A run ends once. A terminal state has an empty row.
-- A new attempt is made only after proof that the one before is over: its own report (`AttemptEnded`, and `proven`),
-  another
-  boot of its node or the hard fence passed (`GivenUp`), an operator's word (`Forgotten`). Silence is no proof; it
-  shows.
-- A server that was restored from a backup starts nothing that it knew before: whether it ran since is unknown.
-- User code runs again only if the user asked for it (`retries`, `resume`, `retry_on_infra`). What failed before user
-  code began is the platform's fault and is tried again on its own, a few times.
-- A run with `resume` ends. `unsaved_max` attempts in a row that reached the time limit or were lost, and saved nothing
-  new to continue from, end it as NO_PROGRESS. An attempt that made room for others is not one of these.
 
-A stop that is final (cancel, timeout, budget) replaces one after which the run may go on (preempt, drain), never the
-other way round. What is done is done: every rank returned before the stop arrived means SUCCEEDED.
+- The server starts a new attempt only after proof that the attempt before is over. Proof is its own report
+  (`AttemptEnded` with `proven`), a new boot of its node, the hard fence (`GivenUp`), or an operator's command
+  (`Forgotten`). Silence is no proof.
+
+- A server that was restored from a backup does not start earlier runs, because they may have run since the backup.
+
+- User code runs again only if the user requested it (`retries`, `resume`, `retry_on_infra`). A failure before user code
+  is the platform's fault, and the server retries it a few times by itself.
+
+- A run with `resume` ends. The run ends as NO_PROGRESS after `unsaved_max` consecutive attempts that reached the time
+limit
+  or were lost, without newly saved data. Preempted attempts do not count.
+
+A final stop (cancel, timeout, budget) replaces a stop after which the run may continue (preempt, drain), never the
+other way round. If every rank returned before the stop arrived, the run is SUCCEEDED.
 """
 
 from __future__ import annotations
@@ -44,29 +49,29 @@ from serverless_gpu.model.lifecycle.attempt import (
 )
 
 INFRA_PAUSES_S = (1.0, 5.0, 30.0)
-"""How long a run waits after the first, second … attempt that the platform failed before user code began."""
+"""Pauses in seconds after the first, second … platform failure before user code."""
 INFRA_RETRIES_MAX = len(INFRA_PAUSES_S)
-"""Attempts that are made again for that reason."""
+"""Maximum number of new attempts for that reason."""
 
 LOST = frozenset({*(r for r, meaning in MEANINGS.items() if meaning.state is State.LOST), Reason.NODE_REBOOTED}) - {
     Reason.SERVER_RESTORED
 }
-"""The attempt could not be ended in order: user code may have been anywhere."""
+"""Reasons of attempts without an orderly end. User code may have stopped at any point."""
 
 FAULT_RETRIES_MAX = 3
-"""Attempts that are made again for users who asked for `retry_on_infra`, when user code ran and was not what failed."""
+"""Maximum number of new attempts with `retry_on_infra` after infrastructure failures."""
 FAULTS = LOST | {Reason.GPU_LOST}
-"""What failed was the infrastructure, while user code ran."""
+"""Infrastructure failures while user code ran."""
 
 _DISPLACED = frozenset({Reason.PREEMPTED, Reason.DRAINED})
 _FINAL_STOPS = frozenset({StopReason.CANCEL, StopReason.TIMEOUT, StopReason.BUDGET, StopReason.IDLE})
-# User code ran to its end. Once more would cost the same and change nothing, or leave two results.
+# User code finished. Another attempt would cost the same and change nothing, or leave two results.
 _RAN_TO_ITS_END = frozenset({Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE, Reason.RESULT_UPLOAD})
 _POINTLESS = _RAN_TO_ITS_END | {
     Reason.SECRET_MISSING,
     Reason.UNSATISFIABLE,
     Reason.NO_PROGRESS,
-}  # a person has to act first
+}  # A person must act first.
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
@@ -79,54 +84,54 @@ class RunInstruction(StrEnum):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the next decision depends on."""
+    """The state of a run: everything that the next decision depends on."""
 
     run_id: str
-    fence: int = 0  # number of the current attempt; 0 before the first. It only grows
+    fence: int = 0  # Number of the current attempt, which only grows. 0 before the first.
     state: State = State.QUEUED
     reason: Reason | None = None
-    stop: StopReason | None = None  # why the run is asked to stop, or None
-    began: bool = False  # whether user code of the current attempt is known to have started
-    may_resume: bool = False  # `spec.resume`
-    retries_left: int = 0  # of those the user asked for
-    infra_left: int = INFRA_RETRIES_MAX  # attempts that may be made again because the platform failed
-    before: State | None = None  # where an UNREACHABLE run was when it was last heard of, else None
-    # Attempts that may be made again because a GPU or a node failed; none unless the user asked for it.
+    stop: StopReason | None = None  # Reason of the stop request, or None.
+    began: bool = False  # True when user code of the current attempt is known to have started.
+    may_resume: bool = False  # Value of `spec.resume`.
+    retries_left: int = 0  # Remaining attempts from the user's `retries`.
+    infra_left: int = INFRA_RETRIES_MAX  # Remaining attempts after platform failures.
+    before: State | None = None  # The last known state of an UNREACHABLE run, else None.
+    # Remaining attempts after GPU or node failures. 0 unless the user requested `retry_on_infra`.
     faults_left: int = 0
-    # Whether an attempt that reaches its time limit is followed by another: the limit is not the user's own but what an
-    # attempt may take here (`max_run_s`), and they asked for `resume`.
+    # True when another attempt follows the time limit: the server set the limit (`max_run_s`), and the user set
+    # `resume`.
     goes_on_at_limit: bool = False
-    saved: int = 0  # number of the newest attempt that is known to have saved something to continue from; 0 for none
-    unsaved: int = 0  # attempts in a row, up to the last that is over, that saved nothing
-    unsaved_max: int = UNSAVED_MAX  # so many of these end the run
-    ran: int = 0  # attempts that are over of which user code began, without those that made room for others
-    attempts_max: int | None = None  # how many of these a usage policy allows, or None
+    saved: int = 0  # Number of the newest attempt that is known to have saved data to continue from. 0 without one.
+    unsaved: int = 0  # Consecutive ended attempts, up to the last, that saved nothing.
+    unsaved_max: int = UNSAVED_MAX  # Number of such attempts that ends the run.
+    ran: int = 0  # Ended attempts with user code, without preempted ones.
+    attempts_max: int | None = None  # Limit of a usage policy for such attempts, or None.
 
 
 class RunPlaced(msgspec.Struct, frozen=True):
-    """The scheduler has chosen the place of the next attempt; the intent, before any node hears of it."""
+    """The scheduler has placed the next attempt, but no node knows it yet."""
 
 
 class UserCodeStarted(msgspec.Struct, frozen=True):
-    """User code begins."""
+    """User code of the attempt has started."""
 
 
 class Stopping(msgspec.Struct, frozen=True):
-    """The node says that the attempt is being ended, for whatever reason."""
+    """The node reports that the attempt is stopping, for any reason."""
 
 
 class Silent(msgspec.Struct, frozen=True):
-    """Nothing was heard of the attempt for longer than the soft limit."""
+    """The server received no report of the attempt for longer than the soft limit."""
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """A report arrived; `state` is STARTING, RUNNING or STOPPING, as the node sees it."""
+    """A report arrived. The reported `state` is STARTING, RUNNING or STOPPING."""
 
     state: State
 
 
 class StopAsked(msgspec.Struct, frozen=True):
-    """A user or a limit asks the run to stop."""
+    """A user or a limit requests a stop of the run."""
 
     why: StopReason
 
@@ -136,12 +141,13 @@ class AttemptEnded(msgspec.Struct, frozen=True):
 
     reason: Reason
     began: bool
-    proven: bool = True  # whether no process of it is left; else one could not be ended, and there is no other attempt
-    uncounted: bool = False  # whether one that is made because this one did not begin is not one of those that may be
+    # True when no process is left. False when a process could not be ended, so that no attempt may follow.
+    proven: bool = True
+    uncounted: bool = False  # True when the next attempt does not count toward `infra_left`.
 
 
 class GivenUp(msgspec.Struct, frozen=True):
-    """It is certain without a report that the attempt is over: NODE_REBOOTED, or NODE_GONE after the hard fence."""
+    """The attempt is certainly over without a report: its node rebooted, or the hard fence passed."""
 
     reason: Reason
 
@@ -151,11 +157,11 @@ class Forgotten(msgspec.Struct, frozen=True):
 
 
 class Restored(msgspec.Struct, frozen=True):
-    """The server goes on from a backup in which the run waits; since then it may have run."""
+    """The server was restored from a backup with the run in the queue. The run may have run since."""
 
 
 class Unsatisfiable(msgspec.Struct, frozen=True):
-    """The run has waited for as long as it may for what nothing that has joined can ever serve."""
+    """The run has reached its wait limit, and no joined node can ever serve it."""
 
 
 Event = (
@@ -176,16 +182,16 @@ _Handler = Callable[..., Step]
 
 
 class IllegalRunTransition(Exception):
-    """An event arrived in a state that has no row for it; nothing was changed."""
+    """An event arrived in a state without a row for it. The run did not change."""
 
     def __init__(self, run: Run, event: Event) -> None:
         super().__init__(f"run {run.run_id} (fence {run.fence}): {type(event).__name__} in {run.state}")
 
 
 def advance(run: Run, event: Event) -> Step:
-    """Return the run after an event, and what has to be done about it.
+    """Return the run after an event, and the instructions to carry out.
 
-    An unchanged run has nothing to write. Raises IllegalTransition when the table has no row for the event.
+    An unchanged run need not be written. Raises IllegalRunTransition when the table has no row for the event.
     """
     handler = TABLE[run.state].get(type(event))
     if handler is None:
@@ -194,18 +200,21 @@ def advance(run: Run, event: Event) -> Step:
 
 
 def over_because(event: AttemptEnded | GivenUp | Forgotten) -> Reason:
-    """Return why the attempt is over that an event ends; the run may go on with another one."""
+    """Return the reason why an attempt ended. The run may continue with another attempt."""
     return Reason.NODE_GONE if isinstance(event, Forgotten) else event.reason
 
 
 def surely_ends(run: Run, reasons: Iterable[Reason], *, began: bool) -> bool:
-    """Return whether a run ends with its attempt, whichever of some reasons that ends for."""
+    """Return True when a run ends with its attempt for each of the given reasons."""
     ends = (advance(run, AttemptEnded(reason, began=began)) for reason in reasons)
     return all(RunInstruction.CONCLUDE in instructions for _, instructions in ends)
 
 
 def pause_s(retries_used: int, last: Reason | None, *, began: bool) -> float:
-    """Return how long a run that waits again is left alone, in seconds: what failed just now would fail again."""
+    """Return the pause in seconds before a requeued run may start.
+
+    An immediate retry after a platform failure would likely fail again.
+    """
     if last is None or began or last in _DISPLACED or not 0 < retries_used <= INFRA_RETRIES_MAX:
         return 0.0
     return INFRA_PAUSES_S[retries_used - 1]
@@ -225,7 +234,7 @@ def _silent(run: Run, _: Silent) -> Step:
 
 def _stop_in_queue(run: Run, event: StopAsked) -> Step:
     if event.why not in _FINAL_STOPS:
-        return run, ()  # it has nothing that it could make room with
+        return run, ()  # A queued run holds no devices to release.
     return _conclude(replace(run, stop=event.why), STOPPED_BY[event.why])
 
 
@@ -234,7 +243,7 @@ def _stop(run: Run, event: StopAsked) -> Step:
     if run.stop is not None and not is_stronger:
         return run, ()
     run = replace(run, stop=event.why)
-    if run.state is State.UNREACHABLE:  # still is; but whatever is heard next, it is stopping
+    if run.state is State.UNREACHABLE:  # The run stays unreachable. After the next report the run is stopping.
         return replace(run, before=State.STOPPING), (RunInstruction.SEND_STOP,)
     return replace(run, state=State.STOPPING), (RunInstruction.SEND_STOP,)
 
@@ -247,21 +256,21 @@ def _over(run: Run, event: AttemptEnded | GivenUp | Forgotten) -> Step:
     untouched = not run.began and (MEANINGS[reason].may_retry or reason in _DISPLACED)
     at_limit = reason is Reason.TIMEOUT and run.goes_on_at_limit
     if run.stop in _FINAL_STOPS:
-        # Unasked it would go on with another attempt: then the stop is what ended it, else what is reported.
+        # If another attempt would follow without the stop, the stop is the reason of the end.
         goes_on = untouched or at_limit or reason in _DISPLACED
         return _conclude(run, STOPPED_BY[run.stop] if goes_on and run.stop else reason)
     if isinstance(event, AttemptEnded) and not event.proven:
-        return _conclude(run, reason)  # what is left of it might run beside the next one
+        return _conclude(run, reason)  # A remaining process could run beside the next attempt.
     if untouched:
         if reason in _DISPLACED or (isinstance(event, AttemptEnded) and event.uncounted):
-            return _requeue(run)  # an operator decided that, or a node went away, and user code never saw it
+            return _requeue(run)  # An operator moved the run, or a node went silent, before user code started.
         return _requeue_for_infra(run, Reason.GANG_START if reason is Reason.START_FAILED else reason)
     if at_limit:
         return _resume(run, reason)
     if reason in _DISPLACED:
         return _requeue(run) if run.may_resume else _conclude(run, reason)
     if reason in LOST and run.may_resume:
-        # One that dies before it begins, time and again, would do so for ever.
+        # A run that repeatedly dies before user code starts must not retry forever.
         return _resume(run, reason) if run.began else _requeue_for_infra(run, reason)
     if reason in FAULTS and run.faults_left > 0:
         return _run_again(run, reason, faults_left=run.faults_left - 1)
@@ -272,7 +281,7 @@ def _over(run: Run, event: AttemptEnded | GivenUp | Forgotten) -> Step:
 
 
 def _resume(run: Run, reason: Reason) -> Step:
-    """Make another attempt of a run that continues from checkpoints, unless attempt after attempt left none."""
+    """Queue a resumable run for another attempt, unless too many attempts in a row saved nothing."""
     unsaved = 0 if run.saved >= run.fence else run.unsaved + 1
     if unsaved >= run.unsaved_max:
         return _conclude(replace(run, unsaved=unsaved), Reason.NO_PROGRESS)
@@ -280,7 +289,7 @@ def _resume(run: Run, reason: Reason) -> Step:
 
 
 def _run_again(run: Run, reason: Reason, **spent: int) -> Step:
-    """Make another attempt of a run whose user code began, unless it has had as many as its policy allows."""
+    """Queue a run for another attempt after user code began, within the limit of its policy."""
     if not run.began:
         return _requeue(replace(run, **spent))
     if has_used_attempts(run):
@@ -289,7 +298,7 @@ def _run_again(run: Run, reason: Reason, **spent: int) -> Step:
 
 
 def has_used_attempts(run: Run) -> bool:
-    """Return whether the current attempt, once it has begun, is the last that a usage policy allows."""
+    """Return True when the usage policy allows no attempt after this one, once its user code starts."""
     return run.attempts_max is not None and run.ran + 1 >= run.attempts_max
 
 
@@ -314,13 +323,13 @@ def _nothing(run: Run, _: Event) -> Step:
 
 
 def _later(one: State, other: State) -> State:
-    """Return the state that comes later in an attempt's life: nothing goes backwards."""
+    """Return the later of two states, because an attempt never moves back."""
     return max(one, other, key=_ORDER.index)
 
 
 _OVER: Mapping[type, _Handler] = {AttemptEnded: _over, GivenUp: _over, Forgotten: _over}
 
-# Rows: state → event → handler. A terminal state has an empty row: nothing can happen to it any more.
+# Rows: state → event → handler. Terminal states have empty rows because they accept no events.
 TABLE: Mapping[State, Mapping[type, _Handler]] = {
     State.QUEUED: {
         RunPlaced: lambda run, _: (replace(run, fence=run.fence + 1, state=State.STARTING), ()),

@@ -1,12 +1,12 @@
-"""A held session: the holders of its devices, the next in line, and when it has been idle for too long.
+"""A held session: allocates its devices to runs in order, and ends after too much idle time.
 
     ask ─▶ queue ─settle─▶ loan ─give_back─▶ idle ─▶ (warn) ─▶ (end)
 
-What lives here: a value and the functions that return the next one. What must not: clocks, sockets, locks; the
-session's process carries the decisions out (`node/supervisor/session.py`).
+This module only has values and functions that return the next value. The module uses no clocks, sockets or locks. The
+session's process carries out the decisions (`node/supervisor/session.py`).
 
-Runs are served in the order in which they asked: a small one does not pass a large one that waits, which would then
-wait for ever. A device that could not be proven free after a run is unfit until it is inspected again.
+The session serves runs in the order of their requests. A small run never passes a large one, which could otherwise wait
+forever. A device that was not proven free after a run stays unfit until the next inspection.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.units import format_duration_ms
 
-_WARN_AT = 0.8  # of the idle limit
+_WARN_AT = 0.8  # Fraction of the idle limit.
 
 
 class DeviceRequest(msgspec.Struct, frozen=True):
@@ -29,34 +29,34 @@ class DeviceRequest(msgspec.Struct, frozen=True):
 
 
 class SessionState(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the next decision depends on."""
+    """The state of a session: everything that the next decision depends on."""
 
-    devices: tuple[Device, ...]  # what the session holds, in LOCAL_RANK order
-    idle_ns: int | None  # since when no run has or wants a device, or None
-    loans: dict[str, tuple[Device, ...]] = {}  # devices by the run that has them
-    queue: tuple[DeviceRequest, ...] = ()  # runs that wait, first come first served
-    unfit: frozenset[str] = frozenset()  # identifiers of devices that could not be proven free
-    warned: bool = False  # whether the end of the idle time was announced
+    devices: tuple[Device, ...]  # All devices of the session, in LOCAL_RANK order.
+    idle_ns: int | None  # Start of the idle time, or None while a run has or wants a device.
+    loans: dict[str, tuple[Device, ...]] = {}  # Allocated devices by run.
+    queue: tuple[DeviceRequest, ...] = ()  # Waiting runs, first come first served.
+    unfit: frozenset[str] = frozenset()  # Identifiers of devices that were not proven free.
+    warned: bool = False  # True when the user got a warning about the end of the idle time.
 
     @property
     def idle(self) -> tuple[Device, ...]:
-        """Return the devices no run has."""
+        """Return the devices without a run."""
         lent = {device.uuid for devices in self.loans.values() for device in devices}
         return tuple(device for device in self.devices if device.uuid not in lent)
 
     @property
     def lendable(self) -> tuple[Device, ...]:
-        """Return the devices a run may have now."""
+        """Return the devices that a run can get now."""
         return tuple(device for device in self.idle if device.uuid not in self.unfit)
 
 
 def ask(state: SessionState, request: DeviceRequest) -> SessionState:
-    """Return the state with one more run waiting."""
+    """Return the state with another waiting run."""
     return msgspec.structs.replace(state, queue=(*state.queue, request), idle_ns=None, warned=False)
 
 
 def settle(state: SessionState) -> tuple[SessionState, tuple[str, ...]]:
-    """Lend to the runs whose turn it is. Also returns the runs that have just been lent devices."""
+    """Allocate devices to the next runs in the queue. Also returns the runs that got devices."""
     served: list[str] = []
     while state.queue and state.queue[0].count <= len(state.lendable):
         first, *rest = state.queue
@@ -67,7 +67,7 @@ def settle(state: SessionState) -> tuple[SessionState, tuple[str, ...]]:
 
 
 def leave(state: SessionState, run_id: str, now_ns: int) -> SessionState:
-    """Return the state without a run: it gave its devices back, or does not want any more."""
+    """Return the state without a run that released its devices or stopped waiting."""
     loans = {holder: devices for holder, devices in state.loans.items() if holder != run_id}
     queue = tuple(request for request in state.queue if request.run_id != run_id)
     idle_ns = state.idle_ns
@@ -77,12 +77,12 @@ def leave(state: SessionState, run_id: str, now_ns: int) -> SessionState:
 
 
 def mark_unfit(state: SessionState, unfit: Collection[str]) -> SessionState:
-    """Return the state with these devices, and no others, unfit."""
+    """Return the state with exactly these devices marked as unfit."""
     return msgspec.structs.replace(state, unfit=frozenset(unfit))
 
 
 def waiting_text(state: SessionState, request: DeviceRequest) -> str:
-    """Return why a run of the session waits."""
+    """Return the reason why a run of the session waits."""
     ahead = next((place for place, other in enumerate(state.queue) if other.run_id == request.run_id), 0)
     parts = [f"run {holder} has {len(devices)}" for holder, devices in state.loans.items()]
     if ahead:
@@ -93,25 +93,25 @@ def waiting_text(state: SessionState, request: DeviceRequest) -> str:
 
 
 def idle_action(state: SessionState, limit_ns: int, now_ns: int) -> tuple[SessionState, str, bool]:
-    """Return what the passing of time means for a session.
+    """Return the effect of elapsed time on a session.
 
-    Returns the next state, a sentence for the user or "", and whether the session ends.
+    Returns the next state, a message for the user or "", and True when the session ends.
     """
     if state.idle_ns is None:
         return state, "", False
     idle_for_ns = now_ns - state.idle_ns
     since = format_duration_ms(idle_for_ns // 1_000_000)
     if idle_for_ns >= limit_ns:
-        return state, f"the session, idle for {since}, has ended: its {_counted(state)} are given back", True
+        return state, f"the session ended after it was idle for {since}: it released its {_counted(state)}", True
     if not state.warned and idle_for_ns >= limit_ns * _WARN_AT:
         left = format_duration_ms((limit_ns - idle_for_ns) // 1_000_000)
-        sentence = f"the session has been idle for {since} and gives its {_counted(state)} back in {left}"
-        return msgspec.structs.replace(state, warned=True), f"{sentence}; any call keeps it", False
+        sentence = f"the session has been idle for {since} and will release its {_counted(state)} in {left}"
+        return msgspec.structs.replace(state, warned=True), f"{sentence}; any call keeps the session", False
     return state, "", False
 
 
 def wake_ns(state: SessionState, limit_ns: int) -> int | None:
-    """Return when time will mean something next, or None."""
+    """Return the next time at which `idle_action` has an effect, or None."""
     if state.idle_ns is None:
         return None
     return state.idle_ns + (limit_ns if state.warned else int(limit_ns * _WARN_AT))

@@ -1,14 +1,23 @@
-"""The scheduler: who runs next and where. Values in, values out: no clock, no database, no network.
+"""The scheduler: the runs that start next, and the devices they get. It has no clock, database or network.
 
-    changes: runs come, start, end; nodes come, change, go ─┐
-    policy: shares, half-life, reservations, guard ─────────┼─▶ Planner.decide(now) ─▶ placements, preemptions
-    now ────────────────────────────────────────────────────┘   Planner.why(run)     ─▶ reason and sentence, when asked
-                                                                 Planner.estimate(wanted) ─▶ expected start, its basis
+changes: runs arrive, start, end; nodes join, leave ────┐
+policy: shares, half-life, reservations, guard ─────────┼─▶ Planner.decide(now) ─▶ placements, preemptions
+now ────────────────────────────────────────────────────┘   Planner.why(run)     ─▶ reason and message, on request
+                                                             Planner.estimate(wanted) ─▶ expected start, its basis
 
-`values.py` what goes in and comes out · `planner.py` the planner and one pass over the queue · `planner_state.py` what
-it keeps: the queue, `capacity.py` nodes and who has what, `fairness.py` who had how much
-· `gang_placement.py` where a gang starts now, `backfill.py` where it will, `availability_timeline.py` what is free
-when, `preemption.py` who leaves for whom, `cleared_devices.py` what is kept for it · `wait_explanation.py` why others
-wait, `feasibility.py` what can never be, `wait_messages.py` a wait as a sentence · `duration_estimates.py` how long
-runs take · `concurrency_limits.py` what policies and budgets let through.
+values.py                  inputs and outputs
+planner.py                 the planner, and one pass over the queue
+planner_state.py           the queue, and other state between passes
+capacity.py                nodes, and the runs on them
+fairness.py                past use of teams and users
+gang_placement.py          devices for a gang that starts now
+backfill.py                devices for a gang that starts later
+availability_timeline.py   free devices over time
+preemption.py              runs that leave for another run
+cleared_devices.py         devices that preempted runs release for another run
+wait_explanation.py        why runs wait
+wait_messages.py           wait reasons as text
+feasibility.py             requests that no node can ever serve
+duration_estimates.py      expected durations of runs
+concurrency_limits.py      limits from policies and budgets
 """

@@ -1,15 +1,15 @@
-"""Availability over time: the devices of one type on one node from now on, their holders, and their bookings.
+"""Availability over time: the devices of one type on one node, the runs that hold them, and bookings.
 
     free
-      8 ┤              ┌──────────            releases: those who have devices give them back, likely or at the latest
-      5 ┤      ┌───────┘                      bookings: a blocked gang starts as soon as there is enough for it
-      2 ┼──────┘                              backfill: a run fits now if it takes nothing away from a booking,
-        now   14:20  15:00                    because it is over before, or because enough is left beside it
+      8 ┤              ┌──────────            releases: runs release their devices, at a likely or a latest time
+      5 ┤      ┌───────┘                      bookings: a blocked gang starts as soon as it has enough devices
+      2 ┼──────┘                              backfill: a run fits now if it takes no devices from a booking,
+        now   14:20  15:00                    because it ends before, or because enough devices remain
 
-There are three such profiles of a node: by when runs likely end, by when they end at the latest, and by a guess. A
-gang's reservation is entered into the second only where everybody has said how long they run at most; what is let in
-before it then has to end in time by both. The third is there only for those who are next whatever it takes (the guard,
-a share that is behind) where nothing is known: what is let in before them has to be over in time by a guess.
+Each node has three such profiles: by the likely ends of its runs, by their latest ends, and by a guess. The scheduler
+enters a gang's reservation into the second profile only if all runs have time limits. A run that starts before the gang
+must then end in time by both profiles. The third profile is for gangs that must come next (the guard, a share that is
+behind) while the ends of the runs are unknown. A run that starts before such a gang must end in time by the guess.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from serverless_gpu.model.scheduling.values import BEST_EFFORT, DeviceShare, Run
 
 
 class DeviceTimeline:
-    """What is free of one type on one node, now and later.
+    """The free devices of one type on one node, now and later.
 
-    now: the time. free: devices that are free now. releases: when how many more become free; those that nobody can say
-    are not among them.
+    now: the time. free: devices that are free now. releases: times at which more devices become free, without unknown
+    times.
     """
 
     def __init__(self, now: int, free: int, releases: Iterable[tuple[float, int]]) -> None:
@@ -36,53 +36,53 @@ class DeviceTimeline:
         self._earliest: dict[tuple[int, float, float], float] = {}
 
     def free(self, but: str = "") -> int:
-        """Return what is free now beside the bookings that hold from now on; less than 0 when more is waited for.
+        """Return the number of devices that are free now beside active bookings; negative if bookings lack devices.
 
-        Bookings of the run `but` do not count. Negative when more devices are awaited.
+        Bookings of the run `but` do not count.
         """
         return self._free - sum(
             count for start, _, count, whose in self._bookings if start <= self._now and whose != but
         )
 
     def fits(self, count: int, end: float) -> bool:
-        """Return whether devices can be had now and until `end` without taking any from a booking."""
+        """Return whether a run can have devices from now until `end` without taking any from a booking."""
         if count > self.free():
             return False
         starts = (start for start, *_ in self._bookings if self._now < start < end)
         return all(self._at(start) >= count for start in starts)
 
     def most(self, end: float, but: str) -> int:
-        """Return how many devices can be had now and until `end` without taking any from a booking of another run."""
+        """Return how many devices a run can have until `end` without taking any from another run's booking."""
         starts = (start for start, _, _, whose in self._bookings if self._now < start < end and whose != but)
         return min([self.free(but), *(self._at(start, but) for start in starts)])
 
     def until(self, count: int) -> float:
-        """Return until when devices can be had from now on: the first booking that they would be missing from."""
+        """Return until when a run can have devices from now on: the first booking that would lack them."""
         if count > self.free():
             return self._now
         starts = sorted(start for start, *_ in self._bookings if start > self._now)
         return next((start for start in starts if self._at(start) < count), math.inf)
 
     def take(self, count: int, end: float) -> None:
-        """Note that a run has devices from now until `end`, infinite where unknown."""
+        """Record that a run has devices from now until `end`, which is infinite if unknown."""
         self._free -= count
         self._earliest.clear()
         if not math.isinf(end):
             insort(self._releases, (end, count))
 
     def like(self, other: DeviceTimeline) -> DeviceTimeline:
-        """Return itself, with what is promised in another one."""
+        """Copy the bookings of another timeline, and return this timeline."""
         self._bookings = list(other._bookings)
         self._earliest.clear()
         return self
 
     def book(self, run_id: str, count: int, span: tuple[float, float]) -> None:
-        """Promise devices to a run for a time."""
+        """Book devices for a run in a time span."""
         self._bookings.append((*span, count, run_id))
         self._earliest.clear()
 
     def earliest(self, count: int, length: float, after: float = 0.0) -> float:
-        """Return when so many are free for so long for the first time after a time; infinite where unknown."""
+        """Return the first time at which `count` devices stay free for `length`; infinite if unknown."""
         asked = (count, length, after)
         if asked not in self._earliest:
             self._earliest[asked] = self._found(*asked)
@@ -100,7 +100,7 @@ class DeviceTimeline:
         at: float = self._now
         for index in range(len(steps) + 1):
             until = steps[index][0] if index < len(steps) else math.inf
-            if until > at:  # all that changes at one time was added up
+            if until > at:  # All changes at one time are added up before the check.
                 if free < count:
                     begun = None
                 elif begun is None:
@@ -118,44 +118,44 @@ class DeviceTimeline:
 
 
 class PromiseBook:
-    """Promised devices of one type on one node."""
+    """Reservations of devices of one type on one node."""
 
     def __init__(self, likely: DeviceTimeline, bound: DeviceTimeline) -> None:
-        # `bound`: by when they end at the latest.
-        # `likely`: by when runs likely end.
+        # `bound`: profile by the latest ends of runs.
+        # `likely`: profile by the likely ends of runs.
         self.likely, self.bound = likely, bound
-        # By when they end by a guess, where a run is promised something by that.
+        # Profile by guessed ends, if a reservation of this node needs one.
         self.guess: DeviceTimeline | None = None
-        # Identifiers of the runs that are promised something, in their order, and how much.
+        # Runs with reservations in their order, each with its number of devices.
         self.names: list[tuple[str, int]] = []
 
     def fits(self, count: int, ends: Ends) -> bool:
-        """Return whether a run can have devices now without making anybody wait who was promised some."""
+        """Return whether a run can have devices now without delaying a run that has reserved some."""
         likely, bound, guess = ends
         if not (self.likely.fits(count, likely) and self.bound.fits(count, bound)):
             return False
         return self.guess is None or self.guess.fits(count, guess)
 
     def most(self, ends: Ends, but: str) -> int:
-        """Return how many devices a run can have now without making anybody wait who was promised some.
+        """Return how many devices a run can have now without delaying a run that has reserved some.
 
-        Its own booking (`but`) does not count.
+        The run's own booking (`but`) does not count.
         """
         return min(profile.most(end, but) for profile, end in zip(self._profiles(), ends, strict=False))
 
     def take(self, count: int, ends: Ends) -> None:
-        """Note that a run got devices now."""
+        """Record that a run takes devices now."""
         for profile, end in zip(self._profiles(), ends, strict=False):
             profile.take(count, end)
 
     def keep(self, run_id: str, count: int, now: int) -> None:
-        """Hold devices for a run from now on, whenever they get free."""
+        """Hold devices for a run from now on, as they become free."""
         for profile in self._profiles():
             profile.book(run_id, count, (now, math.inf))
         self.names.append((run_id, count))
 
     def promise(self, run_id: str, count: int, likely: tuple[float, float], bound: tuple[float, float] | None) -> None:
-        """Promise devices to a run. `bound` is None where the end is unknown."""
+        """Reserve devices for a run. `bound` is None if the latest time is unknown."""
         self.likely.book(run_id, count, likely)
         if self.guess is not None:
             self.guess.book(run_id, count, likely)
@@ -164,7 +164,7 @@ class PromiseBook:
         self.names.append((run_id, count))
 
     def suppose(self, run_id: str, count: int, guess: tuple[float, float]) -> None:
-        """Promise devices to a run by a guess: `guess` is there already."""
+        """Reserve devices for a run by a guess; the caller has set `guess` before."""
         if self.guess is not None:
             self.guess.book(run_id, count, guess)
         self.names.append((run_id, count))
@@ -174,30 +174,30 @@ class PromiseBook:
 
 
 Ends = tuple[float, float, float]
-"""When a run is over: likely, at the latest, by a guess; infinite where unknown."""
+"""The ends of a run: likely, at the latest, and by a guess; infinite if unknown."""
 
 
 _S = 1_000_000_000
 OVERDUE_NS = 60 * _S
-"""What is over its own limit is being stopped: it counts as gone after that."""
+"""A run over its own limit is being stopped; its devices count as free after this time."""
 
 
 class HeldDevices:
-    """Devices of one type that a run has on a node."""
+    """The devices of one type that a run holds on a node."""
 
     __slots__ = ("_guess_ns", "bound_ns", "count", "likely_ns", "running", "size")
 
     def __init__(self, running: RunningRun, count: int) -> None:
-        # `count`: how many.
+        # `count`: number of devices.
         self.running, self.count = running, count
-        self.size = sum(share.count for share in running.shares)  # how many it has altogether
-        # `bound_ns`: when at the latest; the same.
-        # `likely_ns`: when it gives them back, likely; infinite where unknown.
+        self.size = sum(share.count for share in running.shares)  # Number of the run's devices on all nodes.
+        # `bound_ns`: time at which the run releases the devices at the latest; infinite if unknown.
+        # `likely_ns`: time at which the run likely releases the devices; infinite if unknown.
         self.likely_ns, self.bound_ns = ends(running)
         self._guess_ns = 0.0
 
     def guess(self, now_ns: int, medians: Medians) -> float:
-        """Return when it likely gives them back; where unknown, by what others of its size did."""
+        """Return the likely release time of the devices; if unknown, a guess from other runs of this size."""
         if not math.isinf(self.likely_ns):
             return self.until(now_ns)[0]
         if self._guess_ns <= now_ns:
@@ -207,7 +207,7 @@ class HeldDevices:
         return self._guess_ns
 
     def until(self, now_ns: int) -> tuple[float, float]:
-        """Return likely and latest end, as it looks now: who has run for longer than was likely may run much longer."""
+        """Return likely and latest end as of now; a run past its likely end may take much longer."""
         bound = self.bound_ns if self.bound_ns > now_ns else now_ns + OVERDUE_NS
         if self.likely_ns > now_ns:
             return min(self.likely_ns, bound), bound
@@ -218,7 +218,7 @@ class HeldDevices:
 
 
 def ends(running: RunningRun) -> tuple[float, float]:
-    """Return when a run likely gives its devices back, and when at the latest; infinite where unknown."""
+    """Return the likely and the latest time at which a run releases its devices; infinite if unknown."""
     wanted = running.wanted
     bound = math.inf if wanted.limit_s is None else running.since_ns + wanted.limit_s * _S
     likely = math.inf if wanted.expected_s is None else running.since_ns + wanted.expected_s * _S
@@ -226,17 +226,18 @@ def ends(running: RunningRun) -> tuple[float, float]:
 
 
 class Leavers:
-    """Devices of runs that may be stopped and go on later, and of those that are leaving already."""
+    """Counts the devices of runs that can be preempted, and of runs that are already leaving."""
 
     def __init__(self) -> None:
-        # By node and type: of each class, and at last of those that are leaving; no entry without any.
+        # By node and type: number of devices for each class, then for leaving runs. An entry without devices is
+        # removed.
         self.counts: dict[tuple[str, str], list[int]] = {}
 
     def __bool__(self) -> bool:
         return bool(self.counts)
 
     def count(self, running: RunningRun, share: DeviceShare, number: int) -> None:
-        """Take note that a run has so many devices more, or less."""
+        """Add `number` devices of a run; a negative number removes them."""
         if not (running.wanted.preemptible or running.is_leaving):
             return
         key = (share.node_id, share.gpu_type)
@@ -246,11 +247,11 @@ class Leavers:
             del self.counts[key]
 
     def leaving(self, node_id: str, gpu_type: str) -> int:
-        """Return how many devices of a node runs have that are leaving already."""
+        """Return the number of a node's devices whose runs are already leaving."""
         counts = self.counts.get((node_id, gpu_type))
         return 0 if counts is None else counts[-1]
 
     def most(self, node_id: str, gpu_type: str, above: int) -> int:
-        """Return how many devices of a node could get free at most."""
+        """Return how many of a node's devices can become free if runs of lower classes than `above` leave."""
         counts = self.counts.get((node_id, gpu_type))
         return 0 if counts is None else sum(counts[above + 1 :])

@@ -1,12 +1,12 @@
-"""Backfill: where a blocked gang will start, and what is promised to it or kept for it until then.
+"""Backfill: the later start of a blocked gang, and the devices that are reserved or held until then.
 
-    promise   it is known when those who are there leave: the node, or nodes, that likely have enough first
-              told as a latest time (`is_bound`) ─▶ it stays over passes, wherever the order of the queue has moved:
-              `again`; no run of its class or a lower one makes it later. A higher class may: then it is promised again
-    suppose   unknown: the same by a guess; it moves when the guess was wrong, and no time is shown
-    keep      whatever gets free where it lacks the fewest devices
+    promise   The release times of the devices are known: reserve the nodes that likely have enough devices first.
+              A latest time (`is_bound`) stays valid over passes, whatever the order of the queue (`again`). Runs of its
+              class or a lower one do not delay the gang. A higher class may; then the gang gets a new reservation.
+    suppose   The release times are unknown: reserve by a guess. A wrong guess moves, and no time is shown.
+    keep      Hold devices as they become free, on the nodes where the gang lacks the fewest.
 
-Everything is entered in books of nodes (`availability_timeline.py`), which last for a pass.
+Every entry goes into the `PromiseBook` of a node (`availability_timeline.py`), which lasts for one pass.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from serverless_gpu.model.scheduling.preemption import may_use
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, Reservation, TimedShape
 
 Ready = tuple[float, float, str, str, NodeDevices, str, int]
-"""When devices of a node are free, likely and at the latest; its name and identifier; the node, the type, how many."""
+"""Likely and latest time at which devices of a node are free; its name and identifier; the node, type and number."""
 Need = tuple[NodeDevices, str, int, float, float]
-"""A node, a type, how many; when that many are free there: likely, and at the latest."""
+"""A node, a type and a number of devices; the likely and the latest time at which they are free."""
 _ROUNDS_MAX = 16
 _TURNS_MAX = 4
-"""So many times it looks for nodes that do not change hands before it would be over."""
+"""Maximum number of searches for nodes that the gang may still use at its start."""
 _SLACK_NS = 60e9
-"""A promise that slips by less holds: who starts before it does so at the next pass, a little after they could."""
+"""A reservation that slips by less stays valid, because a run may start one pass after its devices become free."""
 _Row = tuple[int, str, str, NodeDevices]
 Chosen = list[tuple[NodeDevices, str, int]]
-"""Nodes, types, how many."""
+"""Nodes, types and numbers of devices."""
 
 
 class ReservationSearch:
-    """Looks for where a blocked gang will start; `by_guess` where it is unknown when others leave."""
+    """Finds devices and a start for a blocked gang; `by_guess` if the ends of other runs are unknown."""
 
     def __init__(
         self, capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, *, by_guess: bool = False
@@ -50,12 +50,12 @@ class ReservationSearch:
         self._count = ask.shape.gpus
         self._likely_ns, self._limit_ns = ask.spans(wanted)
         self._is_several = is_several(capacity, wanted, ask)
-        self._closing: set[int] = set()  # groups of nodes that change hands before it would be over
+        self._closing: set[int] = set()  # Groups of nodes that the gang may not use at its start any more.
 
     # --- promises ---
 
     def promise(self) -> Reservation | None:
-        """Promise it the devices that it likely has first; None where the time is unknown."""
+        """Reserve the devices that the gang likely gets first; None if the time is unknown."""
         for _ in range(_TURNS_MAX):
             needs = self._needs()
             if not needs or math.isinf(max(need[3] for need in needs)):
@@ -83,7 +83,7 @@ class ReservationSearch:
         )
 
     def _closes(self, needs: list[Need], at: float) -> set[int]:
-        """Return groups of nodes that the gang may use now, and no longer when it would start there."""
+        """Return groups of nodes that the gang may use now, but not at its start."""
         groups = {id(need[0].group): need[0].group for need in needs if not need[0].group.is_plain}
         return {
             key
@@ -92,7 +92,7 @@ class ReservationSearch:
         }
 
     def may_have(self, shares: tuple[DeviceShare, ...]) -> bool:
-        """Return whether devices that were promised are still what it wants and may have."""
+        """Return whether the gang still wants and may use its reserved devices."""
         for share in shares:
             where = self._floor.places.get(share.node_id)
             if where is None or not self._is_usable(where, share.gpu_type):
@@ -103,12 +103,12 @@ class ReservationSearch:
         return enough and are_one(self._floor, shares)
 
     def is_away(self, shares: tuple[DeviceShare, ...]) -> bool:
-        """Return whether a node is away that devices were promised on."""
+        """Return whether a node with reserved devices is away."""
         places = self._floor.places
         return any(share.node_id in places and places[share.node_id].node.away for share in shares)
 
     def again(self, promised: Reservation) -> Reservation | None:
-        """Promise it again what it was promised in an earlier pass, for no later; None where that cannot be."""
+        """Renew a reservation of an earlier pass without a later time; None if that is impossible."""
         if not self.may_have(promised.shares):
             return None
         rows = [(self._floor.places[share.node_id], share.gpu_type, share.count) for share in promised.shares]
@@ -116,7 +116,7 @@ class ReservationSearch:
         likely, bound = self._together(needs)
         told = math.inf if promised.at_ns is None else promised.at_ns
         if bound > max(told, self._now_ns + OVERDUE_NS) + _SLACK_NS:
-            return None  # a run of a higher class took some of it
+            return None  # A run of a higher class took some of the devices.
         self._enter(needs, min(likely, bound), bound)
         at_ns = math.ceil(min(told, bound))
         return msgspec.structs.replace(promised, at_ns=at_ns, likely_ns=_learned(likely, at_ns))
@@ -133,7 +133,10 @@ class ReservationSearch:
             book.promise(run_id, count, (likely, likely + self._likely_ns), until)
 
     def _together(self, needs: list[Need]) -> tuple[float, float]:
-        """Return when all nodes of a gang have enough at once: what one of them has before may be promised after."""
+        """Return the first time at which all nodes of a gang have enough devices at once.
+
+        Devices that are free earlier on one node may be reserved for another run at that time.
+        """
         likely, bound = max(need[3] for need in needs), max(need[4] for need in needs)
         for _ in range(_ROUNDS_MAX if len(needs) > 1 else 0):
             found = [self.when(*need[:3], (likely, bound)) for need in needs]
@@ -146,7 +149,7 @@ class ReservationSearch:
     def when(
         self, where: NodeDevices, gpu_type: str, count: int, after: tuple[float, float] = (0.0, 0.0)
     ) -> tuple[float, float]:
-        """Return when so many devices of a node are free beside what is promised: likely, and at the latest."""
+        """Return the likely and the latest time at which devices of a node are free beside reservations."""
         book = self._floor.books.get((where.node.id, gpu_type))
         if self._by_guess and book is None:
             return max(after[0], where.guessed(gpu_type, count, self._now_ns, self._floor.medians)[0]), math.inf
@@ -162,7 +165,7 @@ class ReservationSearch:
     # --- where ---
 
     def _needs(self) -> list[Need]:
-        """Return where it likely starts first: one node, or as many as it takes."""
+        """Return the devices with which the gang likely starts first, on one node or on several."""
         if self._is_several:
             kinds = {(group.sample.pool, name) for group, name in self._groups() if group.sample.crews}
             kinds |= {(where.node.pool, name) for where, name in self._beside() if where.node.crews}
@@ -182,7 +185,7 @@ class ReservationSearch:
         return []
 
     def _groups(self) -> Iterator[tuple[NodeGroup, str]]:
-        """Yield groups of nodes, and types, that it may use now."""
+        """Yield groups of nodes, and types, that the gang may use now."""
         capacity, wanted = self._floor, self._wanted
         for group, types, pool in capacity.reach(self._ask.shape).entries:
             if id(group) not in self._closing and group.rank(capacity.terms, wanted, pool, self._now_ns) is not None:
@@ -190,7 +193,7 @@ class ReservationSearch:
                     yield group, name
 
     def _beside(self) -> Iterator[tuple[NodeDevices, str]]:
-        """Yield nodes and types that it may use now, and that are in no order: on their own, or something is kept."""
+        """Yield usable nodes and types outside of the group orders: single nodes, and nodes with reservations."""
         books, places = self._floor.books, self._floor.places
         singles = self._floor.reach(self._ask.shape).singles
         for where, types, _ in singles.values():
@@ -210,9 +213,9 @@ class ReservationSearch:
     def _of_group(
         self, group: NodeGroup, gpu_type: str, count: int | None, *, is_part: bool = False
     ) -> Iterator[PartReady]:
-        """Yield a group's nodes without kept devices, in the order in which so many devices are free.
+        """Yield a group's nodes without reservations, in the order in which enough devices are free.
 
-        `count` None means a whole node, and 0 for a part of a gang all that the node has to give.
+        `count` None means a whole node. For a part of a gang, 0 means all devices that the node can give.
         """
         capacity, now_ns, by_guess = self._floor, self._now_ns, self._by_guess
         medians = capacity.medians
@@ -238,9 +241,10 @@ class ReservationSearch:
                 yield max(likely, now_ns), max(bound, now_ns), left, name, node_id, where
 
     def _soonest(self, kind: Kind) -> tuple[tuple[float, int], list[Need]] | None:
-        """Return the whole nodes of a pool and type that it likely has first, and one part; when, and how many nodes.
+        """Return the whole nodes of a pool and type that the gang likely gets first, and one part.
 
-        Each whole node more makes the part smaller, and is had later: the part is looked for at each step.
+        The result includes the time and the number of nodes. Each further whole node makes the part smaller, but is
+        free later. The search therefore tries to find the part at each step.
         """
         left, whole = self._count or 0, self._floor.reach(self._ask.shape).whole
         needs = list[Need]()
@@ -263,7 +267,7 @@ class ReservationSearch:
         return best
 
     def _with_part(self, kind: Kind, needs: list[Need], count: int) -> list[Need]:
-        """Return whole nodes and the part that is had first beside them; nothing without any."""
+        """Return the whole nodes and the part that is free first beside them; empty if no node has the part."""
         taken = {need[0].node.id for need in needs}
         for likely, bound, _, _, node_id, where in self._merged(kind, count):
             if node_id not in taken:
@@ -271,7 +275,7 @@ class ReservationSearch:
         return []
 
     def _merged(self, kind: Kind, count: int) -> Iterator[PartReady]:
-        """Yield nodes in the order in which so many devices are free; 0 for all that a node has to give."""
+        """Yield nodes in the order in which `count` devices are free; 0 means all devices of a node."""
         pool, gpu_type = kind
         beside = list[PartReady]()
         for where, name in self._beside():
@@ -286,7 +290,7 @@ class ReservationSearch:
         return heapq.merge(*groups, sorted(beside))
 
     def _row(self, where: NodeDevices, gpu_type: str, count: int) -> PartReady | None:
-        """Return when so many devices of a node are free, large nodes first, or those with the least left over."""
+        """Return when `count` devices of a node are free; ties prefer large nodes, or the least left over."""
         there = where.usable(gpu_type)
         number = count or there
         if not 0 < number <= there:
@@ -299,9 +303,9 @@ class ReservationSearch:
     # --- what gets free ---
 
     def keep(self, nearly: float) -> Reservation | None:
-        """Keep devices for it as they get free, where it lacks the fewest.
+        """Hold devices for the gang as they become free, where it lacks the fewest.
 
-        `nearly` is the part of its devices that has to be free already.
+        `nearly` is the part of its devices that must already be free.
         """
         if nearly > 0 and self._count is not None and not self._is_near(nearly * self._count):
             return None
@@ -320,7 +324,7 @@ class ReservationSearch:
         return Reservation(run_id=self._wanted.run_id, shares=shares, at_ns=None, is_bound=False)
 
     def _nearest(self) -> tuple[int, Chosen] | None:
-        """Return how many devices it lacks on the node where it lacks the fewest, and that node."""
+        """Return the number of missing devices on the node where the gang lacks the fewest, and that node."""
         rows: dict[str, list[_Row]] = {}
         for where, name in self._candidates():
             needed = self._needed(where, name)
@@ -332,9 +336,10 @@ class ReservationSearch:
         return lacking, [(where, gpu_type, self._needed(where, gpu_type))]
 
     def nearest(self, *, kept: bool = False) -> tuple[int, Chosen] | None:
-        """Return how many devices a gang on several nodes lacks where it lacks the fewest, and these nodes.
+        """Return how many devices a gang on several nodes lacks, and the nodes where it lacks the fewest.
 
-        Those with the most free devices first; the part is the last one. None where there are not enough, free or not.
+        Nodes with the most free devices come first, and the part comes last. Returns None if all nodes together have
+        too few devices, free or not.
         """
         rows: dict[Kind, list[_Row]] = {}
         for where, name in self._usable():
@@ -359,7 +364,7 @@ class ReservationSearch:
         return lacking, chosen
 
     def _candidates(self) -> Iterator[tuple[NodeDevices, str]]:
-        """Yield nodes among which is the one that lacks the fewest devices: of a group the one with the most free."""
+        """Yield nodes that may lack the fewest devices: of each group, the node with the most free ones."""
         capacity, shape = self._floor, self._ask.shape
         reach = capacity.reach(shape)
         if self._count is None or reach.is_lent or reach.singles or not capacity.is_plain:
@@ -376,7 +381,7 @@ class ReservationSearch:
                 yield capacity.places[node_id], name
 
     def _is_near(self, count: float) -> bool:
-        """Return whether so many devices may be free where it could be; a quick look, before nodes are compared."""
+        """Return whether enough devices may be free; a quick check before the search compares nodes."""
         reach = self._floor.reach(self._ask.shape)
         indexes = [group.index[name] for group, types, _ in reach.entries for name in types]
         most = [where.free[name] for where, types, _ in reach.singles.values() for name in types]
@@ -402,7 +407,7 @@ class ReservationSearch:
 def _sooner(
     best: tuple[tuple[float, int], list[Need]] | None, needs: list[Need]
 ) -> tuple[tuple[float, int], list[Need]] | None:
-    """Return what is had sooner, of those alike what has fewer nodes."""
+    """Return the option that is free sooner; of equal ones, the option with fewer nodes."""
     if not needs:
         return best
     found = (max(need[3] for need in needs), len(needs)), needs
@@ -410,5 +415,5 @@ def _sooner(
 
 
 def _learned(likely: float, at_ns: int | None) -> int | None:
-    """Return when devices are likely free, where that is clearly before the latest time."""
+    """Return the likely time of a start if it is clearly before the latest time, else None."""
     return math.ceil(likely) if at_ns is not None and likely < at_ns - _SLACK_NS else None

@@ -1,14 +1,14 @@
-"""Capacity: nodes, what is free on them, and the node that a gang fits best.
+"""Capacity: nodes, their free devices, and the node that a gang fits best.
 
-    group   nodes of one pool, platform, Python, owner, calendar: runs that may use one of them may use all
-      index   of one type: nodes by how many devices are free ─▶ best fit is one look, not a walk over nodes
-      order   kept from pass to pass: only nodes that changed, or whose estimate expired, take new places
-    reach   groups and types that a shape may use; found once, until nodes of another kind come
+    group   nodes of one pool, platform, Python, owner and calendar; a run that may use one of them may use all
+      index   nodes of one type by the number of free devices ─▶ best fit is one lookup, not a loop over nodes
+      order   kept between passes; only nodes that changed, or whose estimate expired, are sorted again
+    reach   groups and types that a shape may use; computed once, until a node of another kind joins
 
-The node that keeps the least free afterwards is taken, so that whole nodes stay whole for gangs. A node on which
-something is kept or promised leaves the index for the pass (`book`): what may start there still is asked of its book.
+Best fit takes the node with the fewest devices left over, so that whole nodes stay free for gangs. A node with held or
+reserved devices leaves the index for the pass (`book`). Its `PromiseBook` then decides which runs may start there.
 
-Runs are remembered by node, also for nodes that are not there: devices are free when their run is gone, not before.
+The capacity also stores the runs of absent nodes, because a device is free only after its run is gone.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from serverless_gpu.model.scheduling.values import (
 _P = TypeVar("_P")
 Row = tuple[Any, ...]
 Look = Callable[[_P, int], tuple[Row | None, float]]
-"""Returns the row of a node at a time, None where the node is not in the order, and when that has to be asked again."""
+"""Returns the row of a node at a time, or None for a node outside of the order, and the expiry of the row."""
 _REBUILT = 4
-"""The order is sorted as a whole when more than one node in so many is stale."""
+"""`NodeOrder` sorts all rows again if more than one node in this many is stale."""
 _ORDERS_MAX = 64
-"""So many orders of a group's nodes are kept for each type; the one that was made first gives way."""
+"""Maximum number of stored orders of a group for each type; the oldest order is dropped first."""
 _S = 1_000_000_000
 _REACHES_MAX = 10_000
 
 
 class Capacity:
-    """Every node, and who has what of it; `leavers`: who could be asked to leave."""
+    """Stores all nodes and the runs on them; `leavers` counts devices of runs that can leave."""
 
     def __init__(self, policy: QueuePolicy) -> None:
         self.places: dict[str, NodeDevices] = {}
@@ -77,18 +77,18 @@ class Capacity:
     # --- changes ---
 
     def see_pool(self, pool: Pool) -> None:
-        """Take note of a pool."""
+        """Add or update a pool."""
         if self.terms.pools.get(pool.name) != pool:
             self.terms = PoolTerms(policy=self.terms.policy, pools={**self.terms.pools, pool.name: pool})
             self.change()
 
     def set_policy(self, policy: QueuePolicy) -> None:
-        """Decide otherwise from now on."""
+        """Apply another policy from now on."""
         self.terms = PoolTerms(policy=policy, pools=self.terms.pools)
         self.change()
 
     def see(self, node: Node) -> None:
-        """Take note of a node as it is now."""
+        """Add or update a node."""
         place = self.places.get(node.id)
         if place is not None and place.node == node:
             return
@@ -116,7 +116,7 @@ class Capacity:
         self.change()
 
     def forget(self, node_id: str) -> None:
-        """Take note that a node is not there any more."""
+        """Remove a node."""
         place = self.places.pop(node_id, None)
         if place is None:
             return
@@ -140,7 +140,7 @@ class Capacity:
         self.change()
 
     def take(self, running: RunningRun) -> None:
-        """Take note that a run has devices."""
+        """Record that a run has devices."""
         for share in running.shares:
             runs = self._runs.setdefault(share.node_id, {}).setdefault(share.gpu_type, {})
             runs[running.wanted.run_id] = HeldDevices(running, share.count)
@@ -149,7 +149,7 @@ class Capacity:
             self._refresh(share)
 
     def give(self, running: RunningRun) -> None:
-        """Take note that a run has its devices no longer."""
+        """Record that a run has released its devices."""
         for share in running.shares:
             del self._runs[share.node_id][share.gpu_type][running.wanted.run_id]
             self._used[share.node_id][share.gpu_type] -= share.count
@@ -175,19 +175,19 @@ class Capacity:
             place.group.index[gpu_type].remove(place, place.free[gpu_type], place.usable(gpu_type))
 
     def change(self) -> None:
-        """Forget what each shape may reach: it is found again when asked."""
+        """Discard the computed reach of all shapes; the next query computes it again."""
         self._reaches.clear()
         self.is_plain = all(group.is_plain for group in self.groups.values())
 
     def turns_ns(self, now_ns: int) -> int | None:
-        """Return when the next calendar turns; None for never."""
+        """Return the next time at which a node's calendar changes; None for never."""
         turns = (group.sample.turns_ns for group in self.groups.values() if not group.is_plain)
         return min((at for at in turns if at is not None and at > now_ns), default=None)
 
     # --- what is kept during a pass ---
 
     def book(self, place: NodeDevices, gpu_type: str, now_ns: int) -> PromiseBook:
-        """Return who is promised what of a node; it leaves the index until the next pass."""
+        """Return the reservations of a node's devices; the node leaves the index until the next pass."""
         key = (place.node.id, gpu_type)
         book = self.books.get(key)
         if book is None:
@@ -197,7 +197,7 @@ class Capacity:
         return book
 
     def guess(self, place: NodeDevices, gpu_type: str, now_ns: int) -> DeviceTimeline:
-        """Return what is free when by a guess; it is kept with the node's book, where there is one."""
+        """Return the guessed availability of a node, and store it with the node's reservations, if any."""
         book = self.books.get((place.node.id, gpu_type))
         if book is not None and book.guess is not None:
             return book.guess
@@ -210,7 +210,7 @@ class Capacity:
         return profile
 
     def ends(self, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> Ends:
-        """Return when a run that starts now is over: likely, at the latest, by a guess."""
+        """Return the ends of a run that starts now: likely, at the latest, and by a guess."""
         likely, limit = ask.spans(wanted)
         guess = likely
         if math.isinf(guess):
@@ -219,7 +219,7 @@ class Capacity:
         return now_ns + likely, now_ns + limit, now_ns + guess
 
     def close_books(self) -> None:
-        """Forget what was kept: a pass begins."""
+        """Discard all reservations at the beginning of a pass."""
         books, self.books = self.books, {}
         for node_id, gpu_type in books:
             place = self.places[node_id]
@@ -227,7 +227,7 @@ class Capacity:
                 place.group.index[gpu_type].add(place, place.free[gpu_type], place.usable(gpu_type))
 
     def forecast(self) -> Capacity:
-        """Return a capacity on which promises are tried: they leave this one as it is."""
+        """Return a copy for trial reservations, which do not change this capacity."""
         other = copy.copy(self)
         other.books, other._is_forecast = {}, True
         return other
@@ -235,12 +235,12 @@ class Capacity:
     # --- what is in reach ---
 
     def is_possible(self, shape: Shape) -> bool:
-        """Return whether there are devices enough for a shape, free or not."""
+        """Return whether nodes have enough devices for a shape, free or not."""
         reach = self.reach(shape)
         return (shape.gpus or 1) <= (max(reach.whole, reach.most) if shape.several else reach.whole)
 
     def reach(self, shape: Shape) -> ShapeNodes:
-        """Return what a shape may use, whether it is free or not."""
+        """Return the nodes that a shape may use, free or not."""
         reach = self._reaches.get(shape.number)
         if reach is None:
             if len(self._reaches) >= _REACHES_MAX:
@@ -278,7 +278,7 @@ class Capacity:
     def _only_type(
         self, groups: list[tuple[NodeGroup, Pool | None]], singles: list[tuple[NodeDevices, Pool | None]]
     ) -> str | None:
-        """Return the only GPU type there is; what would only be lent counts where there is nothing else."""
+        """Return the only GPU type in reach; lent devices count only if there are no others."""
         for lent in (False, True):
             names = {name for group, pool in groups if (pool is not None) is lent for name in group.types()}
             for place, pool in singles:
@@ -291,7 +291,7 @@ class Capacity:
 
 
 def admits(node: Node, shape: Shape, pools: Mapping[str, Pool]) -> tuple[bool, Pool | None]:
-    """Return whether a shape may use a node, whatever it has, and the pool that would have to lend it."""
+    """Return whether a shape may use a node in principle, and the pool that would have to lend it."""
     pool = pools.get(node.pool)
     if pool is not None and pool.single_principal and shape.second_principal:
         return False, None
@@ -304,7 +304,7 @@ def admits(node: Node, shape: Shape, pools: Mapping[str, Pool]) -> tuple[bool, P
 
 
 def has_python(node: Node, python: str) -> bool:
-    """Return whether a node has a version of Python, or does not say which it has."""
+    """Return whether a node has a version of Python, or does not report its versions."""
     return not python or not node.pythons or python in node.pythons
 
 
@@ -315,7 +315,7 @@ def _types(shape: Shape, there: list[str], own: tuple[GpuType, ...], only: str |
 
 
 def _measured(reach: ShapeNodes) -> ShapeNodes:
-    """Note how large the largest node in reach is, and what a gang on several nodes can have at most."""
+    """Set the size of the largest node in reach, and the maximum size of a gang on several nodes."""
     sizes: defaultdict[tuple[str, str], Counter[int]] = defaultdict(Counter)
     for group, types, _ in reach.entries:
         for name in types:
@@ -338,7 +338,7 @@ def _group_key(node: Node) -> tuple[object, ...]:
 
 
 def _stays(old: Node, new: Node) -> bool:
-    """Return whether a node differs only in what is free of it."""
+    """Return whether two reports of a node differ only in its availability."""
     fixed = (old.name, old.machine, dict(old.total)) == (new.name, new.machine, dict(new.total))
     return fixed and _group_key(old) == _group_key(new)
 
@@ -346,7 +346,7 @@ def _stays(old: Node, new: Node) -> bool:
 class NodeOrder(Generic[_P]):
     """Nodes of one group in one order.
 
-    members: the nodes of the group by identifier; the group changes it. look: what says where a node belongs. No two
+    members: the nodes of the group by identifier, updated by the group. look: returns the position of a node. No two
     nodes have the same row.
     """
 
@@ -360,11 +360,11 @@ class NodeOrder(Generic[_P]):
         self._expiries: list[tuple[float, str]] = []
 
     def mark(self, node_id: str) -> None:
-        """Note that a node has changed, has come or has gone."""
+        """Mark a node as changed, added or removed."""
         self._stale.add(node_id)
 
     def rows(self, now_ns: int) -> list[Row]:
-        """Return the rows as of now, sorted; not to be changed, and not to be kept."""
+        """Return the sorted rows as of now; the caller must not change or store the list."""
         expiries, stale = self._expiries, self._stale
         while expiries and expiries[0][0] <= now_ns:
             stale.add(heapq.heappop(expiries)[1])
@@ -388,13 +388,13 @@ class NodeOrder(Generic[_P]):
                 heapq.heappush(self._expiries, (expires_ns, node_id))
         if is_whole:
             self._rows = sorted(row for row, _ in seen.values() if row is not None)
-        if len(self._expiries) > 2 * len(seen):  # most of them are of rows that are gone
+        if len(self._expiries) > 2 * len(seen):  # Most expiries belong to removed rows.
             self._expiries = [(at, node_id) for node_id, (_, at) in seen.items() if not math.isinf(at)]
             heapq.heapify(self._expiries)
 
 
 class Index:
-    """Nodes of a group by what is free of one type."""
+    """The nodes of a group by their number of free devices of one type."""
 
     __slots__ = ("counts", "free", "rows", "totals", "whole")
 
@@ -406,7 +406,7 @@ class Index:
         self.totals = Counter[int]()
 
     def add(self, place: NodeDevices, free: int, usable: int) -> None:
-        """Enter a node with so many free devices, of those that it can give."""
+        """Add a node with its number of free devices and of usable devices."""
         if free <= 0:
             return
         self.free += free
@@ -419,7 +419,7 @@ class Index:
             insort(self.whole.setdefault(free, []), place.entry)
 
     def remove(self, place: NodeDevices, free: int, usable: int) -> None:
-        """Take a node out."""
+        """Remove a node from the index."""
         if free <= 0:
             return
         self.free -= free
@@ -435,7 +435,7 @@ class Index:
                 del self.whole[free]
 
     def best(self, count: int, avoid: Container[str]) -> tuple[int, NodeDevices] | None:
-        """Return the node with the least left over for so many devices, and how many that are."""
+        """Return the node with the fewest devices left over beside `count`, and the number left over."""
         for free in self.counts[bisect_left(self.counts, count) :]:
             for _, node_id, place in self.rows[free]:
                 if node_id not in avoid:
@@ -443,7 +443,7 @@ class Index:
         return None
 
     def most(self) -> Iterator[tuple[int, NodeDevices]]:
-        """Return nodes that have something free, and how much, the most first."""
+        """Yield nodes with free devices, each with the number, the most first."""
         for free in reversed(self.counts):
             for *_, place in self.rows[free]:
                 yield free, place
@@ -455,34 +455,35 @@ class NodeGroup:
     __slots__ = ("_kept", "claim", "index", "is_plain", "members", "number", "order", "sample")
 
     def __init__(self, sample: Node, number: int) -> None:
-        # `sample`: one of its nodes: all of them are the same in what decides that.
+        # `sample`: one of the nodes; all of them are equal in everything that decides which runs may use them.
         self.sample, self.number = sample, number
-        self.is_plain = not sample.owner and sample.shared and sample.turns_ns is None  # no calendar has to be asked
-        self.claim = NO_CLAIM  # the highest claim to these nodes among waiting runs: those with less have to wait, too
+        self.is_plain = not sample.owner and sample.shared and sample.turns_ns is None  # No calendar needs a check.
+        # The strongest claim of a waiting run to these nodes; runs with a weaker claim must wait.
+        self.claim = NO_CLAIM
         self.members: dict[str, NodeDevices] = {}
         self.order: list[tuple[str, str, NodeDevices]] = []
         self.index: dict[str, Index] = {}
         self._kept: dict[str, dict[object, NodeOrder[NodeDevices]]] = {}
 
     def add(self, place: NodeDevices) -> None:
-        """Take a node in."""
+        """Add a node to the group."""
         self.members[place.node.id] = place
         insort(self.order, place.entry)
 
     def remove(self, place: NodeDevices) -> None:
-        """Let a node go."""
+        """Remove a node from the group."""
         del self.members[place.node.id]
         del self.order[bisect_left(self.order, place.entry)]
         for gpu_type in self._kept:
             self.mark(place, gpu_type)
 
     def mark(self, place: NodeDevices, gpu_type: str) -> None:
-        """Note that what is free of a node has changed, or who has it."""
+        """Record that the free devices of a node, or their runs, have changed."""
         for order in self._kept.get(gpu_type, {}).values():
             order.mark(place.node.id)
 
     def rows(self, gpu_type: str, key: object, look: Look[NodeDevices], now_ns: int) -> list[Row]:
-        """Return the nodes in an order that is kept; `key` tells orders of a type apart, and belongs to `look`."""
+        """Return the nodes in a stored order; `key` identifies the order of a type and belongs to `look`."""
         kept = self._kept.setdefault(gpu_type, {})
         order = kept.get(key)
         if order is None:
@@ -492,18 +493,18 @@ class NodeGroup:
         return order.rows(now_ns)
 
     def first(self, gpu_type: str, count: int, books: Container[tuple[str, str]]) -> NodeDevices | None:
-        """Return the first node by name that is large enough, is there, and has no promises."""
+        """Return the first node by name that is large enough, present and without reservations."""
         for _, node_id, place in self.order:
             if place.node.total[gpu_type] >= count and not place.node.away and (node_id, gpu_type) not in books:
                 return place
         return None
 
     def types(self) -> list[str]:
-        """Return the types that have devices."""
+        """Return the types with devices in this group."""
         return sorted(name for name, index in self.index.items() if index.totals)
 
     def rank(self, terms: PoolTerms, wanted: QueuedRun, pool: Pool | None, now_ns: int) -> int | None:
-        """Return whether a run may start here now: first the owner's own nodes, last what is lent; None for no."""
+        """Return a rank if a run may start here now: own nodes first, lent nodes last; None for no."""
         if pool is None and self.is_plain:
             return 0
         if standing(wanted, self.sample, terms) > self.claim or not may_use(wanted, self.sample, terms, now_ns):
@@ -512,7 +513,7 @@ class NodeGroup:
 
 
 class NodeDevices:
-    """A node, and who has what of it."""
+    """A node and the runs on it."""
 
     __slots__ = ("entry", "free", "group", "node", "runs", "used")
 
@@ -524,15 +525,15 @@ class NodeDevices:
         self.free: dict[str, int] = {}
 
     def count(self, gpu_type: str) -> int:
-        """Return how many devices are free now, as the node and its runs say."""
+        """Return the number of free devices, from the reports of the node and its runs."""
         return max(0, self.usable(gpu_type) - self.used[gpu_type])
 
     def usable(self, gpu_type: str) -> int:
-        """Return how many devices there are to give."""
+        """Return the number of devices that runs can get."""
         return self.node.total.get(gpu_type, 0) - self.node.outside.get(gpu_type, 0)
 
     def book(self, gpu_type: str, now_ns: int) -> PromiseBook:
-        """Return what is free when."""
+        """Return an empty reservation book with the releases of the node's runs."""
         until = [(held.until(now_ns), held.count) for held in self.runs.get(gpu_type, {}).values()]
         free = self.free[gpu_type]
         likely = DeviceTimeline(now_ns, free, [(at[0], count) for at, count in until if not math.isinf(at[0])])
@@ -540,7 +541,10 @@ class NodeDevices:
         return PromiseBook(likely, bound)
 
     def ready(self, gpu_type: str, count: int, now_ns: int) -> Readiness:
-        """Return when so many devices are free: likely, and at the latest; infinite where unknown."""
+        """Return when `count` devices are free, likely and at the latest, and when the estimate expires.
+
+        An unknown time is infinite.
+        """
         missing = count - self.free[gpu_type]
         if missing <= 0:
             return now_ns, now_ns, math.inf
@@ -553,7 +557,7 @@ class NodeDevices:
         )
 
     def guessed(self, gpu_type: str, count: int, now_ns: int, medians: Medians) -> Readiness:
-        """Return when so many devices are free by a guess; the latest time is unknown."""
+        """Return when `count` devices are free by a guess; the latest time is unknown."""
         missing = count - self.free[gpu_type]
         if missing <= 0:
             return now_ns, math.inf, math.inf
@@ -563,11 +567,11 @@ class NodeDevices:
 
 
 Readiness = tuple[float, float, float]
-"""When devices are free, likely and at the latest, and until when that holds where nothing changes."""
+"""Likely and latest time at which devices are free, and the time at which the estimate expires."""
 
 
 def _expires(held: Iterable[HeldDevices], ends: Iterable[float], now_ns: int) -> float:
-    """Return when an estimate expires: at the next moment where a run is over its limit, else at the first end."""
+    """Return when an estimate expires: at once while a run is over its limit, else at the first end."""
     is_over = any(one.bound_ns <= now_ns for one in held)
     return now_ns + 1 if is_over else min(ends, default=math.inf)
 
@@ -581,7 +585,7 @@ def _enough(releases: list[tuple[float, int]], missing: int) -> float:
 
 
 def together(sizes: Mapping[int, int]) -> int:
-    """Return how many devices a gang has at most that has as many nodes as it may."""
+    """Return the maximum number of devices of a gang on the maximum number of nodes."""
     most, nodes = 0, NODES_MAX
     for size in sorted(sizes, reverse=True):
         number = min(nodes, sizes[size])
@@ -591,7 +595,7 @@ def together(sizes: Mapping[int, int]) -> int:
 
 
 PartReady = tuple[float, float, int, str, str, NodeDevices]
-"""When devices of a node are free, likely and at the latest; how many are left over; its name and identifier; it."""
+"""Likely and latest time at which devices of a node are free; number left over; name, identifier and node."""
 Entry = tuple[NodeGroup, tuple[str, ...], Pool | None]
 Single = tuple[NodeDevices, tuple[str, ...], Pool | None]
 
@@ -602,22 +606,23 @@ class ShapeNodes:
     __slots__ = ("entries", "is_lent", "kind", "most", "singles", "weight", "whole")
 
     def __init__(self, entries: list[Entry], singles: dict[str, Single]) -> None:
-        # `singles`: nodes apart from their groups, by identifier: the caller's own machine, or the only one that will
+        # `singles`: nodes outside of their groups, by identifier: the caller's own machine, or the only suitable one.
         # do.
-        # `entries`: groups, with the types that will do and the pool that would lend them.
+        # `entries`: groups with the suitable types, and the pool that would lend them.
         self.entries, self.singles = entries, singles
-        # `most`: the most that a gang on several nodes can ever have.
-        # `whole`: devices that make a whole node.
+        # `most`: maximum number of devices of a gang on several nodes.
+        # `whole`: number of devices of a whole node.
         self.whole = self.most = 0
-        self.weight: float | None = None  # by what the waiting of a run is divided, once that was found out
+        self.weight: float | None = None  # Divisor of a run's waiting time, computed at first use.
         groups = [(group.number, name) for group, types, _ in entries for name in types]
         alone = [(place.group.number, name) for place, types, _ in singles.values() for name in types]
-        self.kind = frozenset((*groups, *alone))  # groups and types, by their numbers: who is in line for the same
-        # Whether some of it would be lent by a reserved pool.
+        # Groups and types by number: runs with a common element compete for the same devices.
+        self.kind = frozenset((*groups, *alone))
+        # True if a reserved pool would lend some of these nodes.
         self.is_lent = any(pool is not None for *_, pool in (*entries, *singles.values()))
 
     def of(self, place: NodeDevices) -> tuple[tuple[str, ...], Pool | None] | None:
-        """Return the types that will do on a node, and who would lend them; None when it is out of reach."""
+        """Return the suitable types on a node, and the pool that would lend them; None if out of reach."""
         single = self.singles.get(place.node.id)
         if single is not None:
             return single[1], single[2]
@@ -627,7 +632,7 @@ class ShapeNodes:
         return None
 
     def places(self) -> Iterator[tuple[NodeDevices, tuple[str, ...], Pool | None]]:
-        """Return every node in reach."""
+        """Yield every node in reach."""
         for group, types, pool in self.entries:
             for place in group.members.values():
                 yield place, types, pool

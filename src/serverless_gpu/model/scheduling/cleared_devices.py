@@ -1,14 +1,14 @@
-"""Room that is made for a run: others were asked to leave, and what they give back is kept for it until it starts.
+"""Clears devices for a run: other runs leave, and their devices are kept until the run starts.
 
-    blocked ─▶ where could it be, who may be asked there (`preemption.py`) ─▶ asked; noted in `PlannerState.clearing`
-    at the start of each pass, in the order in which they were asked for
-      all of it is free   ─▶ it starts there
-      it is on its way    ─▶ kept, whichever run is ahead
-      it is not any more  ─▶ forgotten: a node went, a run did not leave; it asks again when its turn comes
-    it starts elsewhere (as a guest, in what another one left) ─▶ the pass is stale: `take_back`, and another pass
+    blocked ─▶ possible nodes, and runs there that may be preempted (`preemption.py`) ─▶ `PlannerState.clearing`
+    at the start of each pass, in the order of the preemptions
+      all devices are free          ─▶ the run starts there
+      some will be free later       ─▶ they are kept, whichever run is ahead in the queue
+      some will not become free     ─▶ forgotten: a node left, or a run stayed; the run preempts again at its next turn
+    the run starts elsewhere (as a guest, on other released devices) ─▶ the pass is stale: `take_back`, and a new pass
 
-This is remembered from pass to pass. A new planner does not know it: who is leaving gives room to the
-first who may ask, which is who it was for, or a run that is ahead of it by now.
+This state lasts from pass to pass. A new planner does not have it. Devices of leaving runs then go to the first run
+that may claim them. That is the intended run, or a run that is ahead of it by now.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from serverless_gpu.model.scheduling.values import (
 )
 
 SITES_MAX = 32
-"""So many nodes that would do are compared for the least loss."""
+"""Maximum number of suitable nodes that one search compares for the least loss."""
 LOOKED_MAX = 512
-"""So many nodes a pass looks at for who could leave; the next one goes on."""
+"""Maximum number of nodes that one pass examines for preemption; the next pass continues."""
 
 Claim = tuple[bool, bool]
-"""How far who has the most right of those that wait is from it, as `preemption.standing` says."""
+"""The distance of the best-placed waiting run from a right to a node, as `preemption.standing` returns it."""
 
 Start = Callable[[QueuedRun, TimedShape, tuple[DeviceShare, ...]], None]
 
 
 class Clearing:
-    """Making room during one pass.
+    """Clears devices for blocked runs during one pass.
 
-    state: what it works on; who is asked to leave counts as leaving at once. start: what starts a run.
+    state: the state of the planner, in which preempted runs count as leaving at once. start: starts a run.
     """
 
     def __init__(self, state: PlannerState, start: Start) -> None:
@@ -69,13 +69,13 @@ class Clearing:
         self._claims: list[Claim] | None = None
         self._is_last = not self._hosts
         self._looked = 0
-        self._stayers: list[RunningRun] = []  # who is asked, as they were before
-        self._cleared: list[str] = []  # for whom room is made
-        self.preemptions: list[Preemption] = []  # who is asked to leave
-        self.wake_ns: int | None = None  # when it is worth asking again though nothing has changed; None for never
+        self._stayers: list[RunningRun] = []  # Preempted runs, as they were before.
+        self._cleared: list[str] = []  # Runs for which this pass has cleared devices.
+        self.preemptions: list[Preemption] = []  # Runs that must leave.
+        self.wake_ns: int | None = None  # Time at which another attempt is useful without a change; None for never.
 
     def serve(self) -> None:
-        """Start those for whom room was made, and keep for the others what is on its way."""
+        """Start runs whose cleared devices are free, and keep cleared devices that will be free later."""
         state = self._state
         for run_id, shares in list(state.clearing.items()):
             found = state.queue.where(run_id)
@@ -94,17 +94,17 @@ class Clearing:
                 self._start(wanted, ask, shares)
 
     def again(self) -> None:
-        """Begin the second round of the pass: guests are let in, and may ask guests."""
+        """Begin the second round of the pass, in which guest runs start and may preempt guest runs."""
         self._vain.clear()
         self._is_last = True
 
     def clear(self, wanted: QueuedRun, ask: TimedShape) -> bool:
-        """Ask others to leave for a run that is blocked; return whether room is made for it."""
+        """Preempt other runs for a blocked run; return True if that frees enough devices."""
         state = self._state
         key = (
             ask.shape,
             "" if state.capacity.is_plain else wanted.owner,
-        )  # what a class may not, those after it may not
+        )  # If one class may not preempt for this shape, later classes may not either.
         is_late = self._looked >= LOOKED_MAX or len(state.clearing) >= state.policy.reservations
         if not state.capacity.leavers or is_late or key in self._vain or self._is_guest_soon(wanted, ask):
             return False
@@ -122,9 +122,10 @@ class Clearing:
         return True
 
     def take_back(self) -> None:
-        """Withdraw what this pass, which is over, has asked of others: the next one asks again, by what is there then.
+        """Withdraw all preemptions of this pass; the next pass decides again from the new state.
 
-        All of it, also what was for those who still wait: some of them count on who was asked for others.
+        The preemptions for waiting runs are withdrawn too, because some of these runs rely on preemptions for other
+        runs.
         """
         state = self._state
         for held in self._stayers:
@@ -136,7 +137,7 @@ class Clearing:
                 del state.reservations[run_id]
 
     def _is_guest_soon(self, wanted: QueuedRun, ask: TimedShape) -> bool:
-        """Return whether there is room for it as a guest: it gets it in the next round, and no run has to leave."""
+        """Return whether a run can start as a guest in the next round, so that no run has to leave."""
         if self._is_last:
             return False
         if self._claims is None:
@@ -151,12 +152,12 @@ class Clearing:
         return False
 
     def _search(self, wanted: QueuedRun, ask: TimedShape) -> PreemptionPlan:
-        """Return who has to leave for a run, of the first nodes that lack the fewest devices."""
+        """Return the preemptions for a run, from the first nodes that lack the fewest devices."""
         state = self._state
         if is_several(state.capacity, wanted, ask):
             usable = gang_placement.usable(state.capacity, wanted, ask, state.now_ns)
             parts = [(where, name) for where, name in usable if where.node.crews and where.usable(name) > 0]
-            # Nodes on which an attempt of it failed only where the others have too few devices.
+            # Nodes on which an attempt of the run failed count only if the other nodes have too few devices.
             well = [(where, name) for where, name in parts if where.node.id not in wanted.avoid]
             if sum(where.usable(name) for where, name in well) >= (wanted.gpus or 0):
                 parts = well
@@ -179,7 +180,7 @@ class Clearing:
         )
 
     def _nodes(self, wanted: QueuedRun, ask: TimedShape) -> Iterator[tuple[NodeDevices, str]]:
-        """Yield nodes that a run may use where enough could get free, those that lack the fewest devices first."""
+        """Yield usable nodes where enough devices could become free, the fewest missing devices first."""
         capacity, count = self._state.capacity, ask.shape.gpus
         reach, leavers = capacity.reach(ask.shape), capacity.leavers
         orders: list[list[Row]] = []
@@ -190,7 +191,7 @@ class Clearing:
         for where, *_ in reach.singles.values():
             found = reach.of(where)
             if found is None or where.group.rank(capacity.terms, wanted, found[1], self._state.now_ns) is None:
-                continue  # the run may not use it now
+                continue  # The run may not use the node now.
             for name in found[0]:
                 if (where.node.id, name) in leavers.counts:
                     beside.append(_lacking(where, name, is_whole=count is None))
@@ -202,7 +203,7 @@ class Clearing:
                 yield where, name
 
     def _order(self, group: NodeGroup, gpu_type: str, *, is_whole: bool) -> list[Row]:
-        """Return the nodes of a group that some run could leave, those that lack the fewest devices first."""
+        """Return a group's nodes with runs that could leave, the fewest missing devices first."""
         counts = self._state.capacity.leavers.counts
 
         def look(where: NodeDevices, _now_ns: int) -> tuple[Row | None, float]:
@@ -212,7 +213,7 @@ class Clearing:
         return group.rows(gpu_type, is_whole, look, self._state.now_ns)
 
     def _site(self, where: NodeDevices, gpu_type: str, ask: TimedShape) -> Site | None:
-        """Return a node with those who are there; None where a run waits for what gets free by itself."""
+        """Return a node with its runs; None if another run there waits for devices without a preemption."""
         capacity, count = self._state.capacity, ask.shape.gpus
         book = capacity.books.get((where.node.id, gpu_type))
         if book is not None and not all(run_id in self._state.clearing for run_id, _ in book.names):
@@ -227,7 +228,7 @@ class Clearing:
         )
 
     def _is_ripe(self, wanted: QueuedRun, site: Site) -> bool:
-        """Return whether enough may be asked to leave a node now."""
+        """Return whether the scheduler may preempt enough runs on a node now."""
         terms, now_ns = self._state.capacity.terms, self._state.now_ns
         missing = site.need - site.free
         for running in site.holders:
@@ -258,7 +259,7 @@ class Clearing:
         state.reservations[run_id] = Reservation(run_id=run_id, shares=shares, at_ns=None, is_bound=False)
 
     def _missing(self, wanted: QueuedRun, ask: TimedShape, share: DeviceShare) -> int | None:
-        """Return how many devices of a share have yet to be given back; None when it will not come."""
+        """Return how many devices of a share are still missing; None if they will not become free."""
         state = self._state
         where = state.capacity.places.get(share.node_id)
         found = None if where is None else state.capacity.reach(ask.shape).of(where)
@@ -275,12 +276,12 @@ def _has_room(group: NodeGroup, types: tuple[str, ...], wanted: QueuedRun) -> bo
     if wanted.gpus is None:
         return any(index.whole for index in indexes)
     if wanted.several_nodes and group.sample.crews and any(index.free >= wanted.gpus for index in indexes):
-        return True  # there may be, on several of these nodes
+        return True  # Several of these nodes together may have enough free devices.
     return any(index.best(wanted.gpus, wanted.avoid) is not None for index in indexes)
 
 
 def close_to_guests(state: PlannerState) -> list[NodeGroup]:
-    """Close nodes to runs without a right to be there; return groups of nodes that may have guests."""
+    """Close nodes to runs without a right to them; return the groups that guest runs may use."""
     hosts = [group for group in state.capacity.groups.values() if _has_guests(group, state)]
     for group in hosts:
         group.claim = FULL_CLAIM
@@ -288,9 +289,9 @@ def close_to_guests(state: PlannerState) -> list[NodeGroup]:
 
 
 def open_to_guests(state: PlannerState, hosts: list[NodeGroup]) -> bool:
-    """Let guests in where no run waits that has more right to be there, and could be there.
+    """Admit guest runs to nodes for which no run with a stronger right waits.
 
-    Returns whether more guests may come than before, and a waiting run could be one.
+    Returns True if more guest runs may start than before, and a waiting run could be one.
     """
     before = [group.claim for group in hosts]
     claims = _claims(state, hosts)
@@ -304,15 +305,15 @@ def open_to_guests(state: PlannerState, hosts: list[NodeGroup]) -> bool:
 
 
 def _claims(state: PlannerState, hosts: list[NodeGroup]) -> list[Claim]:
-    """Return the most right to each group of nodes that anybody has who waits and could be there."""
+    """Return the strongest right of a suitable waiting run to each group of nodes."""
     capacity, claims = state.capacity, [NO_CLAIM] * len(hosts)
     owners = {group.sample.owner for group in hosts if group.sample.owner_first}
     open_claims = set(range(len(hosts)))
     for line in state.queue.lines():
         if not open_claims:
-            break  # no run has more right to any of them
+            break  # No run has a stronger right to any of them.
         if not (line.ask.shape.pool or line.owner in owners):
-            continue  # a run that names no pool and whose owner has no node has no more right than any other guest
+            continue  # Without a pool, and without a node of its owner, a run has no stronger right than other guests.
         wanted, reach = line.rows[0][2], capacity.reach(line.ask.shape)
         rights = {number: standing(wanted, hosts[number].sample, capacity.terms) for number in open_claims}
         more = [number for number, right in rights.items() if right < claims[number]]
@@ -334,6 +335,6 @@ def _has_guests(group: NodeGroup, state: PlannerState) -> bool:
 
 
 def _lacking(where: NodeDevices, gpu_type: str, *, is_whole: bool) -> Row:
-    """Return the place of a node among those that lack the fewest devices: of so many of them, or of all."""
+    """Return a node's position in the order of missing devices, for a whole node or for a number."""
     all_there = where.node.total[gpu_type] if is_whole else 0
     return (all_there - where.free[gpu_type], where.node.name, where.node.id, gpu_type, where)

@@ -1,16 +1,17 @@
-"""Concurrency limits: the runs that may start in this tick under policies and budgets.
+"""Concurrency limits: the runs that may start in one tick under policies and budgets.
 
-    queue, in order ─▶ GPUs at once: what runs + others like it before it + its own  >  cap? ─▶ held back, and why
-                  └──▶ rooms of budgets: is its first reservation left?  ── no ──────────────▶ held back, and why
-                  └──▶ let through; what it takes is counted before the next one is looked at
+    queue, in order ─▶ GPUs at once: running + admitted before it + its own  >  cap?  ── yes ─▶ held back, with a reason
+                  └──▶ budgets: do they cover its first reservation?  ── no ──────────────────▶ held back, with a reason
+                  └──▶ admitted; its use is counted before the next run is checked
 
-A run let through may start in this tick, or not: what it takes is kept for it until the next look. So no two runs
-of one tick are let through for the same money. Runs of a user under a cap that want the same devices come in the order
-of the queue: the first that does not fit is not passed by those behind it, or a large run would never start. Two that
-want different devices may both be let through where there is room for one; `is_full` is asked once more when one of
-them is placed.
+An admitted run may start in this tick, or not. Its use stays counted until the next tick, so that no two runs of one
+tick are admitted for the same money. Runs of one user under a cap that want the same devices keep the order of the
+queue. Runs behind the first one that does not fit do not pass it, because a large run would otherwise never start. Two
+runs for different devices may both be admitted although only one fits. The scheduler calls `is_full` again when it
+places one of them.
 
-Values only. `server/scheduling/queue_snapshot.py` gives the runs, and what budgets have left.
+This module computes from values only. `server/scheduling/queue_snapshot.py` passes the runs and the rest of each
+budget.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import msgspec
 from serverless_gpu.model.billing.budget import Subject
 
 Key = tuple[str, str]
-"""A policy and an owner: a cap is for one user's runs under one policy."""
+"""A policy and an owner, because a cap limits one user's runs under one policy."""
 _Line = tuple[str, str, str | None, str]
 
 
@@ -31,18 +32,18 @@ class WaitingRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that waits."""
 
     run_id: str
-    subject: Subject  # what decides which caps and budgets it counts for
-    gpus: int | None  # how many devices it wants; None for all of a node's
-    gpu_type: str | None = None  # of what type; None for whatever there is
-    grace_s: float = 0.0  # how long it may take to stop
-    cpus: int = 0  # cores that it asks for, 0 where it asks for no number of them
+    subject: Subject  # Decides which caps and budgets apply to the run.
+    gpus: int | None  # Requested number of devices; None for all devices of a node.
+    gpu_type: str | None = None  # Requested type; None for any type.
+    grace_s: float = 0.0  # Seconds that the run may take to stop.
+    cpus: int = 0  # Requested cores; 0 without a requested number.
     memory_bytes: int = 0
-    mandatory: tuple[str, ...] = ()  # policies that apply beside that of the subject
-    name: str = ""  # of the run: earlier ones of its owner and name say how long it takes
+    mandatory: tuple[str, ...] = ()  # Policies that apply beside the policy of the subject.
+    name: str = ""  # Name of the run; earlier runs of the same owner and name show its likely duration.
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Return the policies whose caps it counts for."""
+        """Return the policies whose caps apply to the run."""
         return (self.subject.policy, *self.mandatory)
 
 
@@ -50,14 +51,14 @@ class BudgetRooms(Protocol):
     """The rest of each budget, counted down while the queue is read."""
 
     def take(self, candidate: WaitingRun) -> str:
-        """Take what the first reservation of a run needs; return why that is not there, or "" where it was taken."""
+        """Take the first reservation of a run from its budgets; return why that fails, or ""."""
         ...
 
 
 def held_back(
     queue: Iterable[WaitingRun], using: Mapping[Key, int], caps: Mapping[str, int], rooms: BudgetRooms | None = None
 ) -> dict[str, str]:
-    """Return who may not start in this tick, and why: sentences by run."""
+    """Return the runs that may not start in this tick, each with its reason."""
     counting = _Counting(using, caps)
     found: dict[str, str] = {}
     for candidate in queue:
@@ -72,7 +73,7 @@ def held_back(
 
 
 def is_full(cap: int | None, used: int, count: int) -> bool:
-    """Return whether so many more devices are more than a user has at once under a policy.
+    """Return whether more devices would exceed the cap of a user under a policy.
 
     `cap` None means no limit.
     """
@@ -80,16 +81,16 @@ def is_full(cap: int | None, used: int, count: int) -> bool:
 
 
 class _Counting:
-    """Devices counted for a user under a policy, while the queue is read.
+    """Counts the devices of each user under a policy while the queue is read.
 
-    What was let through is counted for those behind it that want the same kind of devices, of the same pool: whoever
-    waits for other devices may start long before it. What both together may not have is found when they are placed.
+    An admitted run counts for later runs that want the same kind of devices in the same pool. Runs for other devices
+    may start long before it. The scheduler checks the sum of both when it places them.
     """
 
     def __init__(self, using: Mapping[Key, int], caps: Mapping[str, int]) -> None:
         self._using, self._caps = using, caps
         self._taken: dict[_Line, int] = {}
-        self._blocked: set[_Line] = set()  # a run waits for room there, and is not passed
+        self._blocked: set[_Line] = set()  # A run waits for devices under this key, and later runs do not pass it.
 
     def why_not(self, candidate: WaitingRun) -> str:
         found = (self._why_not(candidate, policy) for policy in candidate.policies)
@@ -101,14 +102,15 @@ class _Counting:
         if cap is None:
             return ""
         allowed = f"usage policy {policy!r} allows {owner} {cap} GPUs at once"
-        if candidate.gpus is None or candidate.gpus > cap:  # it was asked for before the policy said so
+        # The client submitted the run before the policy had this cap.
+        if candidate.gpus is None or candidate.gpus > cap:
             wants = "every GPU of a node" if candidate.gpus is None else f"{candidate.gpus}"
             return f"{allowed}, and the run wants {wants}"
         line = _line(candidate, policy)
         used, taken = self._using.get((policy, owner), 0), self._taken.get(line, 0)
         if line not in self._blocked and used + taken + candidate.gpus <= cap:
             return ""
-        ahead = ", and others of theirs come first" if taken or line in self._blocked else ""
+        ahead = ", and other runs of this user come first" if taken or line in self._blocked else ""
         self._blocked.add(line)
         return f"{allowed}: {used} are in use{ahead}"
 

@@ -1,11 +1,11 @@
 """Duration estimates, learned from earlier runs of the same owner and name.
 
-    last 20 that ended by themselves, newest first ─▶ fewer than 3: nothing is known
-                                                   └─▶ the duration that four of five of them stayed within
+    last 20 successful runs, newest first ─▶ fewer than 3: unknown
+                                          └─▶ the duration that four of five of them did not exceed
 
-A run that is let through while devices are kept for others must be over in time, so the value is an upper one; it is
-the 80th percentile and not the longest, because one that hung once is not to spoil the next twenty. Who is past what
-was expected is expected for twice as long, and so on: most that took longer than their like take much longer.
+A run that starts while devices are kept for other runs must end in time, so the estimate is an upper one. The estimate
+is the 80th percentile and not the maximum, because one hang must not spoil the next twenty estimates. For a run past
+its expected duration, the estimate doubles each time, because most such runs take much longer.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from itertools import islice
 from serverless_gpu.model.lifecycle.attempt import Limits
 
 START_S = Limits().start_ns / 1e9
-"""From the placement to the first byte of user code; longer only while an environment is still being made ready."""
+"""Seconds from the placement to the start of user code, unless the environment is still being prepared."""
 LEAVING_S = 60.0
-"""Beyond its grace: until its processes are gone, and its devices proven free."""
+"""Seconds beyond the grace period, until the processes are gone and the devices are proven free."""
 SAMPLES_MIN = 3
 SAMPLES_MAX = 20
 QUANTILE = 0.8
 SEEN_MAX = 200
-"""So many that ended are remembered of each size."""
+"""Maximum number of ended runs that are remembered for each size."""
 YOUNG_S = 3600.0
-"""Where nothing was seen, a run is thought to run for as long again as it has, and for this at least."""
+"""Without earlier runs, the guess is twice the elapsed time, and at least twice this many seconds."""
 CAP_TOLD_MAX_S = 86_400.0
-"""A limit that the owner did not declare says when a run ends only where it is no longer than that."""
+"""A limit that the owner did not declare predicts the end of a run only up to this many seconds."""
 
 
 def says_no_end(*, expected_s: float | None, limit_s: float | None, capped: bool) -> bool:
-    """Return whether a run's limit is only a cap of days, as every run has, and nothing was learned of its like."""
+    """Return whether a run has only a default limit of days, and no earlier runs to learn from."""
     return expected_s is None and capped and limit_s is not None and limit_s > CAP_TOLD_MAX_S
 
 
 def limit_s(timeout_s: float | None, grace_s: float, *, start_s: float = START_S) -> float | None:
-    """Return for how long a run has its devices at most, from when it gets them, or None without a time limit."""
+    """Return the maximum time that a run has its devices, or None without a time limit."""
     return None if timeout_s is None else start_s + timeout_s + grace_s + LEAVING_S
 
 
 def expected_s(durations_s: Iterable[float]) -> float | None:
-    """Return how long a run is likely to have its devices, or None while too little is known.
+    """Return the likely time that a run has its devices, or None after too few runs.
 
-    `durations_s` holds earlier successful runs of the owner and name, newest first.
+    `durations_s` holds the durations of earlier successful runs of the owner and name, newest first.
     """
     samples = sorted(islice(durations_s, SAMPLES_MAX))
     if len(samples) < SAMPLES_MIN:
@@ -55,15 +55,18 @@ def expected_s(durations_s: Iterable[float]) -> float | None:
 
 
 def longest_s(durations_s: Iterable[float]) -> float | None:
-    """Return the longest of the last durations, or None while too little is known; the argument is `expected_s`'s."""
+    """Return the longest of the last durations, or None after too few runs.
+
+    `durations_s` is the same as for `expected_s`.
+    """
     samples = list(islice(durations_s, SAMPLES_MAX))
     return max(samples) if len(samples) >= SAMPLES_MIN else None
 
 
 def over_after_s(elapsed_s: float, *, expected_s: float | None, limit_s: float | None) -> tuple[float | None, bool]:
-    """Return after how many seconds from its start a run gives its devices back, and whether that is the latest.
+    """Return the seconds from its start after which a run releases its devices, and True if at the latest.
 
-    Returns None where the end is unknown. A learned time counts where it is less than the declared one.
+    Returns None if the end is unknown. A learned duration counts if it is shorter than the declared limit.
     """
     if expected_s is None or expected_s <= 0:
         return limit_s, limit_s is not None
@@ -77,9 +80,9 @@ def over_after_s(elapsed_s: float, *, expected_s: float | None, limit_s: float |
 
 
 class Medians:
-    """How long runs had their devices, by how many they had: the guess for a run without any history.
+    """Median device time of runs by their number of devices, as a guess for runs without history.
 
-    Good enough for an order of what gets free when; no time that is shown rests on it.
+    The guess is good enough to order releases. No time that users see rests on it.
     """
 
     def __init__(self) -> None:
@@ -87,7 +90,7 @@ class Medians:
         self._sorted: dict[int, list[float]] = {}
 
     def note(self, count: int, seconds: float) -> None:
-        """Take note of a run that has ended."""
+        """Record a run that has ended."""
         last = self._last.setdefault(count, deque())
         ordered = self._sorted.setdefault(count, [])
         if len(last) >= SEEN_MAX:
@@ -96,12 +99,12 @@ class Medians:
         insort(ordered, seconds)
 
     def length_s(self, count: int) -> float | None:
-        """Return how long a run of this size is thought to take, or None while too few were seen."""
+        """Return the guessed duration of a run of this size, or None after too few runs."""
         ordered = self._sorted.get(count, ())
         return ordered[(len(ordered) - 1) // 2] if len(ordered) >= SAMPLES_MIN else None
 
     def over_after_s(self, count: int, elapsed_s: float) -> float:
-        """Return after how many seconds from its start a run that has taken so long already is thought to be over."""
+        """Return the guessed seconds from start to end of a run that has already taken `elapsed_s`."""
         length_s = self.length_s(count)
         if length_s is None:
             return 2 * max(elapsed_s, YOUNG_S)

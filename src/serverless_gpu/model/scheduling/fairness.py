@@ -1,16 +1,16 @@
-"""Fair share: the decayed use of teams and users, and whose turn it is.
+"""Fair share: the decayed use of teams and users, and the next team and user to serve.
 
-    counted(now) = used: GPU-seconds, counted half after each half-life    while devices are held, second by second
-                 + an advance for each placement (`entry_penalty_s`)       until the run ends, then given back whole
+    counted(now) = used: GPU-seconds, halved after each half-life          while the run holds devices, every second
+                 + an advance for each placement (`entry_penalty_s`)       until the run ends, then refunded in full
     turn         = the team with the least counted / weight, then the user of that team with the least counted / weight
 
-The advance spreads a burst over those who wait. It is no price: over time everybody is charged what they really used,
-however short their runs are.
+The advance spreads a burst of runs over the waiting users. The advance is not a price: over time each user is charged
+the actual use, however short the runs are.
 
-A user without a team is a team of their own, ``"~name"``. A CPU slot counts as a small part of a GPU: it has to count
-something, or who asks for a thousand of them has no end of turns.
+A user without a team forms a team alone, ``"~name"``. A CPU slot counts as a small part of a GPU. If CPU slots did not
+count, a user who requests a thousand of them would get every turn.
 
-Changes of what a user holds come without a time; they count from the next decision on (`settle`).
+Changes of a user's devices arrive without a time. They count from the next decision on (`settle`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, QueuePolicy, TeamUse, Used
 
 CPU_WEIGHT = 1 / 32
-"""GPUs that a CPU slot counts for."""
+"""GPUs that one CPU slot counts for."""
 _S = 1e9
 _FORGOTTEN = 1e-3
-"""GPU-seconds; of whom so little is left, and who has nothing, nothing is remembered."""
+"""GPU-seconds; an idle account with less than this is removed."""
 _SWEEP_NS = 86_400 * 1_000_000_000
 
 Key = tuple[str, str]
@@ -36,17 +36,17 @@ _K = TypeVar("_K")
 
 
 def team_of(wanted: QueuedRun) -> str:
-    """Return the team that pays for a run; a user without one is a team of their own."""
+    """Return the team that pays for a run; a user without a team forms a team alone."""
     return wanted.team or f"~{wanted.owner}"
 
 
 def charged(gpu_type: str, count: int) -> float:
-    """Return for how many GPUs devices count in the fair share."""
+    """Return the number of GPUs that devices count for in the fair share."""
     return count * CPU_WEIGHT if gpu_type == CPU else float(count)
 
 
 def charged_all(shares: tuple[DeviceShare, ...]) -> float:
-    """Return for how many GPUs a gang's devices count in the fair share."""
+    """Return the number of GPUs that a gang's devices count for in the fair share."""
     return sum(charged(share.gpu_type, share.count) for share in shares)
 
 
@@ -60,26 +60,29 @@ class _Account:
 
 
 class Fairness:
-    """Accounts of teams and users. policy: half-life, entry penalty and weights."""
+    """Accounts of teams and users.
+
+    policy: half-life, entry penalty and weights.
+    """
 
     def __init__(self, policy: QueuePolicy) -> None:
         self._teams: dict[str, _Account] = {}
         self._users: dict[Key, _Account] = {}
         self._now_ns = self._swept_ns = 0
-        self._held: dict[str, tuple[Key, float, int, float]] = {}  # whose, GPUs, since when, the advance
+        self._held: dict[str, tuple[Key, float, int, float]] = {}  # Account, GPUs, start time and advance of each run.
         self._begun: dict[str, tuple[Key, float, int]] = {}
         self._ended: list[str] = []
         self._is_look = False
         self.set_policy(policy)
 
     def set_policy(self, policy: QueuePolicy) -> None:
-        """Use another half-life, other weights; what was used stays."""
+        """Apply another half-life and other weights; past use stays."""
         self._policy = policy
         half_life_s = policy.half_life_s
         self._rate = 0.0 if math.isinf(half_life_s) else math.log(2) / max(half_life_s, 1e-9)
 
     def tell(self, used: Used) -> None:
-        """Replace what is known of those that have ended; what runs counts from when it got its devices."""
+        """Replace the use of ended runs; running runs count from the time at which they got their devices."""
         self._replace(self._teams, used.teams, used.at_ns)
         self._replace(self._users, used.users, used.at_ns)
         for key, gpus, since_ns, advance in self._held.values():
@@ -95,11 +98,11 @@ class Fairness:
             account.value, account.at_ns = values.get(key, 0.0), at_ns
 
     def begin(self, run_id: str, wanted: QueuedRun, gpus: float, since_ns: int) -> None:
-        """Count devices that a run has, from when they got them; `settle` does it."""
+        """Count the devices of a run from the time at which it got them; `settle` applies this."""
         self._begun[run_id] = ((team_of(wanted), wanted.owner), gpus, since_ns)
 
     def place(self, run_id: str, wanted: QueuedRun, gpus: float) -> None:
-        """Count devices that a run gets now, and charge the advance until they give them back."""
+        """Count devices that a run gets now, and charge the advance until the run releases them."""
         key = (team_of(wanted), wanted.owner)
         advance = gpus * self._policy.entry_penalty_s
         self._held[run_id] = (key, gpus, self._now_ns, advance)
@@ -108,12 +111,12 @@ class Fairness:
             account.rate += gpus
 
     def end(self, run_id: str) -> None:
-        """Count devices no longer, and give the advance back; `settle` does it."""
+        """Stop counting the devices of a run, and refund the advance; `settle` applies this."""
         if self._begun.pop(run_id, None) is None and run_id in self._held:
             self._ended.append(run_id)
 
     def settle(self, now_ns: int) -> None:
-        """Bring the accounts up to date: what ended, ends now; what began is counted."""
+        """Bring the accounts up to date: ended runs end now, and begun runs count from their start."""
         self._now_ns = now_ns = max(now_ns, self._now_ns)
         for run_id in self._ended:
             key, gpus, since_ns, advance = self._held.pop(run_id)
@@ -131,7 +134,7 @@ class Fairness:
         self._begun.clear()
         if now_ns - self._swept_ns >= _SWEEP_NS:
             self._swept_ns = now_ns
-            # Forget accounts that have decayed to nothing: else every past user would keep one.
+            # Removes accounts that have decayed to nothing; otherwise every past user would keep an account.
             keys = {key for key, *_ in self._held.values()}
             teams = {team for team, _ in keys}
             self._users = {key: each for key, each in self._users.items() if key in keys or self._is_left(each)}
@@ -141,7 +144,7 @@ class Fairness:
         return account.rate > 0 or self._current(account) >= _FORGOTTEN
 
     def at(self, now_ns: int) -> Fairness:
-        """Return the accounts as they are at a time; these stay as they are, so that asking changes no decision."""
+        """Return a copy of the accounts at a time, so that queries change no decision."""
         other = copy.copy(self)
         changed = {self._held[run_id][0] for run_id in self._ended} | {key for key, *_ in self._begun.values()}
         teams = {team: copy.copy(self._teams[team]) for team, _ in changed if team in self._teams}
@@ -153,7 +156,7 @@ class Fairness:
         return other
 
     def team(self, name: str) -> float:
-        """Return a team's use by its weight, as of the last `settle`."""
+        """Return a team's use divided by its weight, as of the last `settle`."""
         account = self._teams.get(name)
         if account is None:
             return 0.0
@@ -161,14 +164,14 @@ class Fairness:
         return _weighed(self._current(account), weights.get(name.removeprefix("~"), 1.0))
 
     def user(self, team: str, owner: str) -> float:
-        """Return a user's use within a team by their weight, as of the last `settle`."""
+        """Return a user's use within a team divided by the user's weight, as of the last `settle`."""
         account = self._users.get((team, owner))
         if account is None:
             return 0.0
         return _weighed(self._current(account), self._policy.user_weights.get(owner, 1.0))
 
     def is_behind(self, team: str, owner: str, due: float, most: list[tuple[float, str]]) -> bool:
-        """Return whether a team, or a user of it, would have to use so much more to have what another one has.
+        """Return whether the use of a team, or of its user, is less than that of another one by `due`.
 
         `due` is in GPU-seconds; an `owner` of "" means the whole team.
         """
@@ -201,7 +204,7 @@ class Fairness:
         return team, user
 
     def _current(self, account: _Account) -> float:
-        """Return what an account says now, having brought it up to date; a look leaves it as it is."""
+        """Return the current value of an account; updates the account, except in a copy from `at`."""
         passed_ns = self._now_ns - account.at_ns
         if passed_ns <= 0:
             return account.value
@@ -212,11 +215,11 @@ class Fairness:
         return value
 
     def _decay(self, passed_s: float) -> float:
-        """Return the part that is left of what was counted so long ago."""
+        """Return the remaining part of use that is `passed_s` old."""
         return math.exp(-self._rate * passed_s)
 
     def _grown(self, passed_s: float) -> float:
-        """Return what one GPU used until now adds up to, decayed on the way."""
+        """Return the decayed use of one GPU over the last `passed_s` seconds."""
         return passed_s if not self._rate else -math.expm1(-self._rate * passed_s) / self._rate
 
 

@@ -1,11 +1,12 @@
-"""Feasibility: whether any node could ever serve a run, why not, and which similar requests one could serve (F82).
+"""Feasibility: whether a node could ever serve a run, and similar requests that one could serve (F82).
 
-    nodes, pools, what a run wants ─▶ never served? ── no ──▶ None
-                                          └── yes ─▶ Shortage: why · the same with another type, fewer devices, a pool
+    nodes, pools, a request ─▶ never served? ── no ──▶ None
+                                   └── yes ─▶ Shortage: why, and the request with another type, fewer devices or a pool
 
-The server's admission decides with `shortage` whether a run is refused before it is queued; the planner explains with
-the rest why a queued run waits for ever. A pool with `single_principal` runs the code of one principal. Runs of others
-wait for it with the reason `isolation`, which is a decision of an administrator and so never makes a run unsatisfiable.
+The server's admission calls `shortage` to refuse a run before it enters the queue. The planner calls the other
+functions to explain why a queued run waits forever. A pool with `single_principal` runs the code of one principal. Runs
+of other principals wait for such a pool with the reason `isolation`. An administrator can change the isolation, so it
+never makes a run unsatisfiable.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from serverless_gpu.model.scheduling.values import Node, Pool, QueuedRun, QueueP
 from serverless_gpu.model.scheduling.wait_messages import first_few, isolation_sentence
 
 NO_GPU_REMEDY = '; gpu_type="CPU" runs on CPU slots'
-ELSEWHERE_REMEDY = '; env="snapshot" takes them along'
+ELSEWHERE_REMEDY = '; env="snapshot" copies them to the node'
 CHOICES_MAX = 6
 
 
 class FeasibleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that some node could serve; each field only where it differs from what was asked for."""
+    """A request that some node could serve; only fields that differ from the original are set."""
 
     gpus: int | None = None
     gpu_type: str | None = None
@@ -38,20 +39,20 @@ class FeasibleRequest(msgspec.Struct, frozen=True, kw_only=True):
     env: str = ""
 
     def changes(self) -> dict[str, int | str]:
-        """Return what differs, by name of the option."""
+        """Return the changed values by the name of the option."""
         fields = {"gpus": self.gpus, "gpu_type": self.gpu_type, "pool": self.pool, "env": self.env}
         return {name: value for name, value in fields.items() if value}
 
 
 class Shortage(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes that could never serve a run."""
+    """The reason why nodes could never serve a run, and similar requests."""
 
-    why: str  # in words that name no option of a client
-    choices: tuple[FeasibleRequest, ...] = ()  # similar requests that these nodes could serve, the most similar first
+    why: str  # Names no option of a client.
+    choices: tuple[FeasibleRequest, ...] = ()  # Similar requests that these nodes could serve, the most similar first.
 
 
 def shortage(nodes: Sequence[Node], pools: Iterable[Pool], wanted: QueuedRun) -> Shortage | None:
-    """Return why none of these nodes could ever serve a run, or None when one could."""
+    """Return why none of these nodes could ever serve a run, or None if one could."""
     state = PlannerState(QueuePolicy())
     for pool in pools:
         state.capacity.see_pool(pool)
@@ -66,7 +67,7 @@ def shortage(nodes: Sequence[Node], pools: Iterable[Pool], wanted: QueuedRun) ->
 
 
 def _similar(nodes: Sequence[Node], wanted: QueuedRun) -> Iterator[FeasibleRequest]:
-    """Yield requests that differ in as little as possible; GPUs come before CPU slots."""
+    """Yield similar requests, the most similar first; GPUs come before CPU slots."""
     pools = sorted({node.pool for node in nodes} - {wanted.pool, ""})
     types = sorted(
         {name for node in nodes for name, count in node.total.items() if count}, key=lambda name: (name == CPU, name)
@@ -93,8 +94,9 @@ def _changed(wanted: QueuedRun, choice: FeasibleRequest) -> QueuedRun:
 
 
 def _best(choices: Iterable[FeasibleRequest]) -> Iterator[FeasibleRequest]:
-    """Yield the first choice for each pool and type, with the largest number of devices; no pool and type where one is
-    enough.
+    """Yield the first choice for each pool and type, with the largest number of devices.
+
+    A choice that changes pool and type is left out if a change of one of them is enough.
     """
     seen: set[tuple[str, str, str | None]] = set()
     for choice in choices:
@@ -107,7 +109,7 @@ def _best(choices: Iterable[FeasibleRequest]) -> Iterator[FeasibleRequest]:
 
 
 def like(wanted: QueuedRun) -> QueuedRun:
-    """Return what a run wants without what makes no difference to whether it can ever be served."""
+    """Return a request without the fields that do not affect feasibility."""
     return msgspec.structs.replace(
         wanted,
         run_id="",
@@ -122,7 +124,7 @@ def like(wanted: QueuedRun) -> QueuedRun:
 
 
 def never_served(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str:
-    """Return why no node that has joined can ever serve a run, however pools isolate, or ""."""
+    """Return why no current node can ever serve a run, whatever the pools' isolation, or ""."""
     never = impossible(state.capacity, wanted, ask)
     if not never or not wanted.second_principal:
         return never
@@ -131,14 +133,14 @@ def never_served(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str
 
 
 def impossible(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> str:
-    """Return why nothing that has joined can ever serve a run, or "" when something can."""
+    """Return why no current node can ever serve a run, or "" if one can."""
     if not capacity.places:
         return "no node has joined this server yet"
     return "" if could_be(capacity, wanted, ask) else _sentence(capacity, wanted)
 
 
 def could_be(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> bool:
-    """Return whether something that has joined can serve a run."""
+    """Return whether a current node could ever serve a run."""
     if any((wanted.gpus or 1) <= size for _, size in sizes(capacity, wanted, ask)):
         return True
     if not ask.shape.several or wanted.gpus is None:
@@ -147,7 +149,7 @@ def could_be(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> bool:
 
 
 def isolation_problem(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str:
-    """Return why isolation keeps a run from every node that would do, and the remedy, or ""."""
+    """Return why isolation keeps a run from every suitable node, and the remedy, or ""."""
     if not wanted.second_principal or not impossible(state.capacity, wanted, ask):
         return ""
     pools = state.capacity.terms.pools
@@ -170,9 +172,9 @@ def _sentence(capacity: Capacity, wanted: QueuedRun) -> str:
     if admitted and not open_to:
         owners = sorted({node.owner for node in admitted if node.owner})
         if any(is_open(msgspec.structs.replace(wanted, preemptible=True), node) for node in admitted):
-            first = f"its owner comes first on every node that would do ({', '.join(owners)})"
-            return f"{first}: others need resume=True there"
-        return f"every node that would do is its owner's alone: {', '.join(owners) or 'nobody else may use it'}"
+            first = f"the owner comes first on every suitable node ({', '.join(owners)})"
+            return f"{first}: runs of other users need resume=True there"
+        return f"every suitable node is reserved for its owner: {', '.join(owners) or 'no other user may use it'}"
     if not open_to:
         return _nowhere(capacity, wanted, nodes)
     anywhere = msgspec.structs.replace(wanted, machine="")
@@ -191,38 +193,41 @@ def _has_python(node: Node, wanted: QueuedRun) -> bool:
 
 
 def _nowhere(capacity: Capacity, wanted: QueuedRun, nodes: Sequence[Node]) -> str:
-    """Return why no node may be used at all."""
+    """Return why a run may use no node at all."""
     if wanted.pool and not any(node.pool == wanted.pool for node in nodes):
         pools = sorted({node.pool for node in nodes})
-        return f"pool {wanted.pool!r} has no nodes; pools that have: {', '.join(pools)}"
+        return f"pool {wanted.pool!r} has no nodes; pools with nodes: {', '.join(pools)}"
     if wanted.machine and not any(node.machine == wanted.machine for node in nodes):
-        return f"its files lie on a machine that is no node of this server{ELSEWHERE_REMEDY}"
+        return f"the files of the run are on a machine that is not a node of this server{ELSEWHERE_REMEDY}"
     here = [node for node in nodes if wanted.machine in ("", node.machine)]
     platforms = sorted({node.platform for node in here if node.platform})
     if wanted.platform and platforms and wanted.platform not in platforms:
-        return f"made on {wanted.platform}, and the nodes are {', '.join(platforms)}"
+        return f"the run needs {wanted.platform}, and the nodes are {', '.join(platforms)}"
     in_reach = [node for node in here if could_use(wanted, node, capacity.terms)]
     if in_reach and not any(_has_python(node, wanted) for node in in_reach):
         pythons = sorted(
             {python for node in in_reach for python in node.pythons},
             key=lambda python: tuple(int(part) if part.isdigit() else 0 for part in python.split(".")),
         )
-        return f"needs Python {wanted.python}, and the nodes have {', '.join(pythons)}; `uv python install` adds one"
+        return (
+            f"needs Python {wanted.python}, and the nodes have {', '.join(pythons)}; install it with `uv "
+            "python install`"
+        )
     if not wanted.pool and not in_reach:
         pools = sorted({node.pool for node in here})
         lend = [name for name in pools if name in capacity.terms.pools and capacity.terms.pools[name].lends]
         or_lent = (
-            f"; runs of BEST_EFFORT with resume=True or a short timeout= are lent devices of {', '.join(lend)}"
+            f"; runs of BEST_EFFORT with resume=True or a short timeout= may borrow devices of {', '.join(lend)}"
             if lend
             else ""
         )
-        return f"every node is in a reserved pool, which has to be named: {', '.join(pools)}{or_lent}"
+        return f"every node is in a reserved pool, which the run must name: {', '.join(pools)}{or_lent}"
     where = f" of pool {wanted.pool!r}" if wanted.pool else ""
-    return f"no node{where} is what it needs ({wanted.platform or 'its own machine'})"
+    return f"no node{where} is suitable: the run needs {wanted.platform or 'its own machine'}"
 
 
 def _lacking(wanted: QueuedRun, eligible: Sequence[Node]) -> str:
-    """Return why the devices of the nodes that may be used will never do."""
+    """Return why the devices of the usable nodes can never serve a run."""
     where = f" in pool {wanted.pool!r}" if wanted.pool else ""
     if wanted.gpu_type is None:
         types = sorted({name for node in eligible for name, count in node.total.items() if name != CPU and count})
@@ -241,7 +246,7 @@ def _lacking(wanted: QueuedRun, eligible: Sequence[Node]) -> str:
         for node in eligible:
             there.update({name: count for name, count in node.total.items() if name != CPU})
         listed = ", ".join(f"{count} {name}" for name, count in sorted(there.items())) or "no GPU"
-        return f"no node{where} has {wanted.gpu_type}; there is {listed}"
+        return f"no node{where} has {wanted.gpu_type}; the nodes have {listed}"
     count, name, node = max(fitting, key=lambda entry: entry[0])
     asked = wanted.gpu_type or name
     if wanted.several_nodes:
@@ -250,7 +255,7 @@ def _lacking(wanted: QueuedRun, eligible: Sequence[Node]) -> str:
 
 
 def _kinds(nodes: Sequence[tuple[str, Node]]) -> dict[tuple[str, str], list[int]]:
-    """Return how large the nodes are that can have a part of a gang, by pool and type, the largest first."""
+    """Return the sizes of nodes that can have a part of a gang, by pool and type, the largest first."""
     kinds: dict[tuple[str, str], list[int]] = {}
     for name, node in nodes:
         if node.crews and node.total[name]:
@@ -259,10 +264,10 @@ def _kinds(nodes: Sequence[tuple[str, Node]]) -> dict[tuple[str, str], list[int]
 
 
 def _too_few(wanted: QueuedRun, fitting: Sequence[tuple[str, Node]], asked: str) -> str:
-    """Return why no pool ever has enough for a gang on several nodes."""
+    """Return why no pool ever has enough devices for a gang on several nodes."""
     kinds = _kinds(fitting)
     old = sorted({node.name for _, node in fitting if not node.crews})
-    without = f"; {', '.join(first_few(old))}: of a version that knows no gangs on several nodes" if old else ""
+    without = f"; {', '.join(first_few(old))}: the version does not support gangs on several nodes" if old else ""
     needs = f"needs {wanted.gpus} {asked}"
     if not kinds:
         return f"{needs} on several nodes{without}"
@@ -277,7 +282,7 @@ def _too_few(wanted: QueuedRun, fitting: Sequence[tuple[str, Node]], asked: str)
 
 
 def _instead(wanted: QueuedRun, nodes: Sequence[Node]) -> str:
-    """Return how a gang that asked for one node would find room on several, or ""."""
+    """Return the option with which a gang that asked for one node would fit on several, or ""."""
     count = wanted.gpus or 0
     if not wanted.alone or wanted.several_nodes or wanted.gpu_type is None:
         return ""

@@ -1,19 +1,19 @@
-"""Gang placement: where a gang starts now, whole or not at all, on devices of one type.
+"""Gang placement: devices of one type on which a whole gang starts now.
 
-    now     best fit: the node that keeps the least free; of those alike the first by name
+    now     best fit: the node with the fewest devices left over; of equal ones the first by name
     later   `backfill.py`: the node that likely has enough first (`promise`), or that lacks the fewest devices (`keep`)
 
 A gang on several nodes:
 
-    could one node that it may ever use hold it?   ── yes ─▶ it is a gang on one node, whatever is free elsewhere
+    could one node that it may ever use hold it?   ── yes ─▶ the gang waits for one node, whatever is free elsewhere
        │ no
        ▼
-    whole free nodes and one part of another, of one type in one pool, beside what is promised to others
+    whole free nodes and a part of another one, of one type in one pool, beside the reservations of other runs
        1. as few nodes as possible
-       2. of those ways the one that leaves the least over where it has a part, then the smaller nodes
+       2. of equal ways, the one with the fewest devices left over beside the part, then smaller nodes
 
-"Could" counts what nodes have in all: a large node that is in use, drained or silent is waited for. Nodes that do not
-know of crews (`Node.crews`) have gangs of their own only.
+"Could" counts all devices of a node: the gang waits for a large node that is in use, drained or silent. A node of an
+older version (without `Node.crews`) only runs gangs that it can hold alone.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from serverless_gpu.model.scheduling.preemption import could_use, is_open
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, TimedShape
 
 Kind = tuple[str, str]
-"""A pool and a type: of one such all devices of a gang are."""
+"""A pool and a type; all devices of a gang have the same pool and type."""
 _PAIRS_MAX = 4
 _NOBODY: frozenset[str] = frozenset()
 _Spread = tuple[tuple[int, int, int], tuple[DeviceShare, ...]]
-"""How many nodes, what is left over on the last one, the largest size; what the gang has."""
+"""Number of nodes, devices left over on the last node, and largest size; the shares of the gang."""
 Option = tuple[tuple[int, int, str, str], NodeDevices, str, int]
-"""Rank, devices left over, name and identifier; the node, the type, how many."""
+"""Rank, devices left over, name and identifier; the node, the type, the number of devices."""
 
 
 def place(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> tuple[DeviceShare, ...] | None:
-    """Return devices that a run can have now, or None; nothing is taken."""
+    """Return devices that a run can have now, or None; the caller takes them."""
     avoids = (wanted.avoid, _NOBODY) if wanted.avoid else (_NOBODY,)
     if is_several(capacity, wanted, ask):
         ways = (spread(capacity, wanted, ask, now_ns, avoid) for avoid in apart(wanted))
@@ -53,7 +53,7 @@ def place(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -
 
 
 def fits(capacity: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, ask: TimedShape, now_ns: int) -> bool:
-    """Return whether a gang can have just these devices now, all of them, beside what is promised to others."""
+    """Return whether a gang can have all of these devices now, beside the reservations of other runs."""
     for share in shares:
         book = capacity.books.get((share.node_id, share.gpu_type))
         if capacity.places[share.node_id].free[share.gpu_type] < share.count:
@@ -64,7 +64,7 @@ def fits(capacity: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun,
 
 
 def take(capacity: Capacity, shares: tuple[DeviceShare, ...], wanted: QueuedRun, ask: TimedShape, now_ns: int) -> None:
-    """Enter devices that a run gets now into the books of their nodes."""
+    """Enter devices that a run gets now into the reservations of their nodes."""
     for share in shares:
         book = capacity.books.get((share.node_id, share.gpu_type))
         if book is not None:
@@ -84,7 +84,8 @@ def _options(
             index = group.index[name]
             if count is None:
                 for size, row in index.whole.items():
-                    for _, node_id, where in row:  # alike but for their names, and in the order of these
+                    # These nodes differ only in their names, and the row is sorted by name.
+                    for _, node_id, where in row:
                         if node_id not in avoid and where.node.total[name] == size:
                             yield (rank, 0, *where.entry[:2]), where, name, size
                             break
@@ -108,7 +109,7 @@ def _options(
 def _beside(
     capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, avoid: frozenset[str]
 ) -> Iterator[Option]:
-    """Return what may be used of nodes on which something is kept."""
+    """Yield usable devices on nodes with reservations."""
     reach, ends = capacity.reach(ask.shape), capacity.ends(wanted, ask, now_ns)
     for (node_id, name), book in capacity.books.items():
         where = capacity.places[node_id]
@@ -125,7 +126,7 @@ def _beside(
 
 
 def usable(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> Iterator[tuple[NodeDevices, str]]:
-    """Return nodes and types that a run may use now, free or not."""
+    """Yield nodes and types that a run may use now, free or not."""
     for where, types, pool in capacity.reach(ask.shape).places():
         if not where.node.away and where.group.rank(capacity.terms, wanted, pool, now_ns) is not None:
             for name in types:
@@ -142,18 +143,18 @@ def is_usable(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, at: tuple[
 
 
 def unkept(capacity: Capacity, where: NodeDevices, gpu_type: str) -> int:
-    """Return what is free of a node now beside what is kept; less than 0 where more is waited for."""
+    """Return the free devices of a node beside reservations; negative if a reservation lacks devices."""
     book = capacity.books.get((where.node.id, gpu_type))
     return where.free[gpu_type] if book is None else book.likely.free()
 
 
 def is_several(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> bool:
-    """Return whether a run has several nodes: it may, and none that it may ever use could hold it."""
+    """Return whether a run must use several nodes: it may, and no node that it may ever use could hold it."""
     return ask.shape.several and ask.shape.gpus is not None and ask.shape.gpus > largest(capacity, wanted, ask)
 
 
 def largest(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> int:
-    """Return how many devices the largest node has that a run may ever use, free or not."""
+    """Return the size of the largest node that a run may ever use, free or not."""
     reach = capacity.reach(ask.shape)
     if capacity.is_plain and not reach.is_lent:
         return reach.whole
@@ -161,7 +162,7 @@ def largest(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> int:
 
 
 def most(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> dict[Kind, int]:
-    """Return how many devices a gang on several nodes can ever have, by pool and type."""
+    """Return the maximum size of a gang on several nodes, by pool and type."""
     sizes: defaultdict[Kind, Counter[int]] = defaultdict(Counter)
     for group, types, _ in capacity.reach(ask.shape).entries:
         if group.sample.crews and could_use(wanted, group.sample, capacity.terms) and is_open(wanted, group.sample):
@@ -175,16 +176,17 @@ def most(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> dict[Kind, i
 
 
 def are_one(capacity: Capacity, shares: tuple[DeviceShare, ...]) -> bool:
-    """Return whether devices that were promised or cleared are still what one gang may have."""
+    """Return whether one gang may still have these reserved or cleared devices together."""
     nodes = [capacity.places[share.node_id].node for share in shares]
     kinds = {(node.pool, share.gpu_type) for node, share in zip(nodes, shares, strict=True)}
     return len(nodes) < 2 or (len(kinds) == 1 and all(node.crews for node in nodes))
 
 
 def apart(wanted: QueuedRun) -> Iterator[frozenset[str]]:
-    """Yield which nodes are left out, one way after the other, until one will do.
+    """Yield sets of nodes to avoid, the strictest first, until the caller finds devices.
 
-    First those on which it failed, and one of each pair that did not reach each other; then only the former, then none.
+    The first sets hold the nodes on which the run failed, and one node of each pair that could not connect. The next
+    set holds only the failed nodes. The last set is empty.
     """
     pairs = sorted(tuple(sorted(pair)) for pair in wanted.apart)[:_PAIRS_MAX]
     if pairs:
@@ -198,9 +200,9 @@ def apart(wanted: QueuedRun) -> Iterator[frozenset[str]]:
 def spread(
     capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int, avoid: frozenset[str] = frozenset()
 ) -> tuple[DeviceShare, ...] | None:
-    """Return devices of several nodes that a gang can have now, lent ones only where there is nothing else; or None.
+    """Return devices on several nodes that a gang can have now, or None.
 
-    What is kept for the gang itself counts as free.
+    Lent devices are used only if no others are enough. Devices that are kept for the gang itself count as free.
     """
     stocks = _stocks(capacity, wanted, ask, now_ns)
     count = ask.shape.gpus or 0
@@ -216,7 +218,7 @@ def spread(
 
 
 class _Beside:
-    """A node apart from the indexes: on its own, or one of which something is kept."""
+    """A node outside of the indexes: a single node, or a node with reservations."""
 
     __slots__ = ("is_whole", "left", "rank", "spare", "where")
 
@@ -228,23 +230,23 @@ class _Beside:
 
 
 class _Stock:
-    """What is free of one type in one pool: nodes by what is free of them, with their ranks, and those beside."""
+    """The free devices of one type in one pool: indexes of nodes with ranks, and nodes outside of them."""
 
     def __init__(self, indexes: list[tuple[int, Index]], beside: list[_Beside]) -> None:
         self.indexes, self.beside = indexes, beside
 
     def ranks(self) -> Iterator[int]:
-        """Return whose nodes they are: the owner's own, ordinary ones, lent ones."""
+        """Yield the ranks of the nodes: the owner's own, ordinary, and lent nodes."""
         yield from (rank for rank, _ in self.indexes)
         yield from (one.rank for one in self.beside)
 
     def up_to(self, last: int) -> _Stock:
-        """Return those of no higher rank."""
+        """Return the stock of the nodes up to a rank."""
         indexes = [(rank, index) for rank, index in self.indexes if rank <= last]
         return _Stock(indexes, [one for one in self.beside if one.rank <= last])
 
     def gathered(self, gpu_type: str, count: int, avoid: frozenset[str]) -> _Spread | None:
-        """Return the best way to put a gang together, or None."""
+        """Return the best combination of nodes for a gang, or None."""
         free = sum(index.free for _, index in self.indexes) + sum(one.spare for one in self.beside)
         if free < count:
             return None
@@ -255,9 +257,9 @@ class _Stock:
         return min(found, key=lambda option: option[0]) if found else None
 
     def _of(self, gpu_type: str, size: int, count: int, avoid: frozenset[str]) -> _Spread | None:
-        """Return whole nodes of no more than a size, the largest first, and the part that leaves the least over.
+        """Return whole nodes up to a size, the largest first, and the part with the fewest left over.
 
-        No whole node is larger than what is missing: that one would have been the part.
+        No whole node is larger than the missing number, because such a node would hold the part.
         """
         left, taken = count, set(avoid)
         shares: list[DeviceShare] = []
@@ -280,7 +282,7 @@ class _Stock:
         return (len(shares) + 1, part[0], size), (*shares, last)
 
     def _wholes(self, most: int) -> Iterator[tuple[int, str]]:
-        """Yield wholly free nodes of no more than a size, the largest first, of those alike the first by name."""
+        """Yield completely free nodes up to a size, the largest first, then by name."""
         alone: defaultdict[int, list[tuple[str, str, NodeDevices]]] = defaultdict(list)
         for one in self.beside:
             if one.is_whole:
@@ -292,7 +294,7 @@ class _Stock:
                 yield size, node_id
 
     def _part(self, count: int, avoid: set[str]) -> tuple[int, str] | None:
-        """Return the node that has the least left over beside so many devices, and how many that are."""
+        """Return the node with the fewest devices left over beside `count`, and the number left over."""
         rows = [
             (best[0], *best[1].entry[:2]) for _, index in self.indexes if (best := index.best(count, avoid)) is not None
         ]
@@ -318,7 +320,7 @@ def sizes(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> Iterator[tu
 
 
 def _stocks(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> dict[Kind, _Stock]:
-    """Return what a gang could have now, by pool and type."""
+    """Return the devices that a gang could have now, by pool and type."""
     reach, ends = capacity.reach(ask.shape), capacity.ends(wanted, ask, now_ns)
     stocks: dict[Kind, _Stock] = {}
     for group, types, pool in reach.entries:

@@ -1,25 +1,25 @@
-"""The planner: the state of the queue, kept from change to change, the passes that decide, and what it is asked.
+"""The planner: applies changes to the scheduler's state, decides in passes, and answers questions.
 
-    apply   changes ─▶ queue (who waits), capacity (nodes, who has what), fairness (who had how much)
-    decide  one pass over the classes: placements, preemptions, and what is kept for whom; another one where a run
-            started elsewhere than was expected. Who leaves is what the last one says
-    why     from what the pass has left behind: what is free, promises, the order (`wait_explanation.py`)
+    apply   changes ─▶ queue (waiting runs), capacity (nodes and their runs), fairness (past use)
+    decide  one pass over the classes: placements, preemptions and reservations. Another pass follows if a run started
+            on other devices than expected. The last pass decides the preemptions.
+    why     from the state after the pass: free devices, reservations, queue order (`wait_explanation.py`)
 
-Remembered from pass to pass: who runs, who waits, who had how much; the latest times that were told, and the devices
-(`backfill.py`); for whom others were asked to leave (`cleared_devices.py`); and how long those took that have ended
-(`duration_estimates.py`). A new planner is given all but the last two: who is leaving then gives room to the first who
-may ask. Asking changes nothing.
+The planner keeps this state between passes: running and waiting runs, past use, and latest times with their devices
+(`backfill.py`). The planner also keeps cleared devices (`cleared_devices.py`) and the durations of ended runs
+(`duration_estimates.py`), which a new planner does not have. With a new planner, devices of leaving runs go to the
+first run that may claim them. Questions change nothing.
 
 One pass over one class of the queue (`ClassPass`):
 
-    who has waited beyond the guard, the oldest first
-    then the team with the least use, of it the user with the least use, of theirs the line whose head is furthest ahead
-      it fits        ─▶ placed and charged; team and user take new places
-      it does not    ─▶ the line is closed for this pass; if it is a gang, devices are promised to it where it is known
-                        when they get free (the first `reservations` gangs), or kept for it where it is nearly there
+    runs that have waited beyond the guard, the oldest first
+    then the team with the least use, its user with the least use, and of this user the line with the highest score
+      the head fits     ─▶ the run is placed and charged; its team and user get new positions
+      it does not       ─▶ the line is closed for this pass. A gang reserves devices if their release times are known
+                           (the first `reservations` gangs), or holds devices if most of them are free already
 
-What is free only shrinks during a pass, and what is promised only grows: what did not fit once does not fit later. So a
-pass looks at heads of lines, and at no line twice.
+During a pass, free devices only decrease and reservations only increase. A run that does not fit once therefore does
+not fit later. A pass examines only the heads of lines, and each line only once.
 """
 
 from __future__ import annotations
@@ -66,18 +66,19 @@ _Head = tuple[float, int, str, QueueLine]
 _S = 1e9
 _SOON_NS = 1_000_000_000
 _PASSES_MAX = 4
-"""So many passes of one decision: another one follows where what was kept for a run is not needed any more.
+"""Maximum number of passes of one decision.
 
-After the last of them no run is asked to leave where one more would have followed: the next decision is soon.
+Another pass follows if devices that were kept for a run are no longer needed. If the last pass also needs a further
+one, no run is preempted, and the next decision follows soon.
 """
 
 
 class Planner:
-    """Everything that waits and runs, and what it can run on. Not for several threads at once.
+    """Decides which runs start, from all waiting and running runs and their nodes. Not thread-safe.
 
     The same changes and the same times in the same order give the same answers.
 
-    policy: what the operator decides.
+    policy: the operator's settings.
     """
 
     def __init__(self, policy: QueuePolicy | None = None) -> None:
@@ -86,7 +87,7 @@ class Planner:
     # --- changes ---
 
     def apply(self, changes: Iterable[Change]) -> None:
-        """Take note of what has changed; nothing is decided. What is known already changes nothing."""
+        """Apply changes without a decision; a repeated change has no effect."""
         state = self._state
         for change in changes:
             match change:
@@ -137,7 +138,7 @@ class Planner:
     # --- decisions ---
 
     def decide(self, now_ns: int) -> Decision:
-        """Return who starts and who has to leave, and count it as done. `now_ns` never goes back."""
+        """Return the runs to start and to preempt, and count them as done. `now_ns` never decreases."""
         placements: list[Placement] = []
         preemptions: tuple[Preemption, ...] = ()
         wakes: list[int | None] = []
@@ -157,7 +158,7 @@ class Planner:
         return Decision(placements=tuple(placements), preemptions=preemptions, wake_ns=wake_ns)
 
     def _wake_ns(self, now_ns: int, ripe_ns: int | None) -> int | None:
-        """Return when the state next changes by itself: a new run in line or under the guard, or a calendar."""
+        """Return when the state next changes by itself: a held run enters a line, the guard, or a calendar."""
         state = self._state
         times = [ripe_ns, state.queue.next_ns(), state.capacity.turns_ns(now_ns)]
         oldest_ns = state.queue.oldest_ns()
@@ -172,35 +173,35 @@ class Planner:
     # --- questions ---
 
     def why(self, run_id: str, now_ns: int) -> Wait | None:
-        """Return why a run waits, as of the last decision; None for one that does not wait."""
+        """Return why a run waits, as of the last decision; None for a run that does not wait."""
         return wait_explanation.why(self._state, run_id, now_ns)
 
     def estimate(self, wanted: QueuedRun, now_ns: int) -> StartEstimate:
-        """Return when a run would start if it came now; nothing is changed."""
+        """Return when a run would start if a client submitted it now; changes nothing."""
         return wait_explanation.estimate(self._state, wanted, now_ns)
 
     def is_waiting(self, run_id: str) -> bool:
-        """Return whether a run waits, as far as this was told; `why` says why, and costs a look at the queue."""
+        """Return whether the planner knows that a run waits; `why` explains the wait but searches the queue."""
         return self._state.queue.find(run_id) is not None
 
     def impossible(self, wanted: QueuedRun) -> str:
-        """Return why nothing that has joined can ever serve a run, or "" when something can."""
+        """Return why no current node can ever serve a run, or "" if one can."""
         return never_served(self._state, wanted, self._state.queue.ask(wanted))
 
     def queue(self, now_ns: int, limit: int) -> tuple[str, ...]:
-        """Return who waits, in the order in which they are served; those that are left alone until later come last."""
+        """Return the waiting runs in the order of service; held runs come last."""
         return wait_explanation.queue(self._state, now_ns, limit)
 
     def promises(self) -> dict[str, Reservation]:
-        """Return the latest times that were told and are kept from decision to decision, by run."""
+        """Return the announced latest times that last over decisions, by run."""
         return dict(self._state.promises)
 
     def reservations(self) -> tuple[Reservation, ...]:
-        """Return what is kept for whom, as of the last decision."""
+        """Return the reservations of the last decision."""
         return tuple(self._state.reservations.values())
 
     def told_reservations(self, now_ns: int) -> tuple[Reservation, ...]:
-        """Return what is kept for whom, with times that people can use: none that only a cap of days says."""
+        """Return the reservations, without times that rest only on a default limit of days."""
         return wait_explanation.reservations(self._state, now_ns)
 
     def usage(self, now_ns: int) -> dict[str, TeamUse]:
@@ -209,31 +210,34 @@ class Planner:
 
 
 class ClassPass:
-    """One pass, class after class. state: what it works on; what it places counts as started at once."""
+    """One pass over all classes.
+
+    state: the state of the planner, in which placed runs count as started at once.
+    """
 
     def __init__(self, state: PlannerState) -> None:
         self._state, self._now_ns, self._number = state, state.now_ns, state.number
-        self.placements: list[Placement] = []  # who starts, in the order in which that was decided
-        # `is_stale`: whether a run started elsewhere than where devices were kept for them, or room was made: others
-        # may have these, and who was asked to leave may not have to.
-        # `is_new`: whether a run was told a latest time: it comes first from now on, so that what is promised after
-        # it may lie elsewhere, and leave room.
+        self.placements: list[Placement] = []  # In the order of the decisions.
+        # `is_stale`: True if a run started on other devices than those that were kept or cleared for it. Other runs may
+        # have these devices, and preempted runs may not have to leave.
+        # `is_new`: True if a run got its first latest time. From now on that run comes first. Later reservations may
+        # then move and leave devices free.
         self.is_stale = self.is_new = False
         self.clearing = Clearing(state, self._start)
         self._promised = 0
-        self._firm: set[object] = set()  # users and kinds that have a promise that is kept over passes
+        self._firm: set[object] = set()  # Users and kinds with a reservation that lasts over passes.
         self._teams: dict[str, _Team] = {}
-        self._most: list[tuple[float, str]] = []  # the teams with the most use of those that wait
-        self._behind: set[object] = set()  # kinds and teams for which something is kept because they are behind
-        self._kinds: set[object] = set()  # for which something is kept that is nearly there
+        self._most: list[tuple[float, str]] = []  # The waiting teams with the most use.
+        self._behind: set[object] = set()  # Kinds and teams for which devices are held because the team is behind.
+        self._kinds: set[object] = set()  # Kinds for which devices are held because most of them are free.
 
     def run(self) -> None:
-        """Place what can be placed: first those for whom room was made, guests after all others."""
+        """Place runs: first those with cleared devices, guest runs after all others."""
         hosts = close_to_guests(self._state)
         self.clearing.serve()
         for priority in sorted(self._state.queue.classes):
             self._serve(priority)
-        for _ in range(_ROUNDS_MAX):  # a round may place whom others had to wait for
+        for _ in range(_ROUNDS_MAX):  # A round may place runs that other runs had to wait for.
             if not hosts or not open_to_guests(self._state, hosts):
                 break
             self._number = self._state.number = self._number + 1
@@ -242,7 +246,7 @@ class ClassPass:
                 self._serve(priority)
 
     def _serve(self, priority: int) -> None:
-        """Place what can be placed of one class."""
+        """Place the runs of one class that fit."""
         self._redeem(priority)
         self._serve_guarded(priority)
         fairness = self._state.fairness
@@ -261,7 +265,7 @@ class ClassPass:
                 heapq.heappop(teams)
 
     def _serve_guarded(self, priority: int) -> None:
-        """Place those who have waited too long, in the order of their age; the first of a kind gets what gets free."""
+        """Place runs beyond the guard, the oldest first; the first blocked run of a kind gets released devices."""
         state = self._state
         since_ns = state.guarded_ns(self._now_ns)
         oldest_ns = state.queue.oldest_ns()
@@ -300,7 +304,7 @@ class ClassPass:
         return self._promise(line, seeker.promise() or by_guess.promise())
 
     def _serve_team(self, team: _Team) -> bool:
-        """Place the next run of a team; return whether there was one that fits."""
+        """Place the next run of a team that fits; return True if there was one."""
         while team.users:
             _, owner = team.users[0]
             if self._serve_user(team.heads(owner, self._now_ns)):
@@ -310,7 +314,7 @@ class ClassPass:
         return False
 
     def _serve_user(self, heads: list[_Head]) -> bool:
-        """Place the next run of a user; return whether there was one that fits."""
+        """Place the next run of a user that fits; return True if there was one."""
         while heads:
             line = heads[0][3]
             wanted = line.rows[line.skipped][2] if line.skipped < len(line.rows) else None
@@ -327,7 +331,7 @@ class ClassPass:
         return False
 
     def _next(self, heads: list[_Head], line: QueueLine) -> None:
-        """Let the next of a line take its place among the user's."""
+        """Move a line to the position of its next run among the user's lines."""
         if line.skipped < len(line.rows):
             queued_ns, run_id, _ = line.rows[line.skipped]
             score = self._state.score(line.ask, queued_ns, self._now_ns)
@@ -338,7 +342,7 @@ class ClassPass:
     # --- what fits, and what does not ---
 
     def _place(self, line: QueueLine, wanted: QueuedRun) -> bool:
-        """Start a run if it fits; else its line is closed for this pass."""
+        """Start a run if it fits; otherwise close its line for this pass."""
         state = self._state
         shares = gang_placement.place(state.capacity, wanted, line.ask, self._now_ns)
         if shares is None:
@@ -368,26 +372,26 @@ class ClassPass:
     def _is_blocked(self, line: QueueLine, wanted: QueuedRun) -> bool:
         number, ask = self._number, line.ask
         if ask.shape.several and wanted.run_id in self._state.reservations:
-            return False  # what is kept for itself counts as free: it may fit where another one like it does not
+            return False  # Devices that are kept for this run count as free, so it may fit where an equal run does not.
         if ask.shape.blocked == number or ask.blocked == number or line.blocked == number:
             return True
         return ask.shape.is_walled(number, ask.spans(wanted))
 
     def _block(self, line: QueueLine, wanted: QueuedRun) -> None:
-        """Note who else does not fit, either: all of the shape, unless it matters for how long, or whose it is."""
+        """Record which other runs do not fit either: the whole shape, or only those of equal duration or owner."""
         capacity, ask = self._state.capacity, line.ask
         shape = ask.shape
         if not capacity.is_plain:
             line.blocked = self._number
         elif capacity.reach(shape).is_lent:
             ask.blocked = self._number
-        elif capacity.books:  # what takes longer does not fit, either
+        elif capacity.books:  # A longer run does not fit either.
             shape.wall(self._number, ask.spans(wanted))
         else:
             shape.blocked = self._number
 
     def _reserve(self, line: QueueLine, wanted: QueuedRun) -> bool:
-        """Promise or keep devices for a blocked gang; return whether the next of its line is to be asked, too."""
+        """Reserve or hold devices for a blocked gang; return True if the next run of its line may try too."""
         state, ask = self._state, line.ask
         if wanted.run_id in state.reservations or self.clearing.clear(wanted, ask):
             return True
@@ -412,12 +416,12 @@ class ClassPass:
         return False
 
     def _keep_share(self, seeker: ReservationSearch, wanted: QueuedRun, ask: TimedShape) -> Reservation | None:
-        """Keep devices for a gang whose team or user is behind.
+        """Hold devices for a gang whose team or user is behind.
 
-        Part of a node is kept as it gets free, which is soon. Whole nodes would stand idle for long: they are reserved
-        by a guess, and others go in before where they are thought to be over by then. Under lasting overload somebody
-        always is thought to be, so after some days one node is kept after all: else a team of gangs never gets its
-        share.
+        A part of a node is held as its devices become free, which is soon. Whole nodes would be idle for long, so the
+        scheduler reserves them by a guess. Other runs may start there before if they end in time by the guess. Under
+        lasting overload, some run always ends in time by the guess. After some days the scheduler therefore holds one
+        node, because a team of gangs would otherwise never get its share.
         """
         has_waited = self._now_ns - wanted.queued_ns >= self._state.policy.node_patience_s * 1e9
         capacity = self._state.capacity
@@ -428,7 +432,10 @@ class ClassPass:
         return ReservationSearch(capacity, wanted, ask, self._now_ns, by_guess=True).promise()
 
     def _promise(self, line: QueueLine, reservation: Reservation | None) -> bool:
-        """Note a promise. The latest time of a user's first gang of a kind is kept from then on; others may move."""
+        """Record a reservation.
+
+        The latest time of a user's first gang of a kind stays fixed from then on; other times may move.
+        """
         if reservation is None:
             return False
         whose = (line.team, line.owner, self._kind(line.ask))
@@ -442,7 +449,7 @@ class ClassPass:
         return self._note(reservation)
 
     def _redeem(self, priority: int) -> None:
-        """Start those whose promised devices are free, and promise the others theirs again, before anybody else."""
+        """Start runs whose reserved devices are free, and renew the other reservations, before all other runs."""
         state = self._state
         for run_id, promised in sorted(state.promises.items(), key=lambda entry: (entry[1].at_ns or 0, entry[0])):
             found = state.queue.where(run_id)
@@ -461,7 +468,7 @@ class ClassPass:
             return
         again = seeker.again(promised)
         if again is None:
-            if not seeker.is_away(promised.shares):  # of one that comes back in time it holds
+            if not seeker.is_away(promised.shares):  # The reservation stays valid if the node comes back in time.
                 del state.promises[wanted.run_id]
             return
         state.promises[wanted.run_id] = _as_told(again)
@@ -470,11 +477,11 @@ class ClassPass:
         self._note(again)
 
     def _kind(self, ask: TimedShape) -> frozenset[tuple[int, str]]:
-        """Return what a run is in line for: groups of nodes, and types."""
+        """Return the groups of nodes and types for which a run competes."""
         return self._state.capacity.reach(ask.shape).kind
 
     def _is_behind(self, line: QueueLine) -> bool:
-        """Return whether others that wait had so much more that a gang's devices are kept for it as they get free."""
+        """Return whether a gang is so far behind other waiting ones that the scheduler holds devices for it."""
         state, team = self._state, self._teams.get(line.team)
         gpus = line.ask.shape.gpus or state.capacity.reach(line.ask.shape).whole
         if team is None:
@@ -491,12 +498,15 @@ class ClassPass:
 
 
 def _as_told(reservation: Reservation) -> Reservation:
-    """Return what is kept over passes: the latest time. Likely times are computed again in each."""
+    """Return the part of a reservation that lasts over passes; each pass computes likely times again."""
     return msgspec.structs.replace(reservation, likely_ns=None)
 
 
 class _Team:
-    """The users of a team, the one with the least use first, and the heads of their lines; `most`: who had the most."""
+    """The users of a team, the least use first, and the heads of their lines.
+
+    `most` holds the two users with the most use.
+    """
 
     def __init__(self, state: PlannerState, priority: int, name: str) -> None:
         self._state, self.name = state, name
@@ -507,7 +517,7 @@ class _Team:
         self._heads: dict[str, list[_Head]] = {}
 
     def heads(self, owner: str, now_ns: int) -> list[_Head]:
-        """Return the heads of a user's lines as a heap, the one that is furthest ahead first."""
+        """Return the heads of a user's lines as a heap, the highest score first."""
         heads = self._heads.get(owner)
         if heads is None:
             heads = self._heads[owner] = []

@@ -1,8 +1,8 @@
-"""State of the planner between changes: the queue, capacity, fairness, and the results of the last pass.
+"""State of the planner between changes: queue, capacity, fairness, and the results of the last pass.
 
-    class ─▶ team ─▶ user ─▶ line      a line: runs of one user that ask for the same, the oldest first
+    class ─▶ team ─▶ user ─▶ line      a line: runs of one user with equal requests, the oldest first
 
-A pass compares heads of lines, never all that wait. Runs that are left alone until later wait beside the lines.
+A pass compares the heads of lines, never all waiting runs. Held runs, which may not start yet, are in no line.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ LineKey = tuple[int, str, str, int]
 
 
 class PlannerState:
-    """Everything that waits and runs, and what it can run on."""
+    """All waiting and running runs, and the nodes for them."""
 
     def __init__(self, policy: QueuePolicy) -> None:
-        self.policy = policy  # what the operator decides
-        # `fairness`: who had how much.
-        # `capacity`: nodes, and who has what of them.
+        self.policy = policy  # The operator's settings.
+        # `fairness`: past use of teams and users.
+        # `capacity`: nodes and the runs on them.
         self.queue, self.capacity, self.fairness = Queue(), Capacity(policy), Fairness(policy)
-        self.running: dict[str, RunningRun] = {}  # who has devices
-        # What the last pass kept or promised, by run, in the order of the queue.
+        self.running: dict[str, RunningRun] = {}  # Runs that have devices, by identifier.
+        # Reservations of the last pass by run, in queue order.
         self.reservations: dict[str, Reservation] = {}
-        self.ended: list[RunningRun] = []  # who has given devices back since the last pass
-        # Latest times that were told, and the devices: they stay over passes.
+        self.ended: list[RunningRun] = []  # Runs that have released their devices since the last pass.
+        # Announced latest times with their devices, which last over passes.
         self.promises: dict[str, Reservation] = {}
-        # For whom others were asked to leave, and what is kept for each of them until it starts.
+        # Runs for which other runs were preempted, with the devices that are kept for each of them until it starts.
         self.clearing: dict[str, tuple[DeviceShare, ...]] = {}
         self.number = 0
-        self.now_ns = 0  # the time of the last pass
+        self.now_ns = 0  # Time of the last pass.
 
     def set_policy(self, policy: QueuePolicy) -> None:
-        """Decide otherwise from now on."""
+        """Apply another policy from now on."""
         self.policy = policy
         self.fairness.set_policy(policy)
         self.capacity.set_policy(policy)
 
     def begin(self, now_ns: int) -> None:
-        """Begin a pass: what the last one kept is free again."""
+        """Begin a pass, and discard the reservations of the last one."""
         self.number += 1
         self.now_ns = now_ns
         self.fairness.settle(now_ns)
@@ -70,19 +70,20 @@ class PlannerState:
         self.reservations.clear()
 
     def guarded_ns(self, now_ns: int, *, times: int = 1) -> float:
-        """Return since when a run has to have waited to be next of all, or for several times as long."""
+        """Return the latest queue time of runs beyond the guard; `times` multiplies the guard."""
         return now_ns - times * self.policy.guard_s * _S
 
     def score(self, ask: TimedShape, queued_ns: int, now_ns: int) -> float:
-        """Return how far ahead a run is among those of its user: by how long it has waited, small ones sooner.
+        """Return the score of a run among its user's runs: its waiting time divided by its weight.
 
-        A gang waits the longer the more it needs, and each run let in before it makes it wait longer still; so its
-        waiting counts less by the root of its size only, and more when it needs whole nodes, which are rarely free.
+        A larger gang waits longer, and each run that starts before it makes the wait longer still. The weight of a gang
+        therefore grows only with the root of its size. A gang of whole nodes has a lower weight, because whole nodes
+        are rarely free.
         """
         return (now_ns - queued_ns) / self.weight(ask)
 
     def weight(self, ask: TimedShape) -> float:
-        """Return by what the waiting of a run is divided."""
+        """Return the divisor of a run's waiting time."""
         reach = self.capacity.reach(ask.shape)
         if reach.weight is None:
             whole = self.policy.whole_node or reach.whole or 1
@@ -97,16 +98,16 @@ class PlannerState:
 
 
 class QueueLine:
-    """Runs of one user that ask for the same, the oldest first."""
+    """Runs of one user with equal requests, the oldest first."""
 
     __slots__ = ("ask", "blocked", "key", "owner", "rows", "skipped", "team")
 
     def __init__(self, key: LineKey, ask: TimedShape) -> None:
         self.key, self.ask = key, ask
         _, self.team, self.owner, _ = key
-        self.rows: list[tuple[int, str, QueuedRun]] = []  # since when each waits, its identifier, what it wants
-        # `skipped`: those at the head that the pass under way has looked at; they stay.
-        # `blocked`: as that of its ask, for those who can be told apart by whose they are.
+        self.rows: list[tuple[int, str, QueuedRun]] = []  # Queue time, identifier and request of each run.
+        # `skipped`: number of runs at the head that the current pass has examined and that stay in the line.
+        # `blocked`: like `TimedShape.blocked`, but for this owner only.
         self.blocked = self.skipped = 0
 
 
@@ -114,10 +115,10 @@ Users = dict[str, list[QueueLine]]
 
 
 class Queue:
-    """Everything that waits."""
+    """All waiting runs."""
 
     def __init__(self) -> None:
-        self.classes: dict[int, dict[str, Users]] = {}  # lines by class, team and user
+        self.classes: dict[int, dict[str, Users]] = {}  # Lines by class, team and user.
         self._waiting: dict[str, tuple[QueuedRun, QueueLine]] = {}
         self._lines: dict[LineKey, QueueLine] = {}
         self._shapes: WeakValueDictionary[tuple[object, ...], Shape] = WeakValueDictionary()
@@ -131,21 +132,21 @@ class Queue:
         return len(self._waiting) + len(self._held)
 
     def find(self, run_id: str) -> QueuedRun | None:
-        """Return what a run wants that waits, in a line or beside it."""
+        """Return the request of a waiting run, in a line or held."""
         entry = self._waiting.get(run_id)
         return self._held.get(run_id) if entry is None else entry[0]
 
     def where(self, run_id: str) -> tuple[QueuedRun, QueueLine | None] | None:
-        """Return what a run wants that waits, and its line; None for the line when it waits beside them."""
+        """Return the request of a waiting run and its line; the line of a held run is None."""
         held = self._held.get(run_id)
         return self._waiting.get(run_id) if held is None else (held, None)
 
     def held(self) -> Iterator[QueuedRun]:
-        """Return those that are left alone until later."""
+        """Return the held runs."""
         return iter(self._held.values())
 
     def put(self, wanted: QueuedRun) -> None:
-        """Let a run wait, or wait for something else than before."""
+        """Add a run, or replace its request."""
         if self.find(wanted.run_id) == wanted:
             return
         self.remove(wanted.run_id)
@@ -156,7 +157,7 @@ class Queue:
             self._line_up(wanted)
 
     def remove(self, run_id: str) -> QueuedRun | None:
-        """Let a run wait no longer; return what it wanted."""
+        """Remove a run and return its request."""
         entry = self._waiting.pop(run_id, None)
         if entry is None:
             return self._held.pop(run_id, None)
@@ -167,13 +168,13 @@ class Queue:
         return wanted
 
     def admit(self, now_ns: int) -> None:
-        """Let those line up whose time has come."""
+        """Move held runs into lines when their time has come."""
         while (at_ns := self.next_ns()) is not None and at_ns <= now_ns:
             _, run_id = heapq.heappop(self._later)
             self._line_up(self._held.pop(run_id))
 
     def next_ns(self) -> int | None:
-        """Return when the next of those lines up who are left alone now."""
+        """Return when the next held run enters a line."""
         while self._later:
             at_ns, run_id = self._later[0]
             wanted = self._held.get(run_id)
@@ -183,7 +184,7 @@ class Queue:
         return None
 
     def oldest_ns(self) -> int | None:
-        """Return since when the one waits in a line that has waited longest."""
+        """Return the queue time of the oldest run in a line."""
         while self._ages:
             queued_ns, run_id = self._ages[0]
             entry = self._waiting.get(run_id)
@@ -193,11 +194,11 @@ class Queue:
         return None
 
     def lines(self) -> Iterator[QueueLine]:
-        """Return every line; none is empty."""
+        """Return all lines; none is empty."""
         return iter(self._lines.values())
 
     def ask(self, wanted: QueuedRun) -> TimedShape:
-        """Return what a run asks for: one value for all that ask for the same."""
+        """Return the timed shape of a run; runs with equal requests share one value."""
         shape_key = Shape.key(wanted)
         shape = self._shapes.get(shape_key)
         if shape is None:

@@ -1,21 +1,21 @@
-"""Preemption: the runs that leave so that another one finds room, and the right to be on a node.
+"""Preemption: selects the runs that leave for another run, and defines the right to use a node.
 
-    a run is blocked ─▶ where could it be (sites) ─▶ who there may be asked ─▶ the cheapest set that makes room
-                                                     │
-      by right      the own runs of a pool that lends, the owner of a node whose owner is first: at once
-      by class      CRITICAL > NORMAL > BEST_EFFORT: after a minimum time, and a few times in the life of a run
+    a run is blocked ─▶ possible nodes (sites) ─▶ runs there that may be preempted ─▶ the cheapest sufficient set
+                                                  │
+      by right      the own runs of a lending pool, the owner of a node whose owner is first: at once
+      by class      CRITICAL > NORMAL > BEST_EFFORT: after a minimum time, and a few times for each run
 
-Only runs that can go on later leave (`preemptible`). What is lost is device-seconds since the start; the set with the
-least is taken, by right before by class and of the lowest class that will do, and no run in it that could stay. So the
-youngest leave first.
+Only runs that can resume later leave (`preemptible`). The loss is counted in device-seconds since the start, and the
+set with the least loss leaves. Preemption by right comes before preemption by class, and the lowest sufficient class
+comes first. No run leaves that could stay. The youngest runs therefore leave first.
 
-What makes loops impossible: on each node there is one order, standing there and then class, and only who is above in it
-pushes out who is below; what becomes free is kept for whom it was made free; and a guest is let in only while no run
-waits that could push it out by right.
+Preemption cannot loop. On each node there is one order, by right and then by class, and only a higher run preempts a
+lower one. Released devices are kept for the run that needed them. A guest run starts only while no waiting run could
+preempt it by right.
 
-Failure cases: those who could make room are too young, then it is said when they are not. Devices that a run which
-cannot leave has borrowed come back by themselves: it was let in because the time limit that it declared is no longer
-than the pool's time; what it takes to start, and to be gone at the end, comes on top of that.
+Failure cases: the candidates may be too young; the plan then states when they are old enough. A run that cannot leave
+returns borrowed devices at its end. Such a run may only borrow if its declared time limit is at most the pool's
+`return_s`. The time to start and to leave comes on top of that.
 """
 
 from __future__ import annotations
@@ -39,40 +39,40 @@ from serverless_gpu.model.scheduling.values import (
 )
 
 NO_CLAIM = (True, True)
-"""The least right to a node that there is: a guest of its owner who borrows from its pool."""
+"""The weakest right to a node: a guest of its owner that borrows from its pool."""
 FULL_CLAIM = (False, False)
-_NOBODY = BEST_EFFORT + 1  # as the highest class that is asked: nobody by class
+_NOBODY = BEST_EFFORT + 1  # As the highest class to preempt: no run leaves by class.
 _NS = 1_000_000_000
 
 
 class PoolTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """The operator's decisions; a pool without an entry is an on-demand one."""
+    """The operator's settings; a pool without an entry is an on-demand pool."""
 
     policy: QueuePolicy
     pools: Mapping[str, Pool] = {}
 
 
 class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A node where a gang, or a part of one, could be."""
+    """A node on which a gang, or a part of one, could run."""
 
     node: Node
-    gpu_type: str  # of the devices that it would have there
-    need: int  # how many; of a gang that needs several nodes all that the node has to give
-    free: int  # those that it could have at once, and those of runs that are leaving already, promised to no other run
-    holders: tuple[RunningRun, ...] = ()  # who has devices there
+    gpu_type: str  # Type of the devices on this node.
+    need: int  # Needed devices; for a gang on several nodes, all devices that the node can give.
+    free: int  # Devices that are free, or whose runs are leaving, and that no other run has reserved.
+    holders: tuple[RunningRun, ...] = ()  # Runs that have devices on this node.
 
 
 class PreemptionPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps that make room for a blocked gang."""
+    """The preemptions that free devices for a blocked gang."""
 
-    preemptions: tuple[Preemption, ...] = ()  # runs to ask to leave; none when enough is coming already
-    # What is then to be kept for the gang until it starts; empty when nothing can be done now.
+    preemptions: tuple[Preemption, ...] = ()  # Runs that must leave; empty if enough devices will be free anyway.
+    # Devices to keep for the gang until it starts; empty if nothing is possible now.
     shares: tuple[DeviceShare, ...] = ()
-    wake_ns: int | None = None  # when to ask again, because a run will have run for long enough; None for never
+    wake_ns: int | None = None  # Time of the next attempt, when a run will be old enough; None for never.
 
 
 class _Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The steps that make room on a site."""
+    """The preemptions that free devices on one site."""
 
     site: Site
     victims: tuple[RunningRun, ...] = ()
@@ -83,7 +83,7 @@ class _Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def could_use(wanted: QueuedRun, node: Node, terms: PoolTerms) -> bool:
-    """Return whether a run may ever use a node, as far as pools have a say."""
+    """Return whether pools ever allow a run to use a node."""
     pool = terms.pools.get(node.pool)
     if pool is not None and pool.single_principal and wanted.second_principal:
         return False
@@ -92,13 +92,13 @@ def could_use(wanted: QueuedRun, node: Node, terms: PoolTerms) -> bool:
     if pool is None or not pool.reserved:
         return True
     in_time = wanted.preemptible and wanted.grace_s <= pool.return_s
-    # What its owner declares counts, without what may come on top: to start alone may take longer than most pools give.
+    # Only the declared limit counts, because the start alone may take longer than most pools allow.
     is_short = wanted.limit_s is not None and wanted.limit_s - wanted.beyond_s <= pool.return_s
     return pool.lends and wanted.priority >= BEST_EFFORT and (in_time or is_short)
 
 
 def is_open(wanted: QueuedRun, node: Node) -> bool:
-    """Return whether a node is ever open to a run, as far as its owner has a say."""
+    """Return whether the owner and the calendar of a node ever allow a run to use it."""
     if node.owner and node.owner == wanted.owner:
         return True
     can_leave = wanted.preemptible or not (node.owner and node.owner_first)
@@ -106,7 +106,7 @@ def is_open(wanted: QueuedRun, node: Node) -> bool:
 
 
 def may_use(wanted: QueuedRun, node: Node, terms: PoolTerms, now_ns: int) -> bool:
-    """Return whether a run may start on a node now, as far as pools, owners and calendars have a say."""
+    """Return whether pools, owners and calendars allow a run to start on a node now."""
     if not could_use(wanted, node, terms):
         return False
     if node.owner and wanted.owner == node.owner:
@@ -120,9 +120,9 @@ def may_use(wanted: QueuedRun, node: Node, terms: PoolTerms, now_ns: int) -> boo
 
 
 def standing(wanted: QueuedRun, node: Node, terms: PoolTerms) -> tuple[bool, bool]:
-    """Return how far a run is from having a right to be on a node: the nearer run pushes out the farther one.
+    """Return a run's distance from a full right to a node; the nearer run preempts the farther one.
 
-    Returns whether it is a guest of the node's owner, and whether it borrows from the pool.
+    Returns whether the run is a guest of the node's owner, and whether it borrows from the pool.
     """
     pool = terms.pools.get(node.pool)
     return (
@@ -132,7 +132,7 @@ def standing(wanted: QueuedRun, node: Node, terms: PoolTerms) -> tuple[bool, boo
 
 
 def has_guests(node: Node, terms: PoolTerms) -> bool:
-    """Return whether runs may differ in how far they are from having a right to a node: see `standing`."""
+    """Return whether runs can differ in their right to a node; see `standing`."""
     pool = terms.pools.get(node.pool)
     return (bool(node.owner) and node.owner_first) or (pool is not None and pool.reserved)
 
@@ -153,7 +153,7 @@ def plan_preemption(wanted: QueuedRun, sites: Sequence[Site], terms: PoolTerms, 
 
 
 def may_ask(wanted: QueuedRun, running: RunningRun, node: Node, terms: PoolTerms) -> int | None:
-    """Return from when on a run may be asked to leave a node for another one, or None for never."""
+    """Return when a run may first preempt another run on a node, or None for never."""
     if has_guests(node, terms):
         mine, other = standing(wanted, node, terms), standing(running.wanted, node, terms)
         if mine < other:
@@ -164,7 +164,7 @@ def may_ask(wanted: QueuedRun, running: RunningRun, node: Node, terms: PoolTerms
 
 
 def _by_class(wanted: QueuedRun, running: RunningRun, policy: QueuePolicy) -> int | None:
-    """Return from when on a run may be asked to leave for another one of a higher class, or None for never."""
+    """Return when a run of a higher class may first preempt another run, or None for never."""
     held = running.wanted
     if held.priority <= wanted.priority or held.preemptions >= policy.preemptions_max:
         return None
@@ -177,27 +177,27 @@ def _can_leave(wanted: QueuedRun, running: RunningRun) -> bool:
 
 
 class _Search:
-    """Preemptible runs for one wanted run, looked up once for each site."""
+    """Preemptible runs for one waiting run, computed once for each site."""
 
     def __init__(self, wanted: QueuedRun, terms: PoolTerms, now_ns: int) -> None:
-        # `highest`: the highest class that is asked at the moment.
+        # `highest`: the highest class that the search may preempt at the moment.
         self.wanted, self.terms, self.now_ns, self.highest = wanted, terms, now_ns, _NOBODY
         self._count = wanted.gpus or 0
         self._known: dict[int, tuple[Site, list[tuple[int, _Candidate]]]] = {}
 
     def levels(self, sites: Sequence[Site]) -> list[int]:
-        """Return the classes to ask, the lowest class first; before them nobody by class, where that may do."""
+        """Return the classes to preempt, the lowest first; before them no class, if that may be enough."""
         classes = {level for site in sites for level, _ in self._askable(site)}
         if any(site.free >= site.need for site in sites) or sum(max(0, site.free) for site in sites) >= self._count:
             classes.add(_NOBODY)
         return sorted(classes, reverse=True)
 
     def candidates(self, site: Site) -> list[_Candidate]:
-        """Return those on a site that may be asked to leave now."""
+        """Return the runs on a site that the search may preempt now."""
         return [candidate for level, candidate in self._askable(site) if level >= self.highest]
 
     def _askable(self, site: Site) -> list[tuple[int, _Candidate]]:
-        """Return who may be asked on a site, with their class; those that leave by right count as below all classes."""
+        """Return the preemptible runs on a site with their class; preemption by right counts as the lowest class."""
         known = self._known.get(id(site))
         if known is not None:
             return known[1]
@@ -213,12 +213,12 @@ class _Search:
             count = _count(running, site)
             devices = count if len(running.shares) == 1 else sum(share.count for share in running.shares)
             found.append((level, ((now_ns - running.since_ns) * devices, count, running)))
-        self._known[id(site)] = (site, found)  # the site is kept, so that its identity stays its own
+        self._known[id(site)] = (site, found)  # Keeps a reference to the site, so that Python does not reuse its id.
         return found
 
 
 def _cheapest_sites(search: _Search, sites: Sequence[Site]) -> list[_Plan]:
-    """Return where room is made with the least loss."""
+    """Return the plans that free enough devices with the least loss."""
     wanted = search.wanted
     alone = [site for site in sites if not _is_part(wanted, site)]
     plans = [plan for site in alone if (plan := _clear(search, site)) is not None]
@@ -233,18 +233,18 @@ def _cheapest_sites(search: _Search, sites: Sequence[Site]) -> list[_Plan]:
 
 
 def _lost(plans: Sequence[_Plan], now_ns: int) -> int:
-    """Return the device-nanoseconds that are thrown away; who leaves several nodes counts once."""
+    """Return the lost device-nanoseconds; a run that leaves several nodes counts once."""
     leaving = {victim.wanted.run_id: victim for plan in plans for victim in plan.victims}
     return sum((now_ns - one.since_ns) * sum(share.count for share in one.shares) for one in leaving.values())
 
 
 class _MultiNodeSearch:
-    """Whole nodes and a part of another one, of one pool and type, that are together what a gang needs.
+    """Finds whole nodes and a part of another one, of one pool and type, that together hold a gang.
 
-    The nodes that lose the least for each device come first. A run that leaves one node leaves the others: these are
-    looked at again without them. All of it is found, or no run is asked.
+    The nodes with the least loss for each device come first. A run that leaves one node also leaves its other nodes, so
+    the search examines these nodes again without it. No run leaves unless the whole gang fits.
 
-    search: whose devices may be asked for. sites: nodes; what each needs is all that it has to give.
+    search: the preemptible runs. sites: nodes, each with all devices that it can give.
     """
 
     def __init__(self, search: _Search, sites: Sequence[Site]) -> None:
@@ -254,7 +254,7 @@ class _MultiNodeSearch:
         self._chosen: list[_Plan] = []
 
     def plans(self) -> list[_Plan]:
-        """Return how room is made on each of the nodes; none where that cannot be."""
+        """Return the plan for each of the nodes; empty if the gang does not fit."""
         heap: list[tuple[float, int, str, str]] = []
         known: dict[str, _Plan] = {}
         stale = set(self._rest)
@@ -285,7 +285,7 @@ class _MultiNodeSearch:
         return _clear(self._search, site)
 
     def _take(self, plan: _Plan) -> set[str]:
-        """Choose a node; return those where a run that leaves it was, too."""
+        """Choose a node; return the other nodes of the runs that leave it."""
         self._chosen.append(plan)
         self._left -= plan.site.need
         del self._rest[plan.site.node.id]
@@ -310,7 +310,7 @@ def _cost(plan: _Plan) -> tuple[int, int, int, str]:
 
 
 def _clear(search: _Search, site: Site) -> _Plan | None:
-    """Return the cheapest way to make room on a site, or None."""
+    """Return the cheapest plan that frees enough devices on a site, or None."""
     lacking = site.need - site.free
     if lacking <= 0:
         return _Plan(site=site)
@@ -321,14 +321,15 @@ def _clear(search: _Search, site: Site) -> _Plan | None:
 
 
 _Candidate = tuple[int, int, RunningRun]
-"""What is lost when a run leaves, how many devices that frees on the site, and the run."""
+"""The loss if a run leaves, the number of devices that it frees on the site, and the run."""
 
 
 def _cheapest(candidates: Sequence[_Candidate], lacking: int) -> list[_Candidate] | None:
-    """Return a set that frees what is lacking and loses little, at most twice of what would be the least.
+    """Return a set that frees the lacking devices with a low loss, at most twice the minimum.
 
-    Those that lose the least for each device come first. Whoever would complete the set at some point is one way to do
-    it, and is passed over for the next way: so one large run is taken instead of many small ones where that is cheaper.
+    Runs with the least loss for each device come first. Each run that completes the set gives one possible set. The
+    search then continues without that run. It therefore chooses one large run over many small ones if the large one has
+    a lower loss.
     """
     most = sum(count for _, count, _ in candidates)
     if most < lacking:
@@ -351,7 +352,7 @@ def _cheapest(candidates: Sequence[_Candidate], lacking: int) -> list[_Candidate
 
 
 def _needed(way: Sequence[_Candidate], lacking: int) -> list[_Candidate]:
-    """Return a set without those who could stay."""
+    """Return a set without the runs that could stay."""
     spare = sum(count for _, count, _ in way) - lacking
     kept: list[_Candidate] = []
     for candidate in sorted(way, key=lambda found: (-found[0], found[2].wanted.run_id)):
@@ -367,7 +368,7 @@ def _weight(way: Sequence[_Candidate]) -> tuple[int, int]:
 
 
 def _count(running: RunningRun, site: Site) -> int:
-    if len(running.shares) == 1:  # it is there
+    if len(running.shares) == 1:  # The only share of the run is on this site.
         return running.shares[0].count
     return sum(
         share.count for share in running.shares if share.node_id == site.node.id and share.gpu_type == site.gpu_type
@@ -375,7 +376,7 @@ def _count(running: RunningRun, site: Site) -> int:
 
 
 def _ripe_at(wanted: QueuedRun, site: Site, terms: PoolTerms) -> int | None:
-    """Return from when on those on a site who may be asked make room together, or None when they never do."""
+    """Return when the preemptible runs on a site together free enough devices, or None for never."""
     lacking = site.need - site.free
     ripening = [
         (ripe_ns, _count(running, site))
@@ -406,10 +407,16 @@ def _preemption_plan(wanted: QueuedRun, plans: Sequence[_Plan], terms: PoolTerms
 
 
 def _reason_text(wanted: QueuedRun, held: QueuedRun, node: Node, terms: PoolTerms) -> str:
-    """Return why a run has to leave, as its owner reads it."""
+    """Return why a run has to leave, for its owner."""
     is_visitor, borrows = standing(held, node, terms)
     if is_visitor and wanted.owner == node.owner:
-        return f"{node.name} is {node.owner}'s, whose {wanted.title} comes first there; it goes on when there is room"
+        return (
+            f"{node.name} belongs to {node.owner}, whose {wanted.title} comes first there; this run resumes "
+            "when devices are free"
+        )
     if borrows and wanted.pool == node.pool:
-        return f"pool {node.pool!r} had lent the devices, and its own {wanted.title} wants them; it goes on elsewhere"
-    return f"makes room for {wanted.title}, which is {CLASSES[wanted.priority]}; it goes on when there is room"
+        return (
+            f"pool {node.pool!r} lent the devices, and its own {wanted.title} needs them; this run resumes on "
+            "other devices"
+        )
+    return f"preempted for {wanted.title}, which is {CLASSES[wanted.priority]}; this run resumes when devices are free"

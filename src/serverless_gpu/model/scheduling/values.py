@@ -1,7 +1,7 @@
-"""Values of the scheduler, in and out; and `Shape`, which runs that want the same share.
+"""Inputs and outputs of the scheduler, and `Shape`, which runs with equal requests share.
 
-All times are nanoseconds of one clock that only goes forward. On the server, it is the wall clock as
-`server/core/loops.py` believes it; a replayed trace begins at 0.
+All times are nanoseconds of one clock that never goes back. On the server it is the jump-tolerant wall clock of
+`server/core/loops.py`. A replayed trace begins at 0.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from serverless_gpu.model.hardware import GpuType
 from serverless_gpu.model.spec import Priority
 
 CLASSES = tuple(Priority)
-"""Priority classes, the first to be served first; a run has the place of its own among them."""
+"""Priority classes in the order of service. The class of a run is its position in this tuple."""
 CRITICAL, NORMAL, BEST_EFFORT = range(3)
-"""Priority classes as numbers: their places in `CLASSES`."""
+"""Priority classes as numbers: their positions in `CLASSES`."""
 
 
 # --- what goes in -----------------------------------------------------------------------------------------------------
@@ -28,110 +28,112 @@ CRITICAL, NORMAL, BEST_EFFORT = range(3)
 class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The operator's settings of the queue."""
 
-    half_life_s: float = 7 * 86_400.0  # after so long, use counts half
-    # Seconds of its devices that a run is charged in advance while it has them: of two who ask for a thousand runs at
-    # once, each gets its turn. Given back when the run ends: what it really used is charged.
+    half_life_s: float = 7 * 86_400.0  # Seconds after which past use counts half.
+    # Seconds of its devices that a run is charged in advance. Two users who submit a thousand runs each at once then
+    # take turns. The scheduler refunds the advance at the end of the run.
     entry_penalty_s: float = 60.0
-    team_weights: Mapping[str, float] = {}  # shares of teams, by name; one that is not named has 1
-    user_weights: Mapping[str, float] = {}  # shares of users within their team, by name; one that is not named has 1
-    reservations: int = 32  # so many blocked gangs of the queue have devices reserved ahead
-    # Part of a gang's devices that has to be free for the rest to be waited for when the wait is unknown.
+    team_weights: Mapping[str, float] = {}  # Shares of teams by name; the default is 1.
+    user_weights: Mapping[str, float] = {}  # Shares of users within their team by name; the default is 1.
+    reservations: int = 32  # Maximum number of blocked gangs with reservations.
+    # Part of a gang's devices that must be free before the scheduler holds them for a wait of unknown length.
     nearly: float = 0.9
-    # A blocked gang whose team, or user within their team, is behind another that waits, by so many seconds of the
-    # gang's devices, has them kept as they get free: small runs of others do not starve it.
+    # The scheduler holds devices for a blocked gang as they become free if its team or user is behind by this much. The
+    # unit is seconds of the gang's devices. Small runs of other users then do not starve the gang.
     patience_s: float = 3600.0
-    # A gang of a whole node for which devices would be kept by `patience_s` waits for so long before they are; until
-    # then its node is reserved by a guess.
+    # Waiting time of a whole-node gang before the scheduler holds devices by `patience_s`. Until then the scheduler
+    # reserves its node by a guess.
     node_patience_s: float = 3 * 86_400.0
-    gang_lead: float = 10 / 3  # waiting counts so many times for a gang that takes a whole node or more
-    whole_node: int = 0  # how many devices make a whole node; 0 for those of the largest node that a gang could use
-    # A run that has waited for so long is next of all: who comes later starts only what is over, by what is known or
-    # guessed, before there is room for it. After twice as long devices are kept for it as they get free.
+    gang_lead: float = 10 / 3  # Factor on the waiting time of a gang that takes a whole node or more.
+    whole_node: int = 0  # Devices of a whole node; 0 for the size of the largest node that a gang could use.
+    # A run that has waited this long comes next. Later runs start only if they end, by estimate or guess, before it can
+    # start. After twice this time the scheduler holds devices for it as they become free.
     guard_s: float = 14 * 86_400.0
-    # An attempt has its devices for so long, counted from its placement, before a run of a higher class may preempt it.
-    # Who has a right to the devices (a pool that lends, a node's owner) does not wait.
+    # Time after its placement during which no run of a higher class may preempt an attempt. Runs with a right to the
+    # devices (of a lending pool, or of a node's owner) do not wait.
     preempt_after_s: float = 600.0
-    preemptions_max: int = 3  # a run is preempted no more often than that
+    preemptions_max: int = 3  # Maximum number of preemptions of one run.
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes under one policy."""
+    """A pool: nodes under one policy."""
 
     name: str
-    reserved: bool = False  # whether only runs that name it may use it
-    # Whether a reserved pool's idle devices are lent to runs of `BEST_EFFORT` that name no pool and can give them back:
-    # they may be preempted, or declared a time limit that is no longer than that.
+    reserved: bool = False  # True if only runs that name the pool may use it.
+    # True if a reserved pool lends idle devices to runs of `BEST_EFFORT` that name no pool. A borrower must be
+    # preemptible, or its declared time limit must be at most `return_s`.
     lends: bool = False
-    # Seconds within which who can be preempted has left when the pool's own runs want the devices.
+    # Seconds within which a preempted borrower has left when the pool's own runs want the devices.
     return_s: float = 300.0
-    # Whether its nodes run the code of one principal only, since they cannot keep several apart.
+    # True if the nodes run the code of one principal only, because they cannot isolate several.
     single_principal: bool = False
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """A node as it can be used now."""
+    """A node in its current state."""
 
     id: str
     name: str
     pool: str = ""
     machine: str = ""
     platform: str = ""
-    pythons: tuple[str, ...] = ()  # versions of Python that it has; none when that is not known
+    pythons: tuple[str, ...] = ()  # Available versions of Python; empty if unknown.
     total: Mapping[str, int]
-    outside: Mapping[str, int] = {}  # those of `total` that others than this server use, or that are in quarantine
-    left_out: str = ""  # which of those people have left out, and why, in words; "" for none
-    own: tuple[GpuType, ...] = ()  # GPU types that the node declares itself
-    away: str = ""  # why it cannot be used now, in words that follow its name, or ""
-    owner: str = ""  # "" for none: their runs come first here, those of others have to be able to leave
-    shared: bool = True  # whether others than its owner may use it now
-    # When `shared` is the other way round by its calendar; None for never. Others start here only what ends before
-    # that, or can be preempted.
+    outside: Mapping[str, int] = {}  # Devices of `total` that are in quarantine, or in use outside of this server.
+    left_out: str = ""  # Text about the devices that people have left out, and why; "" for none.
+    own: tuple[GpuType, ...] = ()  # GPU types that the node declares itself.
+    away: str = ""  # Reason why the node is unavailable now, as text that follows its name, or "".
+    owner: str = ""  # Owner, or "". The owner's runs come first here; runs of other users must be able to leave.
+    shared: bool = True  # True if other users than the owner may use the node now.
+    # Time at which the calendar next changes `shared`; None for never. Runs of other users start here only if they end
+    # before this time, or can be preempted.
     turns_ns: int | None = None
-    # Whether a waiting run of the owner's pushes out those of others, also while it is shared.
+    # True if a waiting run of the owner preempts runs of other users, even while the node is shared.
     owner_first: bool = False
-    crews: bool = True  # whether it can have a part of a gang on several nodes
+    crews: bool = True  # True if the node can run a part of a gang on several nodes.
 
 
 class QueuedRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A run that waits."""
 
     run_id: str
-    title: str  # shown to others: `"alice/bert-ft"`
-    owner: str = ""  # the principal that pays for it in the fair share; `team` the same, "" for none
+    title: str  # Shown to other users: `"alice/bert-ft"`.
+    owner: str = ""  # Principal that pays for the run in the fair share; `team` pays too, "" for none.
     team: str = ""
-    priority: int = NORMAL  # `CRITICAL`, `NORMAL` or `BEST_EFFORT`
-    queued_ns: int  # since when it waits
-    gpus: int | None = None  # how many devices; None for all of a node's
-    gpu_type: str | None = None  # canonical name, or None for the only GPU type there is
-    # Whether it may have devices of several nodes, if none that it may ever use has as many: as many whole nodes as it
-    # takes, and one part, of one type in one pool.
+    priority: int = NORMAL  # `CRITICAL`, `NORMAL` or `BEST_EFFORT`.
+    queued_ns: int  # Time at which the run entered the queue.
+    gpus: int | None = None  # Number of devices; None for all devices of a node.
+    gpu_type: str | None = None  # Canonical name, or None for the only GPU type.
+    # True if the run may use several nodes when no single node could ever hold it. It then gets whole nodes and one
+    # part, of one type in one pool.
     several_nodes: bool = False
-    alone: str = ""  # what would let it have several, as its owner would write it, or "": `"without same_node=True"`
-    pool: str = ""  # "" for any on-demand pool
-    machine: str = ""  # the only machine that will do, or ""
-    platform: str = ""  # the only platform that will do, or ""
-    python: str = ""  # the version of Python that it needs, as `"3.11"`, or ""
-    caller: str = ""  # the machine that has this version in any case, or ""
-    avoid: frozenset[str] = frozenset()  # identifiers of nodes that failed to start it; used when no other is free
-    # Pairs of nodes that did not reach each other in an attempt of it: not both, where it can be otherwise.
+    # Option that would allow several nodes, as the owner would write it, or "": `"without same_node=True"`.
+    alone: str = ""
+    pool: str = ""  # Requested pool; "" for any on-demand pool.
+    machine: str = ""  # The only suitable machine, or "".
+    platform: str = ""  # The only suitable platform, or "".
+    python: str = ""  # Required version of Python, such as `"3.11"`, or "".
+    caller: str = ""  # Machine that certainly has this version, or "".
+    # Identifiers of nodes that failed to start the run; used only if no other node is free.
+    avoid: frozenset[str] = frozenset()
+    # Pairs of nodes that could not connect in an earlier attempt; not used together if possible.
     apart: frozenset[tuple[str, str]] = frozenset()
-    not_before_ns: int = 0  # it is left alone until then; 0 for at once
-    held: str = ""  # the reason until then
-    limit_s: float | None = None  # the longest that it has devices once it has them, as declared; None for no limit
-    # How long that is likely to be, as learned from earlier runs; None where nothing is known.
+    not_before_ns: int = 0  # The scheduler ignores the run until this time; 0 for no delay.
+    held: str = ""  # Reason for the delay.
+    limit_s: float | None = None  # Maximum time with devices, as declared; None without a limit.
+    # Likely time with devices, learned from earlier runs; None if unknown.
     expected_s: float | None = None
-    preemptible: bool = False  # whether it may be stopped to make room and goes on later: it asked for `resume`
-    preemptions: int = 0  # how often that was done to it
-    grace_s: float = 30.0  # how long it may take to leave once it is asked to
-    beyond_s: float = 0.0  # what `limit_s` has, or would have, beyond what its owner declares: to start, and to leave
-    # Whether its owner is another principal than the one that a `single_principal` pool serves.
+    preemptible: bool = False  # True if the run may be preempted and resumes later, because it asked for `resume`.
+    preemptions: int = 0  # Number of preemptions so far.
+    grace_s: float = 30.0  # Seconds that the run may take to leave.
+    beyond_s: float = 0.0  # Part of `limit_s` beyond the owner's declared limit: the time to start and to leave.
+    # True if the owner is another principal than the one that a `single_principal` pool serves.
     second_principal: bool = False
-    # Whether `limit_s` is what its server or usage policy sets, and its owner declared none that is shorter.
+    # True if the server or a usage policy sets `limit_s`, and the owner declared no shorter limit.
     capped: bool = False
 
 
 class DeviceShare(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Devices of one type on one node that a gang has, or is to have."""
+    """Devices of one type on one node that a gang has, or will get."""
 
     node_id: str
     gpu_type: str
@@ -141,21 +143,21 @@ class DeviceShare(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class RunningRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that has devices."""
 
-    wanted: QueuedRun  # what it asked for; it waits with that again when it is given back
+    wanted: QueuedRun  # The run's request, with which it waits again after a requeue.
     shares: tuple[DeviceShare, ...]
     since_ns: int
-    is_leaving: bool = False  # whether it was asked to stop already
-    leaving_ns: int | None = None  # when it was; None where that is not known
+    is_leaving: bool = False  # True if the scheduler has asked the run to stop.
+    leaving_ns: int | None = None  # Time of that request; None if unknown.
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices that are kept for a run that is blocked."""
+    """Devices that the scheduler keeps for a blocked run."""
 
     run_id: str
-    shares: tuple[DeviceShare, ...]  # which, as far as it is known
-    at_ns: int | None  # when they are free; None where unknown
-    is_bound: bool  # the latest time: all who have them declared how long they run at most
-    # When they are likely free, where earlier runs of those names say so and it is before `at_ns`.
+    shares: tuple[DeviceShare, ...]  # Reserved devices, as far as known.
+    at_ns: int | None  # Time at which the devices are free; None if unknown.
+    is_bound: bool  # True if `at_ns` is the latest time, because all runs on the devices have declared time limits.
+    # Likely time, if earlier runs of the same names indicate one before `at_ns`.
     likely_ns: int | None = None
 
 
@@ -163,51 +165,54 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """A run waits, or wants something else than before; one that was placed and could not start waits again."""
+    """A run waits, or its request has changed.
+
+    A placed run that could not start waits again.
+    """
 
     wanted: QueuedRun
 
 
 class DevicesTaken(msgspec.Struct, frozen=True):
-    """A run has devices: what is found at the start, or was placed by another planner, or is leaving now."""
+    """A run has devices: found at the start, placed by another planner, or now leaving."""
 
     running: RunningRun
 
 
 class Gone(msgspec.Struct, frozen=True):
-    """A run waits no more, or has given its devices back."""
+    """A run no longer waits, or has released its devices."""
 
     run_id: str
 
 
 class NodeSeen(msgspec.Struct, frozen=True):
-    """A node is there, as it is now."""
+    """A node is present, in its current state."""
 
     node: Node
 
 
 class NodeGone(msgspec.Struct, frozen=True):
-    """A node is not there any more; what runs there keeps its devices until it is gone, too."""
+    """A node is absent; its runs keep their devices until they are gone too."""
 
     node_id: str
 
 
 class PoolSeen(msgspec.Struct, frozen=True):
-    """A pool is there, as it is now; an unknown pool is an on-demand one."""
+    """A pool is present, in its current state; an unknown pool is an on-demand pool."""
 
     pool: Pool
 
 
 class QueuePolicySet(msgspec.Struct, frozen=True):
-    """The operator decided otherwise."""
+    """The operator has changed the queue policy."""
 
     policy: QueuePolicy
 
 
 class Used(msgspec.Struct, frozen=True):
-    """Use of those that have ended, decayed until `at_ns`: GPU-seconds by team and by team and user.
+    """Use of ended runs, decayed until `at_ns`: GPU-seconds by team, and by team and user.
 
-    What runs at that time is not in it: it counts from when it got its devices (`Running.since_ns`).
+    Running runs are not included. They count from the time at which they got their devices (`RunningRun.since_ns`).
     """
 
     at_ns: int
@@ -218,12 +223,12 @@ class Used(msgspec.Struct, frozen=True):
 class TeamUse(msgspec.Struct, frozen=True, kw_only=True):
     """The decayed use of a team."""
 
-    used_gpu_s: float  # GPU-seconds that its runs had devices, those that go on among them
-    counted_gpu_s: float  # what decides whose turn it is: the same, and the advance of each run that has devices now
+    used_gpu_s: float  # GPU-seconds of the team's runs, including running ones.
+    counted_gpu_s: float  # Decides the next turn: `used_gpu_s` plus the advance of each running run.
 
 
 class Promised(msgspec.Struct, frozen=True):
-    """A latest time that was told by another planner, before this one was made: it holds here, too."""
+    """A latest time that an earlier planner announced, and that this planner must keep."""
 
     reservation: Reservation
 
@@ -235,41 +240,41 @@ Change = Arrived | DevicesTaken | Gone | NodeSeen | NodeGone | PoolSeen | QueueP
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A run that is to start with these devices, now."""
+    """A run that must start now on these devices."""
 
     run_id: str
     shares: tuple[DeviceShare, ...]
 
 
 class Preemption(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that is to leave so that another one finds room: it is stopped in order and goes on later."""
+    """A run that must leave for another run: it stops in order and resumes later."""
 
     run_id: str
     for_run: str
-    sentence: str  # the message to its owner
+    sentence: str  # Message to the owner of the preempted run.
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Placements and preemptions to carry out now."""
 
-    # In the order of the queue; the scheduler counts them as started until it is told otherwise.
+    # In queue order. The scheduler counts these runs as started until a change says otherwise.
     placements: tuple[Placement, ...]
-    preemptions: tuple[Preemption, ...]  # who is to leave; the scheduler counts them as leaving
-    wake_ns: int | None  # when to decide again though nothing has changed; None for never
+    preemptions: tuple[Preemption, ...]  # The scheduler counts these runs as leaving.
+    wake_ns: int | None  # Time of the next decision if nothing changes; None for never.
 
 
 class WaitReason(StrEnum):
-    """The thing that a run waits for."""
+    """The reason for which a run waits."""
 
-    CAPACITY = "capacity"  # its devices are in use
-    RESERVED = "reserved"  # devices are free, and kept for others who are ahead
-    TURN = "turn"  # it was not looked at yet, or others are ahead of it in the queue
-    MAKING_ROOM = "making_room"  # others were asked to leave, for it
-    CALENDAR = "calendar"  # the node is its owner's now
-    AWAY = "away"  # nodes that would do are silent, drained or have a problem
-    HELD = "held"  # it may not start yet: it failed to start, its owner or the server starts nothing
-    ISOLATION = "isolation"  # the nodes that would do cannot keep its owner's code apart from that of others
-    UNSATISFIABLE = "unsatisfiable"  # nothing that has joined can ever serve it
+    CAPACITY = "capacity"  # The devices are in use.
+    RESERVED = "reserved"  # Devices are free, but kept for runs that are ahead.
+    TURN = "turn"  # The scheduler has not examined the run yet, or other runs are ahead in the queue.
+    MAKING_ROOM = "making_room"  # The scheduler has preempted other runs for this run.
+    CALENDAR = "calendar"  # Only the owner may use the node now.
+    AWAY = "away"  # Suitable nodes are silent, drained or have a problem.
+    HELD = "held"  # The run may not start yet: it failed to start, or its owner or the server starts no runs.
+    ISOLATION = "isolation"  # Suitable nodes cannot isolate the owner's code from the code of other principals.
+    UNSATISFIABLE = "unsatisfiable"  # No current node can ever serve the run.
 
 
 class DeviceHolder(msgspec.Struct, frozen=True, kw_only=True):
@@ -277,13 +282,13 @@ class DeviceHolder(msgspec.Struct, frozen=True, kw_only=True):
 
     title: str
     count: int
-    until_ns: int | None = None  # when they give them back; None where unknown
-    is_bound: bool = False  # whether that is the latest time, as declared
-    is_leaving: bool = False  # whether it was asked to stop
-    # When it is asked to make room, if it is still there; None for never, and where it is asked already.
+    until_ns: int | None = None  # Time of the release; None if unknown.
+    is_bound: bool = False  # True if `until_ns` is the latest time, as declared.
+    is_leaving: bool = False  # True if the scheduler has asked the run to stop.
+    # Time at which the run is preempted if it is still there; None for never, and after a preemption.
     asked_ns: int | None = None
-    node: str = ""  # where, of what is waited for on several nodes; else ""
-    # When they likely give them back, where earlier runs of that name say so and it is before `until_ns`.
+    node: str = ""  # Node of these devices, if the waiting run wants several nodes; else "".
+    # Likely time of the release, if earlier runs of that name indicate one before `until_ns`.
     likely_ns: int | None = None
 
 
@@ -291,63 +296,64 @@ class GangPart(msgspec.Struct, frozen=True, kw_only=True):
     """The devices that a gang on several nodes awaits on one of them."""
 
     node: str
-    count: int  # devices that it would have there
-    free: int  # those that are free there
+    count: int  # Devices of the gang on this node.
+    free: int  # Devices that are free on this node.
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """The reason for which a run waits. `model/scheduling/wait_messages.py` renders it."""
+    """The reason for which a run waits; `model/scheduling/wait_messages.py` renders it."""
 
     run_id: str
     reason: WaitReason
-    count: int = 0  # devices that it needs; 0 where that depends on the node
-    whole: bool = False  # whether it asks for all devices of a node, however many these are
-    gpu_type: str = ""  # their type; "" where that depends on the node
-    one_node: bool = True  # whether they have to be on one node
-    nodes: tuple[GangPart, ...] = ()  # those where it fits soonest, of a gang on several
-    node: str = ""  # name of the node where it fits soonest, or ""
-    free: int = 0  # devices of its kind that are free there
-    outside: int = 0  # those that others than this server use there, or that are in quarantine
-    holders: tuple[DeviceHolder, ...] = ()  # who has the others, those who leave first first
-    ahead: str = ""  # title of the run for which what is free is kept, or ""
-    kept_ns: int | None = None  # from when on that run has it, where what ends before may start; None for now
-    spare_s: float = 0.0  # a run that declares no more than that would start now, in what is kept; 0 for none
-    # Its place among those that want the same kind of devices; 1 is the next, 0 is none: it is not in line.
+    count: int = 0  # Needed devices; 0 if the number depends on the node.
+    whole: bool = False  # True if the run requests all devices of a node.
+    gpu_type: str = ""  # Type of the devices; "" if it depends on the node.
+    one_node: bool = True  # True if the devices must be on one node.
+    nodes: tuple[GangPart, ...] = ()  # Nodes on which a gang on several nodes fits soonest.
+    node: str = ""  # Name of the node on which the run fits soonest, or "".
+    free: int = 0  # Free devices of the requested kind on that node.
+    outside: int = 0  # Devices of that node in quarantine, or in use outside of this server.
+    holders: tuple[DeviceHolder, ...] = ()  # Runs with the other devices, the earliest release first.
+    ahead: str = ""  # Title of the run for which the free devices are kept, or "".
+    # Time from which that run needs the devices; other runs may use them before. None for now.
+    kept_ns: int | None = None
+    spare_s: float = 0.0  # Longest time limit with which the run could start now on the kept devices; 0 for none.
+    # Position among the runs that want the same kind of devices, from 1; 0 for a run without a position.
     place: int = 0
-    # When it starts, where it has a reservation or everything is known; `is_bound`: at the latest.
+    # Start of the run, if it has a reservation or all times are known; `is_bound`: at the latest.
     at_ns: int | None = None
     is_bound: bool = False
-    owner: str = ""  # whose `node` it is, where a calendar is the reason
-    # When that node changes hands by its calendar: it is shared from then on where nothing counts as free now, and its
-    # owner's from then on where something does.
+    owner: str = ""  # Owner of `node`, if a calendar is the reason.
+    # Time of the calendar's next change. If no devices count as free now, the node is shared from then on. Otherwise
+    # only its owner may use it from then on.
     turns_ns: int | None = None
-    words: str = ""  # added to the sentence, or in place of it
-    # When it likely starts, where earlier runs of those names say so and it is before `at_ns`.
+    words: str = ""  # Text that follows the message, or replaces it.
+    # Likely start, if earlier runs of those names indicate one before `at_ns`.
     likely_ns: int | None = None
-    ends_ns: int | None = None  # when it ends without a start if nothing that could serve it joins; None for never
+    ends_ns: int | None = None  # Time at which the run ends without a start if no suitable node joins; None for never.
 
 
 class StartEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """The start of a run if it were submitted now."""
+    """The estimated start of a run, if a client submitted it now."""
 
-    at_ns: int | None  # the expected time; None where it is unknown
-    is_bound: bool = False  # whether that is the latest time
-    node: str = ""  # where, by name, or ""
-    nodes: tuple[str, ...] = ()  # where, by name, of a gang on several nodes
-    basis: str  # what that rests on, or why it is unknown, in words
-    place: int = 0  # how many runs are ahead of it for the same kind of devices, plus one; 0 when it starts at once
-    impossible: bool = False  # whether nothing that has joined can ever serve it
-    wait: Wait | None = None  # what it would wait for, part by part; None where it would not, or is never looked at
+    at_ns: int | None  # Expected time; None if unknown.
+    is_bound: bool = False  # True if `at_ns` is the latest time.
+    node: str = ""  # Name of the node, or "".
+    nodes: tuple[str, ...] = ()  # Names of the nodes, for a gang on several nodes.
+    basis: str  # Text that explains the estimate, or why the time is unknown.
+    place: int = 0  # Number of runs ahead for the same kind of devices, plus one; 0 if the run starts at once.
+    impossible: bool = False  # True if no current node can ever serve the run.
+    wait: Wait | None = None  # The wait by its parts; None for a run that would not wait, or that no node can serve.
 
 
 _LEARNED, _DECLARED = 1.5, 1.1
 _MINUTES_MAX = 60
-"""Runs share a line whose durations differ by less: a line has the exact ones of its head."""
+"""Runs with similar durations share a line, which uses the exact durations of its first run."""
 _WALLS_MAX = 128
 
 
 class Shape:
-    """A request apart from its duration and its owner."""
+    """A request without its duration and its owner."""
 
     __slots__ = (
         "__weakref__",
@@ -369,31 +375,31 @@ class Shape:
     )
 
     def __init__(self, wanted: QueuedRun, number: int = -1) -> None:
-        self.number = number  # its own; the capacity remembers by it what is in reach
+        self.number = number  # Unique number; the capacity stores the reach of the shape by it.
         self.gpus, self.gpu_type, self.several = wanted.gpus, wanted.gpu_type, wanted.several_nodes
         self.pool, self.machine, self.platform = wanted.pool, wanted.machine, wanted.platform
         self.python, self.caller = wanted.python, wanted.caller if wanted.python else ""
         self.second_principal = wanted.second_principal
-        # `unreserved`: number of the last pass in which it was found that nothing more is reserved for it.
-        # `blocked`: number of the last pass in which it was found that nothing more of it fits, for any user.
+        # `unreserved`: number of the last pass in which no more devices could be reserved for this shape.
+        # `blocked`: number of the last pass in which no more runs of this shape fitted, for any user.
         self.blocked = self.unreserved = self.walls_of = self.tries = 0
-        # What was found not to fit in the pass `walls_of`: how long it would likely take, and at most; of two of which
-        # one takes longer by both only the other is there, so one rises while the other falls.
+        # Durations that did not fit in the pass `walls_of`, likely and at most. A pair that is longer in both values
+        # than another one is left out, so that one value rises while the second falls.
         self.walls: list[tuple[float, float]] = []
 
     def needs(self, node: Node, gpu_type: str) -> int:
-        """Return how many devices of a type it would take of a node: those it asks for, or all."""
+        """Return how many devices of a type the shape needs on a node: the requested number, or all."""
         return node.total.get(gpu_type, 0) if self.gpus is None else self.gpus
 
     def is_walled(self, number: int, spans: tuple[float, float]) -> bool:
-        """Return whether something that takes no longer was found not to fit in a pass."""
+        """Return whether an equal or shorter duration did not fit in a pass."""
         if self.walls_of != number:
             return False
         at = bisect_right(self.walls, (spans[0], math.inf))
         return at > 0 and self.walls[at - 1][1] <= spans[1]
 
     def wall(self, number: int, spans: tuple[float, float]) -> None:
-        """Note that something does not fit in a pass; when there are very many such, nothing more of the shape does."""
+        """Record that a duration does not fit in a pass; after many records the whole shape is blocked."""
         if self.walls_of != number:
             self.walls_of, self.tries = number, 0
             self.walls.clear()
@@ -408,41 +414,42 @@ class Shape:
 
     @staticmethod
     def key(wanted: QueuedRun) -> tuple[object, ...]:
-        """Return what two runs of one shape have in common."""
+        """Return the key that all runs of one shape share."""
         where = (wanted.pool, wanted.machine, wanted.platform, wanted.python, wanted.caller if wanted.python else "")
         return (wanted.gpus, wanted.gpu_type, wanted.several_nodes, where, wanted.second_principal)
 
 
 class TimedShape:
-    """A shape, and how long it is wanted: all that decides where a run may start, but for its owner."""
+    """A shape with its duration, which together with the owner decides where a run may start."""
 
     __slots__ = ("__weakref__", "blocked", "expected_ns", "number", "shape")
 
     def __init__(self, wanted: QueuedRun, shape: Shape, number: int = -1) -> None:
         self.number, self.shape = number, shape
-        # How long its devices are needed, as learned; infinite where nothing is known.
+        # Likely time with devices, as learned; infinite if unknown.
         self.expected_ns = math.inf if wanted.expected_s is None else rounded(wanted.expected_s, _LEARNED) * 1e9
-        self.blocked = 0  # as that of its shape, for those who can be told apart by how long they run
+        self.blocked = 0  # Like `Shape.blocked`, but for this duration only.
 
     @staticmethod
     def key(wanted: QueuedRun, shape: Shape) -> tuple[object, ...]:
-        """Return what two runs of one ask have in common."""
+        """Return the key that all runs of one timed shape share."""
         expected_s = None if wanted.expected_s is None else rounded(wanted.expected_s, _LEARNED)
         limit_s = None if wanted.limit_s is None else rounded(wanted.limit_s, _DECLARED)
         is_lowest = wanted.priority == BEST_EFFORT
-        minutes = 0  # decides whether a run may borrow, told apart as finely as pools' times of return usually are
+        # Decides whether the run may borrow devices. Minutes are as fine as the usual return times of pools.
+        minutes = 0
         if is_lowest and not wanted.preemptible and wanted.limit_s is not None:
             minutes = min(_MINUTES_MAX, math.ceil((wanted.limit_s - wanted.beyond_s) / 60))
         return (shape.number, limit_s, expected_s, wanted.preemptible, wanted.grace_s, is_lowest, minutes)
 
     def spans(self, wanted: QueuedRun) -> tuple[float, float]:
-        """Return how long one of its runs needs devices: likely, and at most; infinite where unknown."""
+        """Return the likely and the maximum time that a run needs devices; infinite if unknown."""
         limit_ns = math.inf if wanted.limit_s is None else wanted.limit_s * 1e9
         return min(self.expected_ns, limit_ns), limit_ns
 
 
 def rounded(seconds: float, step: float) -> float:
-    """Return a duration rounded up to one of few, so that runs of about the same length share a line."""
+    """Return a duration rounded up to one of few values, so that similar runs share a line."""
     if seconds <= 1:
         return 1.0
     return float(step ** math.ceil(math.log(seconds, step) - 1e-9))

@@ -1,6 +1,7 @@
-"""Explanations of waits, start estimates and queue order: computed on demand from the last pass.
+"""Explanations of waits, start estimates and queue order, computed on demand from the last pass.
 
-Nothing here decides anything. An answer may cost as much as the queue is long; it is asked for one run at a time.
+This module decides nothing. The time for an answer may grow with the length of the queue, so callers ask about one run
+at a time.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from serverless_gpu.model.scheduling.wait_messages import first_few
 from serverless_gpu.units import format_duration_ms
 
 AHEAD_MAX = 64
-"""So many runs ahead of one are followed when it is estimated when it starts."""
+"""Maximum number of runs ahead that an estimate follows."""
 _SOON_NS = 60e9
 HOLDERS_MAX = 32
-"""So many who have devices are named in a wait."""
+"""Maximum number of device holders that a wait lists."""
 Rank = tuple[int, bool, float, float, float, int, str]
-"""The place of a run in the order of the queue as a value to sort by: the smallest is next."""
+"""Sort key for the position of a run in the queue: the smallest key is next."""
 
 
 def why(state: PlannerState, run_id: str, now_ns: int) -> Wait | None:
-    """Return why a run waits; None for one that does not wait."""
+    """Return why a run waits; None for a run that does not wait."""
     found = state.queue.where(run_id)
     if found is None:
         return None
@@ -63,9 +64,9 @@ def why(state: PlannerState, run_id: str, now_ns: int) -> Wait | None:
 
 
 def queue(state: PlannerState, now_ns: int, limit: int) -> tuple[str, ...]:
-    """Return who waits, in the order in which they are served.
+    """Return the waiting runs in the order of service.
 
-    Those that no device will ever do for come after all others, and last those that are left alone until later.
+    Runs that no devices can ever serve come after all others, and held runs come last.
     """
     order = _Order(state, now_ns)
     lines = list(state.queue.lines())
@@ -85,7 +86,7 @@ def queue(state: PlannerState, now_ns: int, limit: int) -> tuple[str, ...]:
 
 
 def estimate(state: PlannerState, wanted: QueuedRun, now_ns: int) -> StartEstimate:
-    """Return when a run would start if it came now."""
+    """Return when a run would start if a client submitted it now."""
     ask = state.queue.ask(wanted)
     never = never_served(state, wanted, ask)
     if never:
@@ -97,19 +98,19 @@ def estimate(state: PlannerState, wanted: QueuedRun, now_ns: int) -> StartEstima
     shares = gang_placement.place(state.capacity, wanted, ask, now_ns)
     if shares is not None:
         return StartEstimate(
-            at_ns=now_ns, node=_node(state, shares), nodes=_nodes(state, shares), basis="enough is free"
+            at_ns=now_ns, node=_node(state, shares), nodes=_nodes(state, shares), basis="enough devices are free"
         )
     lines = _ahead(state, wanted, ask, now_ns)
     place = 1 + sum(count for _, count in lines)
     if place > AHEAD_MAX:
-        return StartEstimate(at_ns=None, basis="too many are ahead of it", place=place)
+        return StartEstimate(at_ns=None, basis="too many runs are ahead", place=place)
     ahead = [(other, line) for line, count in lines for *_, other in line.rows[:count]]
     order = _Order(state, now_ns)
     ahead.sort(key=lambda entry: order.of(entry[0], entry[1].ask))
     forecast = state.capacity.forecast()
     for number, (other, line) in enumerate(ahead):
         if ReservationSearch(forecast, other, line.ask, now_ns).promise() is None:
-            before = f"nobody can say when {other.title} starts, which is ahead"
+            before = f"the start of {other.title}, which is ahead, is unknown"
             basis = f"{before}: {_unknown(state, other, line.ask, ahead[:number])}"
             return StartEstimate(
                 at_ns=None, basis=basis, place=place, wait=_Explained(state, wanted, ask, now_ns).wait(place)
@@ -130,17 +131,18 @@ def estimate(state: PlannerState, wanted: QueuedRun, now_ns: int) -> StartEstima
         at_ns=found.at_ns if found.likely_ns is None else found.likely_ns,
         node=_node(state, found.shares),
         nodes=_nodes(state, found.shares),
-        basis=f"by the {known} ends of those who have the devices" + (f" and of {place - 1} ahead" if ahead else ""),
+        basis=f"by the {known} ends of the runs that have the devices"
+        + (f" and of {place - 1} ahead" if ahead else ""),
         place=place,
         wait=_Explained(state, wanted, ask, now_ns).wait(place),
     )
 
 
 def _unknown(state: PlannerState, wanted: QueuedRun, ask: TimedShape, ahead: list[tuple[QueuedRun, QueueLine]]) -> str:
-    """Return why it is unknown when devices get free."""
+    """Return why it is unknown when devices become free."""
     if next(iter(gang_placement.usable(state.capacity, wanted, ask, state.now_ns)), None) is None:
         closed = _Explained(state, wanted, ask, state.now_ns).wait(0)
-        return closed.words or "no node that would do may be used now"
+        return closed.words or "the run may not use any suitable node now"
     open_ended = [
         held.running.wanted.title
         for where, types, _ in state.capacity.reach(ask.shape).places()
@@ -151,9 +153,9 @@ def _unknown(state: PlannerState, wanted: QueuedRun, ask: TimedShape, ahead: lis
     open_ended += [other.title for other, line in ahead if math.isinf(line.ask.spans(other)[0]) or _says_no_end(other)]
     if not open_ended:
         one = "several nodes" if is_several(state.capacity, wanted, ask) else "one node"
-        return f"nobody can say when enough of {one} is free"
+        return f"it is unknown when enough devices of {one} become free"
     named = ", ".join(first_few(sorted(set(open_ended))))
-    return f"no timeout was declared for {named}, and too few like them have ended to learn from"
+    return f"no timeout was declared for {named}, and too few similar runs have ended to learn from"
 
 
 def _says_no_end(wanted: QueuedRun) -> bool:
@@ -163,7 +165,7 @@ def _says_no_end(wanted: QueuedRun) -> bool:
 def _rests_on_caps(
     state: PlannerState, shares: Iterable[DeviceShare], ahead: Iterable[QueuedRun], at_ns: int, now_ns: int
 ) -> bool:
-    """Return whether a time is no earlier than the end of a run that only a cap of days would end."""
+    """Return whether a time is not before the end of a run that only a default limit of days ends."""
     if any(_says_no_end(other) and now_ns + (other.limit_s or 0.0) * 1e9 <= at_ns for other in ahead):
         return True
     return any(
@@ -175,7 +177,7 @@ def _rests_on_caps(
 
 
 def _is_far(state: PlannerState, kept: Reservation, now_ns: int) -> bool:
-    """Return whether the time of a reservation only says when a cap of days would end others."""
+    """Return whether the time of a reservation rests only on default limits of days."""
     books = [state.capacity.books.get((share.node_id, share.gpu_type)) for share in kept.shares]
     names = {run_id for book in books if book is not None for run_id, _ in book.names} - {kept.run_id}
     ahead = [other for other in map(state.queue.find, sorted(names)) if other is not None]
@@ -183,7 +185,7 @@ def _is_far(state: PlannerState, kept: Reservation, now_ns: int) -> bool:
 
 
 def reservations(state: PlannerState, now_ns: int) -> tuple[Reservation, ...]:
-    """Return the reservations; learned times, or none, replace a cap of days."""
+    """Return the reservations; learned times, or no times, replace times from default limits of days."""
     return tuple(
         msgspec.structs.replace(kept, at_ns=kept.likely_ns, is_bound=False)
         if kept.at_ns is not None and _is_far(state, kept, now_ns)
@@ -201,9 +203,10 @@ def _nodes(state: PlannerState, shares: tuple[DeviceShare, ...]) -> tuple[str, .
 
 
 class _Order:
-    """The order of the queue at one time: what is the same for all runs of a user is worked out once.
+    """The order of the queue at one time; values that all runs of a user share are computed once.
 
-    Of one line the oldest is next, so the rows of a line are in order, and who is ahead of somebody are its first ones.
+    The rows of a line are in queue order. The runs of a line that are ahead of another run are therefore its first
+    rows.
     """
 
     def __init__(self, state: PlannerState, now_ns: int) -> None:
@@ -212,14 +215,14 @@ class _Order:
         self._shares: dict[tuple[str, str], tuple[float, float]] = {}
 
     def rank(self, line: QueueLine, at: int) -> Rank:
-        """Return the place of one run of a line."""
+        """Return the position of one run of a line."""
         return self.of(line.rows[at][2], line.ask)
 
     def of(self, wanted: QueuedRun, ask: TimedShape) -> Rank:
-        """Return the place of a run: by class, the guard, its team, its user, then by how long it has waited."""
+        """Return the position of a run: by class, guard, team and user, then by waiting time."""
         state, queued_ns = self._state, wanted.queued_ns
         if queued_ns <= self._guarded_ns:
-            return (wanted.priority, False, 0.0, 0.0, 0.0, queued_ns, wanted.run_id)  # by age alone
+            return (wanted.priority, False, 0.0, 0.0, 0.0, queued_ns, wanted.run_id)  # By age alone.
         key = (team_of(wanted), wanted.owner)
         shares = self._shares.get(key)
         if shares is None:
@@ -228,7 +231,7 @@ class _Order:
         return (wanted.priority, True, *shares, score, queued_ns, wanted.run_id)
 
     def count(self, line: QueueLine, mine: Rank) -> int:
-        """Return how many of a line are ahead of a run."""
+        """Return how many runs of a line are ahead of a run."""
         if self.rank(line, 0) >= mine:
             return 0
         if self.rank(line, -1) < mine:
@@ -237,7 +240,7 @@ class _Order:
 
 
 def _ahead(state: PlannerState, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> list[tuple[QueueLine, int]]:
-    """Return who is served before a run and wants the same kind of devices: so many of the first of each line."""
+    """Return the runs ahead that want the same kind of devices, as a number of first runs of each line."""
     order = _Order(state, now_ns)
     mine = order.of(wanted, ask)
     capacity, kind = state.capacity, state.capacity.reach(ask.shape).kind
@@ -247,7 +250,7 @@ def _ahead(state: PlannerState, wanted: QueuedRun, ask: TimedShape, now_ns: int)
 
 
 class _Explained:
-    """The explanation of the wait of a run that could be served."""
+    """Explains the wait of a run that some node could serve."""
 
     def __init__(self, state: PlannerState, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> None:
         self._state, self._floor = state, state.capacity
@@ -256,7 +259,7 @@ class _Explained:
         self._reservation: Reservation | None = state.reservations.get(wanted.run_id)
 
     def wait(self, place: int) -> Wait:
-        """Return it, with the run's place in the queue."""
+        """Return the wait, with the run's position in the queue."""
         if self._is_several:
             return self._several(place)
         nearest = self._nearest()
@@ -283,7 +286,7 @@ class _Explained:
         )
 
     def _there(self, where: NodeDevices, gpu_type: str, reason: WaitReason, free: int) -> Wait:
-        """Return what is to be said of any wait for devices of a node."""
+        """Return the parts that every wait for devices of a node has."""
         shape = self._ask.shape
         return Wait(
             run_id=self._wanted.run_id,
@@ -297,7 +300,7 @@ class _Explained:
         )
 
     def _spare(self, chosen: Chosen) -> tuple[int | None, float]:
-        """Return from when on what is free is kept for others, and how long a run may declare that fits in before."""
+        """Return when kept devices are needed for other runs, and the longest time limit that ends before."""
         if any(where.free[name] < count for where, name, count in chosen):
             return None, 0.0
         books = [(self._floor.books.get((where.node.id, name)), count) for where, name, count in chosen]
@@ -314,7 +317,11 @@ class _Explained:
         return WaitReason.RESERVED if ahead else WaitReason.TURN if enough else WaitReason.CAPACITY
 
     def _nearest(self) -> tuple[NodeDevices, str] | None:
-        """Return where enough is free but kept, else what is promised to it, else where it lacks the fewest devices."""
+        """Return the node that explains the wait.
+
+        This is a node with enough kept devices, else the reserved node, else the node where the run lacks the fewest
+        devices.
+        """
         kept = min(self._kept(), key=lambda option: option[:2], default=None)
         if kept is not None and self._wanted.run_id not in self._state.clearing:
             return kept[2], kept[3]
@@ -335,7 +342,9 @@ class _Explained:
         return where, name
 
     def _kept(self) -> Iterator[tuple[str, str, NodeDevices, str]]:
-        """Yield nodes where enough is free for it: people see that, and ask why it does not start there."""
+        """Yield nodes with enough free devices that are kept for other runs; users ask why the run does not start
+        there.
+        """
         reach = self._floor.reach(self._ask.shape)
         for node_id, name in self._floor.books:
             where = self._floor.places[node_id]
@@ -346,7 +355,7 @@ class _Explained:
                 yield *where.entry[:2], where, name
 
     def _keeper(self, where: NodeDevices, gpu_type: str) -> str:
-        """Return the title of the first other run for which something of a node is kept."""
+        """Return the title of the first other run for which devices of a node are kept."""
         book = self._floor.books.get((where.node.id, gpu_type))
         others = (run_id for run_id, _ in book.names if run_id != self._wanted.run_id) if book is not None else ()
         for run_id in others:
@@ -356,7 +365,7 @@ class _Explained:
         return ""
 
     def _start(self, where: NodeDevices, gpu_type: str, count: int, place: int) -> tuple[int | None, bool, int | None]:
-        """Return when it starts, whether that is the latest, and when it likely does; None where unknown."""
+        """Return the start, whether it is the latest one, and the likely start; None if unknown."""
         if self._reservation is not None:
             return self._promised()
         if place != 1 or where.free[gpu_type] >= count:
@@ -365,12 +374,12 @@ class _Explained:
         share = DeviceShare(node_id=where.node.id, gpu_type=gpu_type, count=count)
         if math.isinf(likely) or _rests_on_caps(self._state, (share,), (), int(likely), self._now_ns):
             return None, False, None
-        return int(likely), False, None  # nothing is kept for it: it may be later
+        return int(likely), False, None  # The run has no reservation, so it may start later.
 
     def _promised(self) -> tuple[int | None, bool, int | None]:
-        """Return the time of its reservation, whether that is the latest, and the time by what was learned.
+        """Return the time of the reservation, whether it is the latest one, and the learned time.
 
-        One that has come and gone says nothing: a run is late, or the devices were lost.
+        A time in the past has no meaning: a run is late, or the devices were lost.
         """
         kept = self._reservation
         if kept is None or kept.at_ns is None or kept.at_ns <= self._now_ns:
@@ -383,9 +392,9 @@ class _Explained:
         return kept.at_ns, kept.is_bound, likely_ns
 
     def _holders(self, rows: list[tuple[NodeDevices, str]], *, lacking: int = 0) -> tuple[DeviceHolder, ...]:
-        """Return who has devices, those who leave first first.
+        """Return the runs that have devices, the earliest release first.
 
-        `lacking` is how many devices preemption has to free; 0 for none.
+        `lacking` is the number of devices that preemption must free; 0 for none.
         """
         found = []
         asked = self._asked(rows[0], lacking) if lacking and len(rows) == 1 else {}
@@ -415,7 +424,7 @@ class _Explained:
         return tuple(holder for _, holder in sorted(found, key=lambda entry: entry[0])[:HOLDERS_MAX])
 
     def _asked(self, row: tuple[NodeDevices, str], lacking: int) -> dict[str, int]:
-        """Return the runs that preemption will reach there, and when; none where all together are not enough."""
+        """Return the runs that preemption will reach on a node, and when; empty if they are not enough."""
         where, name = row
         asked: dict[str, int] = {}
         for held in sorted(where.runs.get(name, {}).values(), key=lambda held: held.running.since_ns):
@@ -426,7 +435,7 @@ class _Explained:
         return asked if lacking <= 0 else {}
 
     def _closed(self, place: int) -> Wait:
-        """Return what it is told when no node may be used now: its owner's time, or all are away."""
+        """Return the wait of a run that may use no node now: only owners may use them, or all are away."""
         wanted, count = self._wanted, self._ask.shape.gpus
         away, closed = [], []
         for where, types, _ in self._floor.reach(self._ask.shape).places():
@@ -469,19 +478,19 @@ class _Explained:
         )
 
     def _before_turn(self, where: NodeDevices, gpu_type: str) -> tuple[float, str]:
-        """Return how long a run may declare that is over before a node changes hands, or why none is."""
+        """Return the longest time limit that ends before a node's calendar changes, or why none does."""
         turns_ns = where.node.turns_ns
         if turns_ns is None:
             return 0.0, ""
         left_s = ((turns_ns - self._now_ns) / 1e9 - self._wanted.beyond_s) // 60 * 60
         if left_s < 60:
             beyond = format_duration_ms(round(self._wanted.beyond_s * 1000))
-            return 0.0, f"beside its time limit a run counts with {beyond} to begin and to be gone"
+            return 0.0, f"in addition to its time limit, a run needs {beyond} to start and to leave"
         needed = self._ask.shape.needs(where.node, gpu_type)
         return (left_s, "") if where.free[gpu_type] >= needed else (0.0, "")
 
     def _several(self, place: int) -> Wait:
-        """Return what a gang on several nodes waits for."""
+        """Return the wait of a gang on several nodes."""
         chosen = self._chosen()
         if not chosen:
             return self._closed(place)
@@ -513,10 +522,11 @@ class _Explained:
         )
 
     def _chosen(self) -> Chosen:
-        """Return where enough is free but kept, else what is promised, else where the fewest devices are missing.
+        """Return the devices that explain the wait of a gang on several nodes.
 
-        All that may be used where even that is too little: what lacks is used by others, or in quarantine. Nothing
-        where some nodes may not be used now.
+        These are enough kept devices, else the reserved devices, else the nodes where the gang lacks the fewest. If
+        even all usable nodes have too few devices, the result is all of them: the rest is in use elsewhere or in
+        quarantine. The result is empty if the gang may not use some nodes now.
         """
         seeker = ReservationSearch(self._floor, self._wanted, self._ask, self._now_ns)
         found = seeker.nearest(kept=True)
@@ -538,10 +548,10 @@ def _part(where: NodeDevices, gpu_type: str, count: int) -> GangPart:
 
 
 def _claimed(where: NodeDevices, wanted: QueuedRun, capacity: Capacity) -> str:
-    """Return whose right keeps a guest out of a node, or "" when that is not the reason."""
+    """Return whose right keeps a guest run out of a node, or "" if another reason does."""
     node = where.node
     if standing(wanted, node, capacity.terms) <= where.group.claim:
         return ""
     if node.owner_first and node.owner and wanted.owner != node.owner:
-        return f"{node.name} is {node.owner}'s, who is first there and waits, too"
+        return f"{node.name} belongs to {node.owner}, whose own runs come first and wait too"
     return f"pool {node.pool!r} lends nothing while its own runs wait"

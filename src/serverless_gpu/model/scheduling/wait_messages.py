@@ -1,11 +1,11 @@
-"""Messages about a wait in one sentence: for what, for whom, and until when at the latest.
+"""Messages about a wait: the needed devices, the runs that have them, and the latest time.
 
     needs 8 H100 on one node; 5 free on n3; alice/bert-ft holds 3 until 14:20 at the latest; you are 2nd
-    └─ what ───────────────┘  └─ where ──┘  └─ for whom ──────── until when ──────────────┘  └─ place ─┘
+    └─ need ───────────────┘  └─ free ───┘  └─ holder ────── release ─────────────────────┘  └─ place ─┘
 
-"until 14:20 at the latest" is declared (`timeout`), "until about 14:20" is learned from earlier runs; an unknown
-time is left out. A latest time is rounded up to the minute, so that it holds as it is read. A sentence has a bound:
-no more than three are named of anything. Here are also the messages about principals that share one operating-system
+"until 14:20 at the latest" is declared (`timeout`), and "until about 14:20" is learned from earlier runs. The message
+leaves out an unknown time. A latest time is rounded up to the minute, so that it holds as displayed. Each list in a
+message has at most three names. This module also has the messages about principals that share one operating-system
 user.
 """
 
@@ -19,30 +19,31 @@ from serverless_gpu.model.scheduling.values import DeviceHolder, StartEstimate, 
 from serverless_gpu.units import format_duration_ms
 
 Clock = Callable[[int], str]
-"""How a time is written for its reader: ``"14:20"``, ``"Mon 14:20"``."""
+"""Formats a time for its reader: ``"14:20"``, ``"Mon 14:20"``."""
 
 NAMED_MAX = 3
 REMEDY = "sgpu pool set {pool} --isolation none"
 REVOKE = "sgpu pool set {pool} --isolation unset"
 _MINUTE_NS = 60_000_000_000
 _SPARE_MIN_S = 60.0
-_UNSEEN = "it was not looked at yet"
-_INSTEAD = (WaitReason.HELD, WaitReason.ISOLATION, WaitReason.UNSATISFIABLE)  # what is told in place of everything else
+_UNSEEN = "the scheduler has not examined the run yet"
+# Reasons whose text replaces the rest of the message.
+_INSTEAD = (WaitReason.HELD, WaitReason.ISOLATION, WaitReason.UNSATISFIABLE)
 
 
 def sentence(wait: Wait, clock: Clock) -> str:
-    """Return why a run waits, as people read it."""
+    """Return the message that explains a wait."""
     if wait.reason in _INSTEAD and wait.words:
         if wait.ends_ns is None:
             return wait.words
-        return f"{wait.words}; it waits for a node that could, until {latest(wait.ends_ns, clock)} at the latest"
+        return f"{wait.words}; the run waits for a suitable node until {latest(wait.ends_ns, clock)} at the latest"
     there = [] if wait.reason is WaitReason.UNSATISFIABLE else [*_there(wait, clock), *_start(wait, clock)]
     parts = [_needing(wait), *there, wait.words, f"you are {ordinal(wait.place)}" if wait.place else ""]
     return "; ".join(part for part in parts if part) or _UNSEEN
 
 
 def estimate_text(estimate: StartEstimate, clock: Clock) -> str:
-    """Return when a run would start and what that rests on, as people read it."""
+    """Return the message with the estimated start of a run and its basis."""
     basis = f": {estimate.basis}" if estimate.basis else ""
     if estimate.impossible:
         return f"never{basis}"
@@ -63,7 +64,7 @@ def ordinal(number: int) -> str:
 
 
 def first_few(texts: Sequence[str]) -> list[str]:
-    """Return the first few, and how many there are beyond them."""
+    """Return the first few texts, and the number of further ones."""
     more = len(texts) - NAMED_MAX
     return [*texts[:NAMED_MAX], f"{more} more"] if more > 0 else list(texts)
 
@@ -80,14 +81,14 @@ def _needing(wait: Wait) -> str:
 
 
 def _there(wait: Wait, clock: Clock) -> list[str]:
-    """Return what is free where it fits soonest, and who has the rest."""
+    """Return the free devices where the run fits soonest, and the runs that have the rest."""
     if wait.reason is WaitReason.CALENDAR:
         return [_calendar(wait, clock), *_holding(wait.holders, clock)]
     if wait.reason is WaitReason.AWAY and not wait.node:
         return []
     parts = [_free(wait, clock), *_holding(wait.holders, clock)]
     if wait.outside:
-        parts.append(f"{wait.outside} of it used by others than this server, or in quarantine")
+        parts.append(f"{wait.outside} in use outside of this server, or in quarantine")
     return parts
 
 
@@ -101,8 +102,8 @@ def _free(wait: Wait, clock: Clock) -> str:
         since = "" if wait.kept_ns is None else f", from {clock(wait.kept_ns)} on"
         return f"{free}, kept for {wait.ahead}, which is ahead{since}"
     if wait.reason is WaitReason.RESERVED:
-        return f"{free}, kept for others that are ahead"
-    return f"{free}, and others are ahead" if wait.reason is WaitReason.TURN else free
+        return f"{free}, kept for runs that are ahead"
+    return f"{free}, and other runs are ahead" if wait.reason is WaitReason.TURN else free
 
 
 def _free_on(wait: Wait) -> str:
@@ -119,12 +120,12 @@ def _calendar(wait: Wait, clock: Clock) -> str:
     whose = f"{wait.owner}'s" if wait.owner else "its owner's"
     if wait.free:
         start = f" from {clock(wait.turns_ns)} on" if wait.turns_ns is not None else ""
-        return f"{wait.free} free on {name}, which is {whose}{start}: only what ends before that may start there"
+        return f"{wait.free} free on {name}, which is {whose}{start}: only runs that end before may start there"
     return f"{name} is {whose} now" if wait.turns_ns is None else f"{name} is {whose} until {clock(wait.turns_ns)}"
 
 
 def _holding(holders: Sequence[DeviceHolder], clock: Clock) -> list[str]:
-    # One line for each title: ten runs of one name are one, until the last of them ends.
+    # Runs with the same title are merged into one entry, with the latest release.
     merged: dict[tuple[str, bool, bool], DeviceHolder] = {}
     for holder in holders:
         key = (holder.title, holder.is_leaving, holder.asked_ns is not None)
@@ -145,7 +146,7 @@ def _holder(holder: DeviceHolder, clock: Clock) -> str:
     if holder.likely_ns is not None:
         until += f", about {clock(holder.likely_ns)} by earlier runs of that name"
     if holder.asked_ns is not None and (holder.until_ns is None or holder.asked_ns < holder.until_ns):
-        until = f"{until}{', and' if until else ' and'} is asked to make room at {clock(holder.asked_ns)}"
+        until = f"{until}{', and' if until else ' and'} is preempted at {clock(holder.asked_ns)}"
     return f"{holder.title} holds {holder.count}{where}{until}"
 
 
@@ -166,7 +167,7 @@ def _together(one: DeviceHolder, other: DeviceHolder) -> DeviceHolder:
 
 
 def _joined(nodes: str, node: str) -> str:
-    """Return names of nodes with one more; of many no more than a few."""
+    """Return node names with one more; a long list is cut."""
     names = nodes.split(", ")
     if node in names:
         return nodes
@@ -174,7 +175,7 @@ def _joined(nodes: str, node: str) -> str:
 
 
 def _start(wait: Wait, clock: Clock) -> list[str]:
-    """Return when it starts, and what would let it start now."""
+    """Return when the run starts, and the time limit with which it would start now."""
     parts = []
     if wait.at_ns is not None:
         learned = "" if wait.likely_ns is None else f", about {clock(wait.likely_ns)} by earlier runs of those names"
@@ -194,7 +195,7 @@ def _about(at_ns: int, clock: Clock, *, is_bound: bool) -> str:
 
 
 def latest(at_ns: int, clock: Clock) -> str:
-    """Return a latest time as people read it: the first full minute that is not before it."""
+    """Return a latest time for people, rounded up to the full minute."""
     return clock(-(-at_ns // _MINUTE_NS) * _MINUTE_NS)
 
 
@@ -208,7 +209,7 @@ def isolation_sentence(pools: Sequence[str]) -> str:
 
 
 def sharing_warnings(*, principals: Sequence[str], closed: Sequence[str], shared: Sequence[str]) -> list[str]:
-    """Return what operators read about principals that share, or would share, one operating-system user."""
+    """Return the warnings to operators about principals that share, or would share, one operating-system user."""
     if not principals:
         return []
     who, found = ", ".join(first_few(principals)), []

@@ -2,14 +2,15 @@
 
     client ──connect──▶ agent ──▶ Greeting (inventory)
            ──Launch───▶       ──▶ a standby supervisor gets the client's socket, a standby stem follows
-                              ──▶ next: another supervisor and another stem stand by
+                              ──▶ next: the agent prepares another supervisor and another stem
 
-After the hand-over, client and supervisor talk to each other; the agent decides nothing about a run. One thread runs
-one loop. It blocks for about 2 ms at most (a zygote's files), except once a minute for the GPUs.
+After the hand-over, client and supervisor communicate directly; the agent decides nothing about a run. One thread runs
+one event loop. It blocks for about 2 ms at most (a zygote's files), and once a minute longer for the GPUs.
 
-Failure cases: the agent is killed (attempts go on; zygotes and standby processes end; the next call starts a new agent,
-which finds attempts by their sockets); two agents start at once (the lock decides); a supervisor dies (the agent writes
-the missing ending and receipt); too many runs at once (the rest queue here and hear how many are ahead).
+Failure cases: If the agent is killed, attempts continue while zygotes and standby processes end. The next call starts a
+new agent, which finds attempts by their sockets. If two agents start at once, only one gets the lock. If a supervisor
+dies, the agent writes the missing ending and receipt. If too many runs start at once, the rest queue in the agent and
+learn their position.
 """
 
 from __future__ import annotations
@@ -54,18 +55,18 @@ ATTEMPTS_MAX = 64
 QUEUED_MAX = 4_096
 CLIENTS_MAX = 512
 IDLE_S = 600.0
-_REFILL_S = 0.1  # after a hand-over: the ranks that just started need the cores more than the next run does
+_REFILL_S = 0.1  # Delay after a hand-over: the ranks that just started need the cores more than the next run.
 _TURN_S = 5.0
-_IDLE_WORK_S = 10.0  # without a run, before what can wait is done
+_IDLE_WORK_S = 10.0  # Time without a run before the agent does deferred work.
 _BREATH_S = 0.05
 
 
 def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoReturn:
     """Run the agent until it is idle for ten minutes; `ready_fd` is closed once it accepts connections."""
     if os.fork():
-        os._exit(0)  # reparented: a caller that lives longer must not be left with a zombie
+        os._exit(0)  # The agent is reparented, so that a caller that outlives it gets no zombie.
     linux.set_name(AGENT)
-    linux.outlive_ranks()  # supervisors inherit it; whatever else is forked from here takes it back
+    linux.outlive_ranks()  # Supervisors inherit the priority; other children reset it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lock = os.open(
         protocol.agent_socket(Path(sockets)).with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
@@ -75,9 +76,10 @@ def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoR
     except BlockingIOError:
         os._exit(0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))  # a queued run is a descriptor
+    # Each queued run needs a descriptor.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))
     os.ftruncate(lock, 0)
-    os.write(lock, str(os.getpid()).encode())  # for the message when this process does not answer
+    os.write(lock, str(os.getpid()).encode())  # Clients name this pid if the agent does not answer.
     agent = Agent(Home(Path(home)), Path(sockets), environ)
     os.close(ready_fd)
     agent.serve()
@@ -85,7 +87,7 @@ def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoR
 
 
 class Agent:
-    """The agent's loop and what it looks after."""
+    """The agent's event loop and the state of everything that it controls."""
 
     def __init__(self, home: Home, sockets: Path, environ: dict[str, str]) -> None:
         self._home = home
@@ -111,7 +113,7 @@ class Agent:
         self._faults = NodeFaults(home, self._clock)
         self._stem_owners = StemOwners()
         self._clients: dict[int, Channel] = {}
-        self._inside: dict[int, str] = {}  # by the same descriptors: whose attempt a client is in
+        self._inside: dict[int, str] = {}  # By client descriptor, the owner of the attempt that the client runs in.
         self._queue: deque[tuple[protocol.Launch, Channel]] = deque()
         self._refill_ns: int | None = None
         self._used_ns = self._clock.boottime_ns()
@@ -122,7 +124,7 @@ class Agent:
         self._attempts.prepare()
 
     def serve(self) -> None:
-        """Serve until idle for too long, or told to end."""
+        """Serve until the agent is idle for too long or asked to end."""
         while not self._retired:
             is_idle = not self._attempts.count() and not self._queue
             if is_idle and self._clock.boottime_ns() - self._used_ns > IDLE_S * 1e9:
@@ -157,14 +159,15 @@ class Agent:
         try:
             sock, _ = self._listener.accept()
         except OSError:
-            select.select([], [], [], _BREATH_S)  # no descriptors: a pending connection would wake it at once
+            # Without free descriptors, accept would return at once in a busy loop.
+            select.select([], [], [], _BREATH_S)
             return
         channel = Channel(sock)
         if len(self._clients) >= CLIENTS_MAX:
-            message = f"{CLIENTS_MAX} clients are connected to the agent of this node and say nothing"
+            message = f"{CLIENTS_MAX} clients are connected to the agent of this node and send nothing"
             self._refuse(channel, protocol.Refused(code="agent_unavailable", message=message))
             return
-        sock.settimeout(1.0)  # the peer is this user's own process; a stopped one must not stop the agent
+        sock.settimeout(1.0)  # The peer is this user's own process; a stopped peer must not block the agent.
         fd = channel.fileno()
         self._clients[fd] = channel
         self._inside[fd] = self._stem_owners.owner_of(sock)
@@ -182,7 +185,7 @@ class Agent:
             self._drop(channel)
             return
         self._used_ns = self._clock.boottime_ns()
-        close_all(received[1])  # a client has none to give
+        close_all(received[1])  # Clients send no descriptors.
         match received[0]:
             case protocol.Launch() as launch:
                 owner = combined(launch.owner, self._inside[channel.fileno()])
@@ -217,7 +220,7 @@ class Agent:
             self._drop(channel)
 
     def _forget(self, channel: Channel) -> None:
-        """Stop listening to a client without closing its socket."""
+        """Stop reading from a client without closing its socket."""
         self._inside.pop(channel.fileno(), None)
         if self._clients.pop(channel.fileno(), None) is not None:
             self._selector.unregister(channel.fileno())
@@ -231,20 +234,22 @@ class Agent:
 
     def _launch(self, launch: protocol.Launch, client: Channel) -> None:
         if len(self._queue) >= QUEUED_MAX:
-            self._refuse(client, protocol.Refused(code="agent_unavailable", message=f"{QUEUED_MAX} runs are waiting"))
+            self._refuse(
+                client, protocol.Refused(code="agent_unavailable", message=f"{QUEUED_MAX} runs are already waiting")
+            )
         elif self._attempts.count() >= ATTEMPTS_MAX:
             self._enqueue(launch, client)
         else:
             self._start(launch, client)
 
     def _enqueue(self, launch: protocol.Launch, client: Channel) -> None:
-        """Let a run wait here; its client may still cancel it, or go away and leave it waiting."""
+        """Queue a run; its client may cancel the run, or disconnect and leave it queued."""
         entry = (launch, client)
         ahead = len(self._queue) + ATTEMPTS_MAX
         self._queue.append(entry)
         self._selector.register(client, selectors.EVENT_READ, lambda: self._hear_queued(entry))
         with contextlib.suppress(OSError):
-            protocol.send(client, protocol.WaitingNote(sentence=f"runs of this home ahead of this one: {ahead}"))
+            protocol.send(client, protocol.WaitingNote(sentence=f"{ahead} runs of this home are ahead of this one"))
 
     def _hear_queued(self, entry: tuple[protocol.Launch, Channel]) -> None:
         client = entry[1]
@@ -261,11 +266,11 @@ class Agent:
             self._selector.register(client, selectors.EVENT_READ, lambda: self._hear_queued(changed))
             return
         if received is None and not entry[0].confirmed:
-            self._queue.remove(entry)  # no client is left to confirm it
+            self._queue.remove(entry)  # No client is left to confirm the run.
             client.close()
             return
         if received is None or not isinstance(received[0], protocol.Cancel):
-            return  # its client is gone: the run keeps its place
+            return  # The client disconnected, but the run keeps its place.
         self._queue.remove(entry)
         reason = STOPPED_BY[received[0].reason]
         stopped = protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=None, consequences=())
@@ -277,13 +282,13 @@ class Agent:
     def _start(self, launch: protocol.Launch, client: Channel) -> None:
         asked_ns = self._clock.boottime_ns()
         try:
-            # First the supervisor: it looks for devices while we look whether the zygote is what the caller has.
+            # The supervisor starts first: it looks for devices while the agent checks the zygote's files.
             checkpoints = str(self._inventory.checkpoints)
             supervisor = self._attempts.assign(
                 protocol.Assign(launch=launch, asked_ns=asked_ns, checkpoints=checkpoints), client
             )
         except OSError as error:
-            message = f"the run could not be started on this node: {error}"
+            message = f"could not start the run on this node: {error}"
             self._refuse(client, protocol.Refused(code="agent_unavailable", message=message))
             return
         client.close()
@@ -325,7 +330,7 @@ class Agent:
             ranks = launch.spec.processes(launch.world_size)
             self._zygotes.give_stem(request, ranks, give, supervisor.give_problem)
         except OSError as error:
-            supervisor.give_problem(f"{context.python} could not be started: {error}")
+            supervisor.give_problem(f"could not start {context.python}: {error}")
 
     def _prewarm(
         self,
@@ -334,7 +339,7 @@ class Agent:
         wanted: protocol.EnvironmentRequest | None,
         keeper: SupervisorLink | None = None,
     ) -> None:
-        """Have an interpreter ready, as long as its session lasts, if any; the first run reports problems."""
+        """Prepare an interpreter for as long as its session lasts; the first run reports problems."""
 
         def warm(environment: RestoredEnvironment | None = None, _fetched: bool = False) -> None:
             own = asked.context if environment is None else environment.context(asked.context)
@@ -361,7 +366,7 @@ class Agent:
         now_ns = self._clock.boottime_ns()
         ended = self._attempts.tend()
         if ended:
-            self._used_ns = self._refill_ns = now_ns  # who has a result may call again at once
+            self._used_ns = self._refill_ns = now_ns  # A client with a result may call again at once.
         while self._queue and self._attempts.count() < ATTEMPTS_MAX:
             launch, client = self._queue.popleft()
             with contextlib.suppress(KeyError, ValueError):
@@ -372,7 +377,7 @@ class Agent:
         self._zygotes.became_ready = False
         if self._refill_ns is not None and now_ns >= self._refill_ns:
             self._refill_ns = None
-            with contextlib.suppress(OSError):  # no process can start now; the next run tries again and reports it
+            with contextlib.suppress(OSError):  # No process can start now; the next run tries again and reports it.
                 self._attempts.prepare()
             self._zygotes.refill()
         self._zygotes.tend(self._attempts.kept())

@@ -1,17 +1,16 @@
 """The agent's attempts: their supervisors, and the owners of their stems.
 
-There is a standby supervisor, one for each running attempt, and those that an earlier agent left. A supervisor gets its
-attempt once, over its channel, with the client's socket. After that the channel reports only, by its end of file, that
-the supervisor has ended.
+The agent has one standby supervisor, one supervisor per running attempt, and those of an earlier agent. A supervisor
+gets its attempt once, over its channel, with the client's socket. After that, end of file on the channel tells the
+agent that the supervisor has ended.
 
-    rank of a principal's run ──connect──▶ agent: pid ▸ parent ▸ … ▸ a stem the agent has made: its owner
+    rank of a principal's run ──connect──▶ agent: pid ▸ parent ▸ … ▸ a stem that the agent made: its owner
 
-A rank can call the local agent as any process of its uid can, and what it says of itself proves nothing. Its place in
-the tree of processes does: every descendant of a stem stays below it, also after a double fork, since the stem is their
-sub-reaper.
+A rank can call the local agent like any process of its uid, and its own claims prove nothing. Its place in the process
+tree does. Every descendant of a stem stays below it, even after a double fork, because the stem is a subreaper.
 
-Failure cases, each answered with `UNKNOWN_OWNER`, who shares no zygote: the process is gone before the agent looks; it
-is below a stem that an earlier agent made.
+If the process has ended before the agent checks it, or if an earlier agent made its stem, the owner is `UNKNOWN_OWNER`.
+An unknown owner shares no zygote.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.processes.process_tree import ProcessIdentity, look_at
 from serverless_gpu.node.processes.spawn import clean_process
 
-_LOCK_TRIES = 5  # 10 ms apart: the supervisor's descriptors are closed one after another
+_LOCK_TRIES = 5  # Tries 10 ms apart, because the kernel closes the descriptors of a dead supervisor one by one.
 _STEM = "sgpu-stem"
 _STEMS_MAX = 4_096
 _DEPTH_MAX = 4_096
 
 
 class SupervisorLink:
-    """The agent's end of one supervisor."""
+    """The agent's end of the channel to one supervisor."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -60,12 +59,12 @@ class SupervisorLink:
         self.kind: Kind = "function"
         self.adopted = False
         self.directory: Path | None = None
-        self.ended_ns: int | None = None  # boottime at which its end was heard
-        self.key: Key | None = None  # of the zygote a session keeps warm
-        self.environment = ""  # address of the snapshot that its ranks import from
+        self.ended_ns: int | None = None  # Boottime at which the channel closed.
+        self.key: Key | None = None  # Key of the zygote that a session keeps warm.
+        self.environment = ""  # Address of the snapshot that its ranks use.
 
     def give_stem(self, stem: protocol.Stem, fd: int) -> None:
-        """Hand over a stem; the descriptor is closed here in any case, so that only the supervisor holds it."""
+        """Send a stem and close the agent's descriptor, so that only the supervisor holds it."""
         try:
             with contextlib.suppress(OSError):
                 protocol.send(self.channel, stem, (fd,))
@@ -73,12 +72,12 @@ class SupervisorLink:
             os.close(fd)
 
     def give_problem(self, problem: str, reason: Reason = Reason.START_FAILED) -> None:
-        """Say that there will be no stem."""
+        """Tell the supervisor that it will get no stem."""
         with contextlib.suppress(OSError):
             protocol.send(self.channel, protocol.Stem(problem=problem, reason=reason))
 
     def tell(self, sentence: str) -> None:
-        """Say what the stem waits for."""
+        """Tell the supervisor what its stem waits for."""
         with contextlib.suppress(OSError):
             protocol.send(self.channel, protocol.PreparingNote(sentence=sentence))
 
@@ -108,7 +107,7 @@ class Attempts:
         self._ended: list[SupervisorLink] = []
 
     def count(self) -> int:
-        """Return how many attempts are looked after."""
+        """Return the number of running attempts."""
         return len(self._busy)
 
     def kept(self) -> frozenset[Key]:
@@ -129,17 +128,17 @@ class Attempts:
         )
 
     def prepare(self) -> None:
-        """Start a standby supervisor; raises OSError when no process can be started."""
+        """Start a standby supervisor; raises OSError if no process can start."""
         if self._standby is None:
             self._standby = self._spawn()
 
     def assign(self, message: protocol.Assign, client: Channel) -> SupervisorLink:
-        """Give an attempt and its client's socket to a supervisor; raises OSError when that fails."""
+        """Give an attempt and its client's socket to a supervisor; raises OSError if that fails."""
         supervised, self._standby = self._standby or self._spawn(), None
         try:
             protocol.send(supervised.channel, message, (client.fileno(),))
         except OSError:
-            # The one standing by had died unnoticed; a fresh one has not.
+            # The standby supervisor has died unnoticed, so a new one gets the attempt.
             self._unwatch(supervised)
             supervised = self._spawn()
             protocol.send(supervised.channel, message, (client.fileno(),))
@@ -162,11 +161,13 @@ class Attempts:
                 received = protocol.receive(Channel(sock))
             except ConnectionRefusedError:
                 sock.close()
-                path.unlink(missing_ok=True)  # its supervisor is gone
-                self._bury_at(self._home.attempt(path.stem, 1))  # one of a server is the uplink's, whatever its number
+                path.unlink(missing_ok=True)  # The supervisor of this socket has ended.
+                # Fences of a server's attempts do not matter, because the uplink settles those.
+                self._bury_at(self._home.attempt(path.stem, 1))
                 continue
             except (OSError, msgspec.MsgspecError):
-                sock.close()  # busy, stopped, or of another version: not ours to look after, but alive
+                # The supervisor is busy, stopped or of another version. It runs, but this agent does not control it.
+                sock.close()
                 continue
             if received is None or not isinstance(received[0], protocol.AttemptSnapshot):
                 sock.close()
@@ -180,11 +181,11 @@ class Attempts:
             self._watch(supervised)
 
     def tend(self) -> bool:
-        """Bury those that ended; return whether an attempt did."""
+        """Settle attempts whose supervisor has ended; return True if there was one."""
         ended, self._ended = self._ended, []
         for supervised in ended:
             if supervised is self._standby:
-                self._standby = None  # not replaced at once: what ended it may end the next one, too
+                self._standby = None  # Not replaced at once, because the same cause may kill the next one.
             if supervised in self._busy:
                 self._busy.remove(supervised)
                 if (directory := supervised.directory) is not None:
@@ -205,7 +206,7 @@ class Attempts:
         try:
             has_facts, has_ended = bool(first_facts(directory)), (directory / "stopped.json").exists()
             if has_ended and not has_used_devices(directory):
-                return  # a launch that was withdrawn: its client deletes the directory at this moment
+                return  # The client withdrew this launch and deletes the directory at this moment.
             if not has_remote(directory):
                 if has_facts or not has_ended:
                     settle_loss(directory, self._clock, seen_ns=seen_ns)
@@ -214,7 +215,7 @@ class Attempts:
                 if not has_ended:
                     write_json(directory / "stopped.json", lost_ending(directory, self._clock))
         except OSError:
-            return  # the disk is broken; who reads the directory finds an attempt without an end
+            return  # The disk is broken; readers of the directory find an attempt without an ending.
         finally:
             os.close(lock)
 
@@ -232,7 +233,7 @@ class Attempts:
         return supervised
 
     def _ask_nursery(self, channel: Channel) -> None:
-        """Have a supervisor forked for the other end of a channel; a nursery that died is replaced once."""
+        """Let the nursery fork a supervisor for `channel`; replace a dead nursery once."""
         if self._nursery is not None:
             try:
                 self._nursery.send(b"supervisor", (channel.fileno(),))
@@ -261,7 +262,7 @@ class Attempts:
         supervised.channel.close()
 
     def _hear(self, supervised: SupervisorLink) -> None:
-        # An adopted supervisor takes us for a watcher and tells us what happens: not our business.
+        # An adopted supervisor treats the agent as an attached client. The agent ignores its other messages.
         try:
             received = protocol.receive(supervised.channel)
         except (OSError, msgspec.MsgspecError):
@@ -273,7 +274,7 @@ class Attempts:
         elif isinstance(received[0], protocol.Standby):
             supervised.pid = received[0].pid
         elif isinstance(received[0], protocol.Refused):
-            supervised.directory = None  # its launch had come twice, and what it says is not the attempt's
+            supervised.directory = None  # The launch arrived twice, so the refusal does not concern the attempt.
 
 
 class _Stem(NamedTuple):
@@ -282,13 +283,13 @@ class _Stem(NamedTuple):
 
 
 class StemOwners:
-    """The stems that this agent has given to runs, and whose runs those are."""
+    """Knows the owner of each stem that this agent has given to a run."""
 
     def __init__(self) -> None:
         self._stems: dict[int, _Stem] = {}
 
     def note(self, pid: int, owner: str) -> None:
-        """Note whose run has a stem."""
+        """Record the owner of a stem's run."""
         seen = look_at(pid)
         if seen is not None:
             self._stems[pid] = _Stem(seen, owner)
@@ -296,11 +297,11 @@ class StemOwners:
             self._stems.pop(next(iter(self._stems)))
 
     def owner_of(self, sock: socket.socket) -> str:
-        """Return the owner of the attempt that a Unix socket's peer is in; "" for the user of this node."""
+        """Return the owner of the attempt that a Unix socket's peer runs in; "" for the user of this node."""
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid: int = struct.unpack("3i", credentials)[0]
         if pid == 0:
-            return ""  # of another pid namespace, and so no descendant of anything here
+            return ""  # A process in another pid namespace descends from no process here.
         above = _ancestors(pid)
         if above is None:
             return UNKNOWN_OWNER
@@ -325,7 +326,7 @@ def combined(said: str, inside: str) -> str:
 
 
 def _ancestors(pid: int) -> list[int] | None:
-    """Return a process and its ancestors, nearest first; None where it is gone."""
+    """Return a process and its ancestors, nearest first; None if it has ended."""
     found: list[int] = []
     while pid > 0 and len(found) < _DEPTH_MAX:
         try:

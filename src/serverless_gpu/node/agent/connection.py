@@ -1,7 +1,8 @@
-"""Reaching the agent of this node; starts it when it does not run.
+"""Connects to the agent of this node and starts it if necessary.
 
-Failure cases: no agent or a stale socket (a new one starts; two callers at once end up with one); the machine or the
-home lacks what runs need (refused before anything starts); it does not come up (its output is in the message).
+Failure cases: Without an agent, or with a stale socket, a new agent starts; two callers at once get the same one. If
+the machine or the home lacks a requirement for runs, nothing starts. If the agent does not start, the error contains
+its output.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _starting = threading.Lock()
 
 
 def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
-    """Return a connection to the agent and its greeting, after starting it if needed.
+    """Return a connection to the agent and its greeting, after starting it if necessary.
 
     Raises AgentUnavailable, HardwareError (this system cannot run ranks) or StorageError.
     """
@@ -47,10 +48,10 @@ def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
         deadline_ns = SystemClock().boottime_ns() + int(_START_S * 1e9)
         pause_s = 0.01
         while SystemClock().boottime_ns() < deadline_ns:
-            answer = _try_connect(path)  # another thread may have started it meanwhile
+            answer = _try_connect(path)  # Another thread may have started the agent meanwhile.
             if answer is not None:
                 return answer
-            _start_agent(home)  # again and again: the one before may still be holding the lock while it ends
+            _start_agent(home)  # Repeated, because the previous agent may still hold the lock while it ends.
             answer = _try_connect(path)
             if answer is not None:
                 return answer
@@ -58,12 +59,12 @@ def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
             pause_s = min(2 * pause_s, 1.0)
     raise AgentUnavailable(
         f"the agent of this node did not come up within {_START_S:.0f} s; it wrote:\n{_last_words(home)}",
-        hint=f"all of it: {home.agent_log}",
+        hint=f"see {home.agent_log} for all of its output",
     )
 
 
 def running_agent(home: Home) -> tuple[Channel, protocol.Greeting] | None:
-    """Return a connection to the agent if there is one."""
+    """Return a connection to the agent if it runs."""
     return _try_connect(protocol.agent_socket(home.sockets()))
 
 
@@ -84,7 +85,7 @@ def _try_connect(path: Path) -> tuple[Channel, protocol.Greeting] | None:
             pid = path.with_suffix(".lock").read_text(encoding="ascii", errors="replace").strip() or pid
         raise AgentUnavailable(
             f"the agent of this node (pid {pid}) did not answer within {_ANSWER_S:.0f} s",
-            hint=f"`kill -9 {pid}` ends it; running attempts go on, and the next call starts another",
+            hint=f"end it with `kill -9 {pid}`; running attempts continue, and the next call starts another agent",
         ) from None
     except (OSError, msgspec.MsgspecError):
         channel.close()
@@ -112,7 +113,7 @@ def _start_agent(home: Home) -> None:
                 fds=(ready_write,),
             )
         except OSError as error:
-            raise AgentUnavailable(f"the agent of this node could not be started: {error}") from error
+            raise AgentUnavailable(f"could not start the agent of this node: {error}") from error
         finally:
             os.close(ready_write)
         if daemon.reap(process, _START_S):
@@ -125,4 +126,4 @@ def _last_words(home: Home) -> str:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_WORDS_BYTES))
             return file.read().decode("utf-8", "replace").strip() or "(nothing)"
     except OSError as error:
-        return f"(its log cannot be read: {error.strerror})"
+        return f"(could not read its log: {error.strerror})"

@@ -1,17 +1,26 @@
-"""The agent's restored environments: each is restored once and kept while it is of use.
+"""The agent's restored environments: each is restored once and kept while it is in use.
 
-    have(wanted) ─ there ───────────────────▶ ready, at once
-                 └ not ─▶ restoring process ─▶ ready, or failed with a reason; meanwhile: how far it is
+    have(wanted) ─ available ───────────────▶ ready, at once
+                 └ not ─▶ restoring process ─▶ ready, or failed with a reason; progress meanwhile
     restoring process ──RestoreDone + lock──▶ RestoredEnvironment ──▶ zygotes, stems (each with the lock's copy)
 
 An environment stays on the disk while any process has a copy of its lock's descriptor. The agent locks the last few, so
-that no collection removes what the next call wants; every zygote and stem in it has a copy. Nothing here blocks.
+that no garbage collection removes the environment of the next call. Every zygote and stem in an environment has a copy.
+Nothing in this module blocks.
 
-Failure cases: the disk is full (unused environments are dropped and the restore is tried once more; then the node is at
-fault and the server tries another); the restoring process dies (another one tries, once per environment); it fails (all
-waiters get the reason, the next run tries again); a restored environment is gone (restored again); a rank has changed
-it through a link (the restoring process checks it before each start and repairs it; mounts are checked once in
-`LOOK_S`).
+Failure cases:
+
+If the disk is full, the agent drops unused environments and restores once more. If that fails, the node is at fault and
+the server tries another node.
+
+If the restoring process dies, another process tries, once per environment.
+
+If the restore fails, all waiting runs get the reason, and the next run tries again.
+
+If a restored environment was deleted, the agent restores it again.
+
+If a rank changed an environment through a link, the restoring process repairs it. It checks linked files before each
+start and mounts once in `LOOK_S`.
 """
 
 from __future__ import annotations
@@ -54,7 +63,7 @@ from serverless_gpu.units import format_bytes
 KEPT_MAX = 8
 TRIES_MAX = 2
 ROOM_S = 10.0
-"""Time for idle interpreters to leave their environments, when the disk is full."""
+"""Time for idle interpreters to leave their environments if the disk is full, in seconds."""
 _SHORT = 12
 _PATH_LISTS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 _PATHS = ("VIRTUAL_ENV", "PYTHONUSERBASE")
@@ -68,7 +77,7 @@ _REASONS = {
 
 
 class EnvironmentWaiter(msgspec.Struct, frozen=True, kw_only=True):
-    """A waiting run's callbacks: `ready(environment, was restored)`, `failed(reason)`, `told(progress)`."""
+    """Callbacks of a waiting run: `ready(environment, was restored)`, `failed(reason)`, `told(progress)`."""
 
     ready: Callable[[RestoredEnvironment, bool], None]
     failed: Callable[[Reason, str], None]
@@ -101,12 +110,12 @@ class RestoredEnvironments:
         self._log = log
         self._environ = environ
         self._selector = selector
-        self._let_go = let_go  # has every idle interpreter leave its environment; returns whether there was one
+        self._let_go = let_go  # Makes every idle interpreter leave its environment; returns True if there was one.
         self._clock = clock or SystemClock()
-        self._known: dict[EnvironmentRequest, RestoredEnvironment] = {}  # the one used last at the end
-        self._looked_ns: dict[EnvironmentRequest, int] = {}  # when the restoring process last looked at a known one
+        self._known: dict[EnvironmentRequest, RestoredEnvironment] = {}  # The most recently used environment is last.
+        self._looked_ns: dict[EnvironmentRequest, int] = {}  # Time of the last check of each known environment.
         self._work: dict[EnvironmentRequest, _Work] = {}
-        self._unfinished: set[str] = set()  # restored, and not all of it compiled
+        self._unfinished: set[str] = set()  # Addresses that are restored but not completely compiled.
         self._number = 0
         self._channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -130,9 +139,9 @@ class RestoredEnvironments:
         waiter: EnvironmentWaiter,
         entered: Callable[[str], bool],
     ) -> None:
-        """Provide an environment, now or as soon as it is restored.
+        """Provide an environment, now or once it is restored.
 
-        `entered` says whether an interpreter is in the snapshot of an address already.
+        `entered(address)` returns True if an interpreter already runs in that snapshot.
         """
         known = self._known.get(wanted)
         if known is not None and known.is_there() and not self._may_have_changed(wanted, known, entered):
@@ -153,18 +162,19 @@ class RestoredEnvironments:
         self._ask(work)
 
     def tend(self, *, idle: bool) -> None:
-        """Do the pending work on restored environments, one at a time; `idle`: no run needs the cores."""
+        """Do one piece of pending work on restored environments if `idle`, that is, if no run needs the cores."""
         if idle and self._unfinished and self._channel is not None and not self._work:
-            with contextlib.suppress(OSError):  # it has died, which is heard
+            with contextlib.suppress(OSError):  # If the process has died, `_hear` notices it.
                 self._number += 1
                 send(self._channel, CompileRequest(number=self._number, snapshot=self._unfinished.pop()))
 
     def _may_have_changed(
         self, wanted: EnvironmentRequest, known: RestoredEnvironment, entered: Callable[[str], bool]
     ) -> bool:
-        """Return whether ranks may have changed it since the last look: they can write to linked files.
+        """Return True if ranks may have changed the environment since the last check.
 
-        Files that are only mounted can be reached below the cache, so all are looked at from time to time.
+        Ranks can write to linked files. Mounted files can also be reached below the cache, so all files are checked
+        from time to time.
         """
         if self._clock.boottime_ns() - self._looked_ns.get(wanted, 0) >= LOOK_S * 10**9:
             return True
@@ -181,10 +191,10 @@ class RestoredEnvironments:
                 self._close()
                 self._ask(work)
             else:
-                self._fail(work, Reason.ENV_UNAVAILABLE, f"no process could be started to restore it: {error}")
+                self._fail(work, Reason.ENV_UNAVAILABLE, f"could not start a process to restore it: {error}")
 
     def _started(self) -> Channel:
-        """Return the channel to the restoring process, starting it if needed."""
+        """Return the channel to the restoring process; start the process if necessary."""
         if self._channel is not None:
             return self._channel
         ours, theirs = pair()
@@ -240,11 +250,11 @@ class RestoredEnvironments:
         known = self._known.pop(work.want.wanted, None)
         fetched = known is None or not known.is_one_with(environment)
         if known is not None and not fetched:
-            environment = known  # it was looked at, and is as it was
+            environment = known  # The restoring process checked the environment and found it unchanged.
         else:
             self._unfinished.add(environment.address)
         if environment.mended:
-            with contextlib.suppress(OSError):  # the log's disk is full
+            with contextlib.suppress(OSError):  # The log's disk is full.
                 os.write(self._log, f"environment {environment.short}: {environment.mended}\n".encode())
         self._known[work.want.wanted] = environment
         self._looked_ns[work.want.wanted] = self._clock.boottime_ns()
@@ -256,7 +266,7 @@ class RestoredEnvironments:
             waiter.ready(environment, fetched)
 
     def _has_let_go(self) -> bool:
-        """Let go of what no run uses, kept for the next call, and return whether there was anything."""
+        """Release environments that no run uses; return True if there was one."""
         was_known = bool(self._known)
         self._known.clear()
         self._looked_ns.clear()
@@ -268,12 +278,12 @@ class RestoredEnvironments:
             waiter.failed(reason, message)
 
     def _start_over(self) -> None:
-        """Ask another process for everything that the one that died was at; what failed twice is given up."""
+        """Repeat the work of a dead restoring process in a new one; give up work that failed twice."""
         self._close()
         for work in list(self._work.values()):
             work.tries += 1
             if work.tries > TRIES_MAX:
-                message = "the process that restores environments ended, and so did the next one"
+                message = "the process that restores environments ended twice"
                 self._fail(work, Reason.ENV_UNAVAILABLE, message)
             else:
                 self._ask(work)
@@ -288,7 +298,7 @@ class RestoredEnvironments:
 
 
 class RestoredEnvironment:
-    """One snapshot, restored on this node; closes `lock`, the descriptor that keeps it there."""
+    """One restored snapshot on this node; closes `lock`, the descriptor that prevents its deletion."""
 
     def __init__(self, snapshot: Snapshot, restored: RestoredTree, lock: int, environments: Path) -> None:
         self.snapshot = snapshot
@@ -308,23 +318,24 @@ class RestoredEnvironment:
         weakref.finalize(self, os.close, lock)
 
     def is_there(self) -> bool:
-        """Return whether all its directories are still the ones that were restored.
+        """Return True while all its directories are the ones that were restored.
 
-        A directory that was deleted and made again is another one: mounts of running processes still show the first.
+        A directory that was deleted and made again is a different one. Mounts of running processes still show the old
+        directory.
         """
         return None not in self._identities and tuple(map(_identity, self._places)) == self._identities
 
     def is_one_with(self, other: RestoredEnvironment) -> bool:
-        """Return whether two are made of the same directories: a process of one is a process of the other."""
+        """Return True if both consist of the same directories, so that processes can serve both."""
         return (self._places, self._identities) == (other._places, other._identities)
 
     @property
     def short(self) -> str:
-        """Return the address as it is shown."""
+        """Return the address in its short form for messages."""
         return self.address[:_SHORT]
 
     def text(self, *, fetched: bool) -> str:
-        """Return the sentence for the receipt; `fetched` means restored for this run."""
+        """Return the text for the receipt; `fetched` means that it was restored for this run."""
         count = len(self.snapshot.addresses())
         parts = [f"snapshot {self.short}", f"{count} unit{'' if count == 1 else 's'}", self.mode]
         if self._restored.why:
@@ -338,12 +349,12 @@ class RestoredEnvironment:
         return ", ".join(parts)
 
     def context(self, caller: Context) -> Context:
-        """Return the caller's context with paths of the restored environment."""
+        """Return the caller's context with the paths of the restored environment."""
         cwd = original(caller.cwd)
 
         def there(path: str) -> str:
-            """Return where a path of the caller's is now; what is not of its environment stays."""
-            if not path:  # "" and an empty entry of a list are the working directory
+            """Return a caller's path in the restored environment; unchanged if it is not part of it."""
+            if not path:  # An empty path or list entry means the working directory.
                 return moved(self.snapshot, self.tree, cwd) or path
             return moved(self.snapshot, self.tree, os.path.normpath(os.path.join(cwd, path))) or path
 
@@ -367,11 +378,11 @@ class RestoredEnvironment:
         )
 
     def misfit(self, loaded: LoadedModules, older: RestoredEnvironment) -> str:
-        """Return why an interpreter of an older environment cannot be used for this one, or "" when it can."""
+        """Return why an interpreter of an older environment cannot serve this one, or "" if it can."""
         if self.mode != "overlay" or older.mode != "overlay":
-            return "each environment made of links has an interpreter of its own"
-        if not older.is_there():  # and what it has loaded of it cannot be told any more
-            return "what it was started in was deleted"
+            return "each environment made of links needs its own interpreter"
+        if not older.is_there():  # The interpreter's loaded files can no longer be compared.
+            return "its original environment was deleted"
         changed = changed_units(older.snapshot, self.snapshot)
         tops = {address: _tops(self._unit(address)) for address in changed}
         units = UnitFindings(
@@ -382,7 +393,7 @@ class RestoredEnvironment:
         return fits(loaded, older.snapshot, self.snapshot, units)
 
     def _needed(self) -> tuple[str, ...]:
-        """Return the directories it consists of; a tree of links needs its units no more."""
+        """Return the directories of the environment; a tree of links does not need its units any more."""
         if not self.mounts:
             return (self.tree,)
         made = self._units.parent / "trees" / self.address / "overlay"
@@ -393,7 +404,7 @@ class RestoredEnvironment:
     def _used(
         self, loaded: LoadedModules, older: RestoredEnvironment, tops: Mapping[str, Collection[str]]
     ) -> frozenset[str]:
-        """Return which of the changed units, given with the tops of their files, hold a file that was loaded."""
+        """Return the changed units that contain a loaded file; `tops` lists their top-level entries."""
         rows = [row for file in loaded.files if (row := row_of(older.snapshot, older.tree, file)) is not None]
         return frozenset(
             member.address
@@ -402,7 +413,7 @@ class RestoredEnvironment:
             if member.address in tops
             and any(
                 row == number
-                and "/".join(path.split("/", 2)[:2]) in tops[member.address]  # looking at the disk costs more
+                and "/".join(path.split("/", 2)[:2]) in tops[member.address]  # This test avoids a slower disk access.
                 and os.path.lexists(self._unit(member.address) / path)
                 for row, path in rows
             )
@@ -421,7 +432,7 @@ def _identity(directory: str) -> tuple[int, int] | None:
 
 
 def _tops(unit: Path) -> frozenset[str]:
-    """Return what a unit has at the top of its areas, as paths of rows."""
+    """Return the top-level entries of a unit's areas, as paths of rows."""
     found: list[str] = []
     for area in ("site", "prefix"):
         with contextlib.suppress(FileNotFoundError):
@@ -430,7 +441,7 @@ def _tops(unit: Path) -> frozenset[str]:
 
 
 def _module_name(top: str) -> str:
-    """Return what can be imported from an entry at the top of a unit, or ""."""
+    """Return the module name of a unit's top-level entry, or ""."""
     area, _, name = top.partition("/")
     stem, _, ending = name.partition(".")
     is_module = not ending or ending.endswith(("py", "pyc", "so"))
@@ -438,7 +449,7 @@ def _module_name(top: str) -> str:
 
 
 def _runs_code(unit: Path, tops: Collection[str]) -> str:
-    """Return when code of a unit runs without being imported by anybody, or ""."""
+    """Return the event that runs code of a unit without an explicit import, or ""."""
     names = [top.partition("/")[2] for top in tops if top.startswith("site/")]
     if any(name.endswith(".pth") or name.partition(".")[0] in _HOOK_MODULES for name in names):
         return "an interpreter starts"

@@ -1,8 +1,8 @@
-"""The nursery: a clean interpreter with the supervisor's code imported, which forks supervisors.
+"""The nursery: a clean interpreter that has imported the supervisor's code and forks supervisors.
 
-A supervisor started from nothing needs 60 ms, a fork 2 ms. The agent does not fork itself: it has descriptors and state
-of its own. The nursery has one thread, opens nothing and decides nothing. It also forks the keepers of sessions. It
-ends when the agent's end of the channel closes; its supervisors live on.
+Starting a supervisor from scratch takes 60 ms, a fork 2 ms. The agent does not fork itself because it has its own
+descriptors and state. The nursery has one thread, opens nothing and decides nothing. It also forks the session holders.
+It exits when the agent closes the channel; its supervisors continue.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from serverless_gpu.node.supervisor.supervisor import Supervisor
 
 
 def main(channel_fd: int, home: str, sockets: str) -> NoReturn:
-    """Fork a supervisor for each descriptor that comes, until the agent is gone."""
+    """Fork a supervisor for each received descriptor until the agent exits."""
     linux.set_name("sgpu-nursery")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps: the agent learns of an end by its channel
+    # The kernel reaps children; the agent notices their end by their channel.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     channel = Channel.adopt(channel_fd)
     channel.sock.set_inheritable(False)
-    SystemClock().boot_id()  # loads a codec: once here, not in each supervisor
-    gc.freeze()  # the collector does not write to what all supervisors share
+    SystemClock().boot_id()  # Loads a codec once here instead of in each supervisor.
+    gc.freeze()  # Keeps the garbage collector from writing to pages that all supervisors share.
     while (received := channel.receive()) is not None:
         (fd,) = received[1]
         if os.fork() == 0:
@@ -46,13 +47,13 @@ def main(channel_fd: int, home: str, sockets: str) -> NoReturn:
 
 
 def _supervise(channel_fd: int, home: str, sockets: str) -> NoReturn:
-    """Run one supervisor: stand by, control one attempt or session, end."""
+    """Run one supervisor: wait for an attempt or session, control it, exit."""
     linux.set_name("sgpu-supervisor")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel.adopt(channel_fd)
     channel.sock.set_inheritable(False)
     machine = NvmlProvider(forks=True)
-    machine.devices()  # NVML's start takes tens of milliseconds: now, before a run waits for it
+    machine.devices()  # NVML needs tens of milliseconds to start, so it starts before a run waits for it.
     with contextlib.suppress(OSError):
         protocol.send(channel, protocol.Standby(pid=os.getpid()))
     received = protocol.receive(channel)

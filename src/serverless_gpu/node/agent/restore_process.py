@@ -1,14 +1,15 @@
-"""The restoring process: a clean interpreter that restores environments in children of its own.
+"""The restoring process: a clean interpreter that restores environments in child processes.
 
     agent ──RestoreRequest──▶ this process ─ fork ─▶ child: fetch, verify, unpack, lay out, compile
           ◀── RestoreProgress, RestoreDone + descriptor of the lock, RestoreFailed ──┘
 
-The agent itself neither waits for disks and stores nor forks (it talks to NVML in a thread). A child is forked because
-a store's client may have threads that no fork survives: this process never opens one.
+The agent must not wait for disks and stores, and must not fork because it uses NVML in a thread. Each restore runs in a
+child because a store's client may have threads, which do not survive a fork. This process itself never opens a store.
 
-Failure cases: the store, the disk, or the environment itself (a `RestoreFailed` with the error's code); a child is
-killed (a `RestoreFailed`, said here); this process is killed (its children end with it, and the agent asks the next one
-again: what was unpacked is there); the agent is gone (end of file: everything here ends).
+Failure cases: If the store, the disk or the environment is at fault, the child sends `RestoreFailed` with the error's
+code. If a child is killed, this process sends `RestoreFailed`. If this process is killed, its children end with it and
+the agent asks the next one. Unpacked units are still there then. If the agent exits, this process reads end of file and
+exits.
 """
 
 from __future__ import annotations
@@ -52,25 +53,25 @@ class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="Want"):
     number: int
     wanted: EnvironmentRequest
     environ: dict[str, str] = {}
-    patience_s: float = 0.0  # how long to wait for others to free a full disk
+    patience_s: float = 0.0  # Seconds to wait for other processes to free a full disk.
 
 
 class CompileRequest(msgspec.Struct, frozen=True, kw_only=True, tag="Finish"):
-    """Compile the rest of an environment that was restored: nothing else is to be done now."""
+    """Request to compile the rest of a restored environment while no other work is pending."""
 
     number: int
     snapshot: str
 
 
 class RestoreProgress(msgspec.Struct, frozen=True, kw_only=True, tag="Getting"):
-    """Progress of a restore, as a sentence."""
+    """Progress message of a restore."""
 
     number: int
     sentence: str
 
 
 class RestoreDone(msgspec.Struct, frozen=True, kw_only=True, tag="Done"):
-    """It is there; a descriptor that holds its lock is attached."""
+    """Answer that an environment is restored; a descriptor that holds its lock is attached."""
 
     number: int
     restored: RestoredTree
@@ -78,7 +79,7 @@ class RestoreDone(msgspec.Struct, frozen=True, kw_only=True, tag="Done"):
 
 
 class RestoreFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It could not be restored."""
+    """Answer that an environment could not be restored."""
 
     number: int
     code: str
@@ -99,13 +100,13 @@ def send(channel: Channel, message: Request | Answer, fds: tuple[int, ...] = ())
 
 
 def receive_answer(channel: Channel) -> tuple[Answer, tuple[int, ...]] | None:
-    """Return the next answer and its descriptors, or None when the peer is gone."""
+    """Return the next answer and its descriptors, or None at end of file."""
     received = channel.receive()
     return None if received is None else (_answers.decode(received[0]), received[1])
 
 
 def main(channel_fd: int, environments: str) -> NoReturn:
-    """Restore environments on request until the agent is gone."""
+    """Restore environments on request until the agent exits."""
     linux.set_name("sgpu-restore")
     linux.be_ordinary()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -114,7 +115,7 @@ def main(channel_fd: int, environments: str) -> NoReturn:
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    children: dict[int, int] = {}  # pid → number
+    children: dict[int, int] = {}  # pid → number of the request
     while True:
         ready, _, _ = select.select([channel.fileno(), wake_read], [], [])
         if wake_read in ready:
@@ -127,7 +128,7 @@ def main(channel_fd: int, environments: str) -> NoReturn:
                 os._exit(0)
             request = _requests.decode(received[0])
             if isinstance(request, RestoreRequest) and request.wanted.mode != "links":
-                mount_problem(Path(environments))  # here, where the next child finds the answer
+                mount_problem(Path(environments))  # Tested here, so that later children inherit the cached answer.
             children[_fork(request, channel, Path(environments))] = request.number
 
 
@@ -144,7 +145,8 @@ def _fork(request: Request, channel: Channel, environments: Path) -> int:
                 _restore(request, channel, environments)
             else:
                 os.nice(_NICE)
-                with contextlib.suppress(ServerlessGpuError):  # a disk that is full by now; the next rank compiles
+                # The disk is full now; the next rank compiles what it imports.
+                with contextlib.suppress(ServerlessGpuError):
                     compile_rest(request.snapshot, UnitCache(environments))
             code = 0
         finally:
@@ -156,13 +158,13 @@ def _fork(request: Request, channel: Channel, environments: Path) -> int:
 
 
 def _reap(children: dict[int, int], channel: Channel) -> None:
-    """Bury children; one that did not end by itself has not said so."""
+    """Reap children and report those that were killed or crashed."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             number = children.pop(ended[0], None)
             if number is not None and ended[1]:
                 how = os.waitstatus_to_exitcode(ended[1])
-                told = f"was ended by signal {-how}" if how < 0 else f"ended with code {how}"
+                told = f"was killed by signal {-how}" if how < 0 else f"exited with code {how}"
                 message = f"the process that restored the environment {told}"
                 send(channel, RestoreFailed(number=number, code=EnvironmentProblem.code, message=message))
 
@@ -171,7 +173,7 @@ def _restore(want: RestoreRequest, channel: Channel, environments: Path) -> None
     try:
         done, lock = _restored_in_time(want, environments, channel)
     except ServerlessGpuError as error:
-        # To the agent the code of `StorageError` means a full disk, which others may clear.
+        # The agent treats the code of `StorageError` as a full disk, which others may free.
         cause = error.__cause__
         is_full_disk = isinstance(error, DiskFull) or (isinstance(cause, OSError) and is_full(cause))
         code = EnvironmentProblem.code if isinstance(error, StorageError) and not is_full_disk else error.code
@@ -201,13 +203,13 @@ def restored(
 ) -> tuple[RestoreDone, int]:
     """Restore an environment; return the answer and the descriptor of the lock that keeps it.
 
-    Raises EnvironmentProblem, or StorageError for a full disk or one without symbolic links.
+    Raises EnvironmentProblem. Raises StorageError for a full disk or one without symbolic links.
     """
     address = want.wanted.snapshot
     wanted = want.wanted
     blobs = StoreBlobs(open_store(wanted.store, want.environ, token=wanted.token, ca=wanted.ca))
     cache = UnitCache(environments)
-    lock = cache.hold(address)  # from now on; users get copies of the descriptor
+    lock = cache.hold(address)  # Held from now on; users get copies of the descriptor.
     require_symlinks(environments)
     made = restore(address, blobs, cache, way=way_for(want.wanted.mode, environments), report=report)
     snapshot = read_document(cache.environment(address) / "snapshot", Snapshot) or read_snapshot(blobs, address)
@@ -215,9 +217,9 @@ def restored(
 
 
 def way_for(asked: Mode, environments: Path) -> RestoreMethod:
-    """Return how to restore on this machine; `asked` is "" for whatever is possible.
+    """Return the restore method for this machine; `asked` is "" for any method.
 
-    Raises EnvironmentUnsupported where mounts are asked for and impossible, or nothing can be loaded from links.
+    Raises EnvironmentUnsupported if mounts are requested but impossible, or if code cannot be loaded from links.
     """
     if asked == "links":
         return _links(environments, "SERVERLESS_GPU_RESTORE=links")
@@ -227,7 +229,7 @@ def way_for(asked: Mode, environments: Path) -> RestoreMethod:
     if asked == "overlay":
         raise EnvironmentUnsupported(
             f"SERVERLESS_GPU_RESTORE=overlay, and this machine cannot mount environments: {problem}",
-            hint="unset it and links are used; `sgpu doctor` says what makes mounts possible",
+            hint="unset it to use links; run `sgpu doctor` to see how to enable mounts",
         )
     return _links(environments, f"no mounts: {problem}")
 
@@ -235,16 +237,16 @@ def way_for(asked: Mode, environments: Path) -> RestoreMethod:
 def _links(environments: Path, why: str) -> RestoreMethod:
     if is_noexec(environments):
         raise EnvironmentUnsupported(
-            f"{environments} lies on a file system that is mounted noexec, and no compiled module can be loaded from a "
-            f"tree of links there ({why})",
-            hint="set SERVERLESS_GPU_HOME to a directory on a file system without noexec, or have it mounted again: "
-            "sudo mount -o remount,exec …",
+            f"{environments} lies on a file system that is mounted noexec, so no compiled module can be loaded "
+            f"from a tree of links there ({why})",
+            hint="set SERVERLESS_GPU_HOME to a directory on a file system without noexec, or remount it: sudo "
+            "mount -o remount,exec …",
         )
     return RestoreMethod(mode="links", why=why)
 
 
 def mount_problem(environments: Path) -> str:
-    """Return why nothing can be mounted on this machine, or ""; asked once when something can."""
+    """Return why this machine cannot mount anything, or ""; a positive result is cached."""
     if environments not in _can_mount:
         problem = namespaces.probe_mounts(str(environments))
         if problem:
@@ -254,15 +256,15 @@ def mount_problem(environments: Path) -> str:
 
 
 def reporter(number: int, channel: Channel, clock: Clock) -> Callable[[ProgressPoint], None]:
-    """Return what sends progress in words, a few times a second."""
-    told = [0, 0]  # when, and how much
+    """Return a function that sends progress messages a few times per second."""
+    told = [0, 0]  # Time of the last message, as a mutable cell.
 
     def report(progress: ProgressPoint) -> None:
         now_ns = clock.boottime_ns()
         if now_ns - told[0] < _REPORT_S * 1e9:
             return
         told[0] = now_ns
-        with contextlib.suppress(OSError):  # the agent is gone, and so are we, soon
+        with contextlib.suppress(OSError):  # The agent has exited, and this process exits soon.
             send(channel, RestoreProgress(number=number, sentence=sentence(progress)))
 
     return report
@@ -272,7 +274,7 @@ _DOING: Mapping[str, str] = {"fetch": "fetching", "restore": "laying out", "comp
 
 
 def sentence(progress: ProgressPoint) -> str:
-    """Return how far a restore is, for a person."""
+    """Return the progress of a restore as text."""
     if progress.waits_for:
         return f"waiting for another process here, which fetches {progress.waits_for}"
     doing = _DOING.get(progress.phase, progress.phase)

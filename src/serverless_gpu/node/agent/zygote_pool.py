@@ -1,15 +1,15 @@
-"""The zygotes of one agent: which one a caller gets, and why it gets none.
+"""The zygotes of one agent: chooses the interpreter for a caller, and explains a cold start.
 
-    owner and context ─▶ key ─▶ zygote there, unchanged, of the same packages?  ─yes▶ a stem of it: warm
+    owner and context ─▶ key ─▶ running zygote, unchanged, with the same packages?  ─yes▶ a stem of it: warm
                      │ no
                      ▼
-                     a new zygote, or (where none can be kept) an interpreter for this run only: cold, and why
+                     a new zygote, or (if none can be kept) an interpreter for this run only: cold, with a reason
 
-A restored environment is part of the key. Where none is of that very snapshot, one of another snapshot that has all it
-loaded in common moves on to it (`Zygote.move`).
+A restored environment is part of the key. Without a zygote of that snapshot, a zygote of another snapshot moves to it
+if both snapshots agree in all loaded files (`Zygote.move`).
 
-A few zygotes at most beside those of open sessions, which stay; the one unused for longest goes first, and each after
-ten idle minutes.
+The pool keeps a few zygotes in addition to those of open sessions, which stay. The least recently used zygote is ended
+first, and every zygote after ten idle minutes.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from serverless_gpu.node.processes.spawn import preload
 
 ZYGOTES_MAX = 4
 IDLE_S = 600.0
-PRELOAD_S = 120.0  # an import that hangs on a file system or a driver is given up
+PRELOAD_S = 120.0  # An import that hangs on a file system or a driver is given up after this time.
 _REMEMBERED_MAX = 64
 _CLOSING_LOOKS = 100
 _CLOSING_PAUSE_S = 0.01
-_RETRY_S = 10.0  # before an interpreter that could not be kept warm is tried again
+_RETRY_S = 10.0  # Pause before the agent tries again to keep an interpreter warm.
 
 Giver = Callable[[Stem, int], None]
 
 
 class ZygotePool:
-    """Zygotes by key."""
+    """All zygotes of an agent, by key."""
 
     def __init__(
         self, home: Home, log: int, cgroups: CgroupRoot, selector: selectors.BaseSelector, clock: Clock
@@ -51,17 +51,17 @@ class ZygotePool:
         self._selector = selector
         self._clock = clock
         self._zygotes: dict[Key, Zygote] = {}
-        self._one_shots: list[Zygote] = []  # interpreters without preload, for one run each
-        self._cold: dict[Key, tuple[str, int]] = {}  # keys that cannot be kept warm: why, and since when
-        self._gone: dict[Key, str] = {}  # why the last zygote of a key is no more
-        self._kept: frozenset[Key] = frozenset()  # keys of open sessions
+        self._one_shots: list[Zygote] = []  # Interpreters without preload, for one run each.
+        self._cold: dict[Key, tuple[str, int]] = {}  # Keys that cannot be kept warm, with the reason and its time.
+        self._gone: dict[Key, str] = {}  # By key, why the last zygote ended.
+        self._kept: frozenset[Key] = frozenset()  # Keys of open sessions.
         self._preload = preload(os.environ)
-        self._ending: list[Containment] = []  # of zygotes that are gone, with something left in it
+        self._ending: list[Containment] = []  # Containments of ended zygotes that still have processes.
         self.became_ready = False
 
     @property
     def ending(self) -> bool:
-        """Return whether something that zygotes left is still being killed."""
+        """Return True while processes of ended zygotes are being killed."""
         return bool(self._ending)
 
     def statuses(self) -> tuple[ZygoteStatus, ...]:
@@ -90,10 +90,10 @@ class ZygotePool:
             self._warm(key, request).ranks = max(1, ranks)
 
     def give_stem(self, request: ZygoteRequest, ranks: int, give: Giver, fail: ProblemTaker) -> None:
-        """Hand a stem for this caller to a run, now or later; OSError: the interpreter cannot start.
+        """Hand a stem for this caller to a run, now or later; raises OSError if the interpreter cannot start.
 
-        As many stems as `ranks` stand by for the next run. `give` gets the stem, warm or not and why, and a descriptor
-        that it then owns; `fail` gets the reason.
+        The zygote keeps `ranks` standby processes for the next run. `give` gets the stem, its warmth with the reason,
+        and a descriptor that it then owns. `fail` gets the reason.
         """
         context = request.context
         zygote, why = self._choose(request)
@@ -109,40 +109,40 @@ class ZygotePool:
             try:
                 fresh = self._one_shot(request)
             except OSError as error:
-                fail(f"{context.python} could not be started: {error}")
+                fail(f"could not start {context.python}: {error}")
                 return
             fresh.take_stem(lambda pid, fd: give(Stem(pid=pid, warm_reason=elsewhere), fd), fail)
 
         zygote.take_stem(take, fail)
 
     def is_entered(self, snapshot: str) -> bool:
-        """Return whether an interpreter is in a restored environment, or starting there."""
+        """Return True if an interpreter runs or starts in a restored environment."""
         return any(key.environment == snapshot for key in self._zygotes)
 
     def leave_environments(self) -> bool:
-        """Let go of interpreters in restored environments that no run waits for; return whether there was one."""
+        """End interpreters in restored environments that no run waits for; return True if there was one."""
         leaving = [
             key
             for key, zygote in self._zygotes.items()
             if key.environment and not zygote.waited_for and key.elsewhere() not in self._kept
         ]
         for key in leaving:
-            self._discard(key, "the disk was full, and its environment had to go")
+            self._discard(key, "the disk was full, so its environment was removed")
         return bool(leaving)
 
     def refill(self) -> None:
-        """Have a stem of each zygote standing by."""
+        """Keep one standby stem of each zygote."""
         for zygote in self._zygotes.values():
             zygote.refill()
 
     def tend(self, kept: Collection[Key]) -> None:
-        """End idle zygotes, and interpreters whose one run has its stem; those in `kept` (open sessions) stay."""
+        """End idle zygotes and used one-run interpreters; zygotes of open sessions (`kept`) stay."""
         self._kept = frozenset(key.elsewhere() for key in kept)
         now_ns = self._clock.boottime_ns()
         for key, zygote in list(self._zygotes.items()):
             idle = now_ns - zygote.used_ns > IDLE_S * 1e9 and not zygote.waited_for
             if idle and key.elsewhere() not in self._kept:
-                self._discard(key, "its zygote had been idle for ten minutes")
+                self._discard(key, "its zygote was idle for ten minutes")
             elif not zygote.ready and now_ns - zygote.started_ns > PRELOAD_S * 1e9:
                 zygote.process.kill()
                 zygote.cold = f"preloading took more than {PRELOAD_S:.0f} s"
@@ -153,7 +153,7 @@ class ZygotePool:
         self._ending = [one for one in self._ending if not one.end(now_ns)]
 
     def close(self) -> None:
-        """Let all zygotes end, and everything they have started, waiting a moment for that."""
+        """End all zygotes and everything they started; wait up to a second."""
         for zygote in (*self._zygotes.values(), *self._one_shots):
             self._close(zygote)
         for _ in range(_CLOSING_LOOKS):
@@ -164,37 +164,37 @@ class ZygotePool:
             select.select([], [], [], _CLOSING_PAUSE_S)
 
     def _choose(self, request: ZygoteRequest) -> tuple[Zygote, str]:
-        """Return the interpreter for a caller, and why it is not a warm one, or ""."""
+        """Return the interpreter for a caller, and why it is not warm, or ""."""
         key, environment = request.key, request.environment
         if request.owner == UNKNOWN_OWNER:
-            return self._one_shot(request), "the server did not say whose run it is, and owners share no interpreter"
+            return self._one_shot(request), ("the server did not name the run's owner, and owners share no interpreter")
         self._leave_deleted(key, environment)
         if environment is not None and key not in self._zygotes:
             self._move_one(key, environment)
         zygote = self._zygotes.get(key)
         if key in self._cold and zygote is not None and zygote.ready:
-            del self._cold[key]  # the user has mended it
+            del self._cold[key]  # The interpreter can be kept warm again.
         elif key in self._cold:
             why, since_ns = self._cold[key]
             if zygote is None and self._clock.boottime_ns() - since_ns > _RETRY_S * 1e9:
-                self._warm(key, request)  # for the next run: this one does not wait for the answer
+                self._warm(key, request)  # Started for the next run; this run does not wait for it.
             return self._one_shot(request), why
         if zygote is not None:
             changed = zygote.stale()
             if changed is None and not zygote.dead:
                 return zygote, "" if zygote.ready else f"the warm interpreter was still starting: {zygote.why}"
-            self._discard(key, f"{changed} has changed" if changed else "its zygote had died")
+            self._discard(key, f"{changed} has changed" if changed else "its zygote died")
         zygote = self._warm(key, request)
         return zygote, zygote.why
 
     def _leave_deleted(self, key: Key, environment: RestoredEnvironment | None) -> None:
-        """Let go of the zygote of a key that sees directories that were deleted; those made since are others."""
+        """End the zygote of a key if its environment was deleted and restored again."""
         zygote = self._zygotes.get(key)
         if zygote is not None and not zygote.lives_in(environment):
             self._discard(key, "its environment was restored again")
 
     def _move_one(self, key: Key, environment: RestoredEnvironment) -> None:
-        """Have a zygote of another environment go on in this one, if there is one that can; remember why not."""
+        """Move a fitting zygote of another environment to this one; record why none fits."""
         for other, zygote in sorted(self._zygotes.items(), key=lambda item: -item[1].used_ns):
             if other.elsewhere() != key.elsewhere():
                 continue
@@ -211,7 +211,7 @@ class ZygotePool:
         others = [other for other in self._zygotes if other.elsewhere() not in self._kept]
         if len(others) >= ZYGOTES_MAX:
             oldest = min(others, key=lambda other: self._zygotes[other].used_ns)
-            self._discard(oldest, f"{ZYGOTES_MAX} other interpreters were used since")
+            self._discard(oldest, f"{ZYGOTES_MAX} other interpreters were used more recently")
         zygote = self._zygotes[key] = self._spawn(request, self._preload)
         zygote.used_ns = zygote.started_ns = self._clock.boottime_ns()
         zygote.why = self._gone.pop(key, "") or first_run(key, [other for other in self._zygotes if other != key])
@@ -231,7 +231,7 @@ class ZygotePool:
         if not zygote.hear():
             if self._zygotes.get(zygote.key) is zygote:
                 del self._zygotes[zygote.key]
-                self._remember(zygote.key, "its zygote had died")
+                self._remember(zygote.key, "its zygote died")
             self._close(zygote)
         elif zygote.cold:
             self._give_up(zygote, zygote.cold)
@@ -239,7 +239,7 @@ class ZygotePool:
             self.became_ready = True
 
     def _give_up(self, zygote: Zygote, why: str) -> None:
-        """Keep no zygote for this key: waiting and later runs get a fresh interpreter for a while."""
+        """Keep no zygote for this key; waiting and later runs get a new interpreter for a while."""
         self._cold[zygote.key] = (why, self._clock.boottime_ns())
         while len(self._cold) > _REMEMBERED_MAX:
             self._cold.pop(next(iter(self._cold)))
@@ -247,7 +247,7 @@ class ZygotePool:
         self._let_go(zygote)
 
     def _let_go(self, zygote: Zygote) -> None:
-        """Close a zygote; a run that waits for its stem gets a fresh interpreter in the same environment."""
+        """Close a zygote; a run that waits for its stem gets a new interpreter in the same environment."""
         waiting = zygote.release_takers()
         self._close(zygote)
         for taker in waiting:
@@ -255,11 +255,11 @@ class ZygotePool:
                 request = ZygoteRequest(zygote.context, taker.environment, zygote.key.owner)
                 self._one_shot(request).take_stem(taker.take, taker.fail)
             except OSError as error:
-                taker.fail(f"{zygote.context.python} could not be started: {error}")
+                taker.fail(f"could not start {zygote.context.python}: {error}")
 
     def _remember(self, key: Key, why: str) -> None:
         self._gone[key] = why
-        while len(self._gone) > _REMEMBERED_MAX:  # a sweep over start-up variables makes a key for each run
+        while len(self._gone) > _REMEMBERED_MAX:  # Runs that vary start-up variables create one key each.
             self._gone.pop(next(iter(self._gone)))
 
     def _discard(self, key: Key, why: str) -> None:

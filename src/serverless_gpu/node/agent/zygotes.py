@@ -1,26 +1,34 @@
-"""One zygote of the agent: its process, its stems, the runs that wait for one, and what contains it.
+"""One zygote of the agent: its process, its stems, the runs that wait for one, and its containment.
 
-    key = (owner, interpreter, its options, start-up variables, environment)   →   Zygote: process, channel, stems
-    standing by, runs waiting for one
-    launcher enters cgroups ──▶ zygote, its start-up code, what that starts ──▶ killed with the zygote
-                                  └─ stem ──▶ moves to cgroups of its own, and lives on
+    key = (owner, interpreter, its options, start-up variables, environment)   →   Zygote: process, channel,
+    standby stems, waiting runs
+    launcher enters cgroups ──▶ zygote, its start-up code, their child processes ──▶ killed with the zygote
+                                  └─ stem ──▶ moves to its own cgroups and outlives the zygote
 
 A zygote serves one owner, because it runs code that its owner's ranks could have written. Zygotes of a server's
-principals, and each of their stems, have a user namespace of their own (`inside/namespaces.py`); without it a rank
-could write the memory of another owner's zygote.
+principals, and each of their stems, have their own user namespace (`inside/namespaces.py`). Without it, a rank could
+write the memory of another owner's zygote.
 
-A zygote is stale when a file it loaded has changed since. A package it never loaded may change; ranks see the new one.
-A zygote in a restored environment moves on to another when nothing that it has loaded differs
-(`environment/restore/interpreters.py`). When the directories of an environment were deleted and made again, a
-zygote sees the deleted ones, and ends.
+A zygote is stale if a file that it loaded has changed. A package that it never loaded may change, and ranks use the new
+version. A zygote in a restored environment can move to another one if all of its loaded files are equal in both
+(`environment/restore/interpreters.py`). If the directories of an environment are deleted and made again, its zygote
+still sees the deleted ones and is ended.
 
-`.pth` files, `sitecustomize` and the modules that a zygote preloads are the user's code and may start processes. Those
-belong to no run: no run pays for them, and no supervisor ends them.
+`.pth` files, `sitecustomize` and preloaded modules are the user's code and may start processes. Those processes belong
+to no run: no run pays for them, and no supervisor ends them.
 
-Failure cases: the zygote cannot preload or dies (waiting runs get what it wrote); it is not fit to be forked (the key
-is remembered; each run starts cold with a zygote without preload); it dies while idle (the next run starts a new one
-and the receipt says so); no cgroup can be made (the zygote's descendants are killed instead: what detached itself is
-one of them as long as the zygote lives); a stem could not leave the cgroups (it and its ranks are spared).
+Failure cases:
+
+If the zygote cannot preload or dies, waiting runs get its output.
+
+If the zygote is not safe to fork, the pool remembers the key. Each run then starts cold with a zygote without preload.
+
+If the zygote dies while idle, the next run starts a new one and the receipt says so.
+
+If no cgroup can be made, the agent kills the zygote's descendants instead. A detached process is a descendant while the
+zygote runs.
+
+If a stem cannot leave the cgroups, the agent spares it and its ranks.
 """
 
 from __future__ import annotations
@@ -55,32 +63,32 @@ from serverless_gpu.node.processes.process_tree import (
 )
 from serverless_gpu.node.processes.spawn import CallerInterpreter, one_name, separating_variables, zygote_process
 
-LEAVING_S = 5.0  # in which a stem that was forked last has to have left
+LEAVING_S = 5.0  # Time in which the last forked stem must have left the zygote's cgroups.
 _STEMS_MAX = 4_096
 RANKS_STANDBY_MAX = 16
 _PROBLEM_BYTES_MAX = 4_000
 _NAMES_MAX = 4
-StemTaker = Callable[[int, int], None]  # pid, descriptor
+StemTaker = Callable[[int, int], None]  # (pid, descriptor) → None
 ProblemTaker = Callable[[str], None]
 Stamp = tuple[int, int, int]
 
 
 class Key(msgspec.Struct, frozen=True):
-    """Identity by which callers share a zygote; `python` is the interpreter's one name."""
+    """Identity of a shared zygote; `python` is the canonical name of the interpreter."""
 
     python: str
     flags: tuple[str, ...]
     variables: tuple[tuple[str, str], ...]
-    environment: str = ""  # snapshot of its stems; "" for the caller's files
-    owner: str = ""  # "" for the user of this node, else as in `protocol.Launch`
+    environment: str = ""  # Snapshot of its stems; "" for the caller's files.
+    owner: str = ""  # "" for the user of this node, else as in `protocol.Launch`.
 
     def elsewhere(self) -> Key:
-        """Return what all restored environments have in common that one zygote may serve, always of one owner."""
+        """Return the key without its snapshot; one zygote of an owner may serve all keys with this result."""
         return msgspec.structs.replace(self, environment="restored", python="") if self.environment else self
 
 
 class ZygoteRequest(NamedTuple):
-    """The zygote a run needs: caller, restored environment (or None) and owner (as in `Key`)."""
+    """The zygote that a run needs: caller, restored environment (or None) and owner (as in `Key`)."""
 
     context: Context
     environment: RestoredEnvironment | None = None
@@ -88,20 +96,20 @@ class ZygoteRequest(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """Return what a zygote has to match."""
+        """Return the key that a zygote must have."""
         variables = tuple(separating_variables(self.context.environ).items())
         address = "" if self.environment is None else self.environment.address
         return Key(one_name(self.context.python), self.context.flags, variables, address, self.owner)
 
 
 def first_run(key: Key, others: Sequence[Key]) -> str:
-    """Return why a key that never had a zygote has none."""
+    """Return why a key without an earlier zygote has none."""
     same = [other for other in others if (other.python, other.flags) == (key.python, key.flags)]
     if not same:
         return "first run with this interpreter"
     same = [other for other in same if other.owner == key.owner]
     if not same:
-        return "first run of this owner with this interpreter: owners share none"
+        return "first run of this owner with this interpreter: owners do not share interpreters"
     nearest = min((set(key.variables) ^ set(other.variables) for other in same), key=len)
     names = sorted({name for name, _ in nearest})
     if len(names) > _NAMES_MAX:
@@ -111,7 +119,7 @@ def first_run(key: Key, others: Sequence[Key]) -> str:
 
 
 class StemWaiter(NamedTuple):
-    """A run that waits for a stem, and in which environment."""
+    """A run that waits for a stem, and its environment."""
 
     environment: RestoredEnvironment | None
     take: StemTaker
@@ -119,7 +127,7 @@ class StemWaiter(NamedTuple):
 
 
 class Zygote:
-    """One zygote process and the stems it has made; raises OSError when the interpreter cannot start."""
+    """One zygote process and its stems; raises OSError if the interpreter cannot start."""
 
     def __init__(
         self,
@@ -133,26 +141,26 @@ class Zygote:
         log_path, log_fd = log
         self.channel = ours
         self.key = request.key
-        self.environment = environment  # that its stems have
+        self.environment = environment  # environment of the stems
         self.loaded = LoadedModules()
         self._born_in = environment
         self.ready = False
-        self.why = ""  # why it had to be started
-        self.cold = ""  # why it cannot be forked from
+        self.why = ""  # Why the zygote had to be started.
+        self.cold = ""  # Why the zygote cannot be forked.
         self.dead = False
         self.context = context
         self.used_ns = 0
         self.started_ns = 0
-        self.ranks = 1  # of the last run: as many stand by for the next
+        self.ranks = 1  # Ranks of the last run; the zygote keeps as many on standby.
         self._log_path = log_path
         self._log_start = os.lseek(log_fd, 0, os.SEEK_END)
         self._cgroups = cgroups
         self.containment = Containment(cgroups.make(ZYGOTE))
-        self._apart = bool(owner and preload)  # stems have a namespace of their own: more than one run will fork here
+        self._apart = bool(owner and preload)  # Stems get their own namespace if several runs will fork here.
         self._stamps: dict[str, Stamp] = {}
         self._packages: dict[str, str] = {}
-        self._stems: deque[tuple[int, int, int]] = deque()  # pid, channel, pidfd
-        self._asked: deque[RestoredEnvironment | None] = deque()  # the environments that stems were requested for
+        self._stems: deque[tuple[int, int, int]] = deque()  # Pid, channel, pidfd.
+        self._asked: deque[RestoredEnvironment | None] = deque()  # Environments of the requested stems.
         self._takers: deque[StemWaiter] = deque()
         try:
             variables = {original(name): original(value) for name, value in context.environ.items()}
@@ -176,7 +184,7 @@ class Zygote:
 
     @property
     def waited_for(self) -> bool:
-        """Return whether a run waits for a stem of this zygote."""
+        """Return True while a run waits for a stem of this zygote."""
         return bool(self._takers)
 
     def take_stem(self, take: StemTaker, fail: ProblemTaker) -> None:
@@ -190,19 +198,19 @@ class Zygote:
             if alive:
                 take(pid, fd)
                 return
-            os.close(fd)  # the kernel may end what stands by when memory is short
+            os.close(fd)  # The kernel may kill standby processes if memory is short.
         self._takers.append(StemWaiter(self.environment, take, fail))
         waiting = sum(taker.environment is self.environment for taker in self._takers)
         if sum(asked is self.environment for asked in self._asked) < waiting:
             self.ask_stem()
 
     def refill(self) -> None:
-        """Have one stem standing by."""
+        """Request a stem unless one is on standby or requested."""
         if self.ready and not self.dead and not self._stems and not self._asked:
             self.ask_stem()
 
     def ask_stem(self) -> None:
-        """Ask for one more stem; a zygote that is still preloading answers when it is ready."""
+        """Request one more stem; a zygote that still preloads answers when it is ready."""
         cgroups = self._cgroups.make()
         self.containment.note_stem_cgroups(cgroups)
         request: inside.Message = {
@@ -217,11 +225,11 @@ class Zygote:
         try:
             self.channel.send(inside.encode(request), fds)
         except OSError:
-            return  # it has ended; what it said last is still to be heard
+            return  # The zygote has ended; `hear` still reads its last messages.
         self._asked.append(self.environment)
 
     def hear(self) -> bool:
-        """Take one message; return False when the zygote is gone."""
+        """Read one message; return False once the zygote has ended."""
         fds: tuple[int, ...] = ()
         try:
             received = self.channel.receive()
@@ -230,16 +238,17 @@ class Zygote:
                 if not self._understand(inside.decode(received[0]), fds):
                     close_all(fds)
                 return True
-        except (OSError, ValueError, TypeError, OverflowError, IndexError):  # it runs code of the user's: it may say so
+        # The zygote runs user code and may send an invalid message.
+        except (OSError, ValueError, TypeError, OverflowError, IndexError):
             close_all(fds)
         self.fail()
         return False
 
     def _understand(self, message: inside.Message, fds: tuple[int, ...]) -> bool:
-        """Handle a message; return whether its descriptors were taken.
+        """Handle a message; return True if its descriptors were taken.
 
-        Raises ValueError, TypeError, OverflowError, IndexError or OSError for an impossible message; the descriptors
-        are still open then.
+        Raises ValueError, TypeError, OverflowError, IndexError or OSError for an invalid message. Its descriptors are
+        then still open.
         """
         match message.get("event"):
             case "ready":
@@ -260,25 +269,25 @@ class Zygote:
         return False
 
     def lives_in(self, environment: RestoredEnvironment | None) -> bool:
-        """Return whether its stems are in an environment of its address that was not deleted since."""
+        """Return True if the directories of its stems' environment are those of `environment`."""
         if self.environment is None or environment is None:
             return self.environment is environment
         return self.environment.is_one_with(environment)
 
     def misfit(self, environment: RestoredEnvironment) -> str:
-        """Return why it cannot go on in another environment, or "" when it can."""
+        """Return why the zygote cannot move to another environment, or "" if it can."""
         if not self.ready or self._born_in is None:
             return "the warm interpreter was still starting, in another environment"
         return environment.misfit(self.loaded, self._born_in)
 
     def move(self, environment: RestoredEnvironment) -> None:
-        """Have its next stems in another environment, which it fits; those standing by are of the last one."""
+        """Move the next stems to another, fitting environment; standby stems of the old one are dropped."""
         self.environment = environment
         self.key = msgspec.structs.replace(self.key, environment=environment.address)
         self._drop_stems()
 
     def _meet(self, files: Sequence[str], ready: inside.Message) -> None:
-        """Record what it has loaded: files that may change, and all that ties it to its environment."""
+        """Record the zygote's loaded files, and everything that ties it to its environment."""
         tree = "" if self.environment is None else self.environment.tree
         self._stamps = {file: stamp(file) for file in files if not tree or not file.startswith(f"{tree}/")}
         if self.environment is not None:
@@ -290,14 +299,14 @@ class Zygote:
             )
 
     def stale(self) -> str | None:
-        """Return the first loaded file that changed since, or None."""
+        """Return the first loaded file that has changed, or None."""
         for file, known in self._stamps.items():
             if stamp(file) != known:
                 return file
         return None
 
     def differs(self, packages: Mapping[str, str]) -> str | None:
-        """Return in words which loaded module the caller imports from elsewhere, or None."""
+        """Describe a loaded module that the caller imports from elsewhere, or return None."""
         for name, file in packages.items():
             theirs, mine = original(file), self._packages.get(name)
             if mine is not None and theirs != mine:
@@ -306,20 +315,20 @@ class Zygote:
         return None
 
     def fail(self) -> None:
-        """Tell everyone who waits that there will be no stem."""
+        """Tell all waiting runs that they get no stem."""
         self.dead = True
         problem = self._problem()
         while self._takers:
             self._takers.popleft().fail(problem)
 
     def release_takers(self) -> list[StemWaiter]:
-        """Return those who wait for a stem, and forget them."""
+        """Remove and return the runs that wait for a stem."""
         takers = list(self._takers)
         self._takers.clear()
         return takers
 
     def close(self) -> None:
-        """Let the zygote and its unused stems end: they read end of file."""
+        """Close the channels, so that the zygote and its unused stems read end of file and exit."""
         self.dead = True
         self._drop_stems()
         self.channel.close()
@@ -337,7 +346,7 @@ class Zygote:
                 taker.take(pid, fd)
                 return
         if environment is not self.environment:
-            os.close(fd)  # it was asked for before the zygote moved on
+            os.close(fd)  # The stem was requested before the zygote moved to another environment.
             return
         try:
             self._stems.append((pid, fd, os.pidfd_open(pid)))
@@ -351,12 +360,12 @@ class Zygote:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, end - _PROBLEM_BYTES_MAX))
             written = file.read(_PROBLEM_BYTES_MAX).decode("utf-8", "replace").strip()
-        ended = "ended" if code is None else f"ended with code {code}"
-        return f"{self.context.python}, which was to become a zygote, {ended}:\n{written or '(it wrote nothing)'}"
+        ended = "ended" if code is None else f"exited with code {code}"
+        return f"{self.context.python}, started as a zygote, {ended}:\n{written or '(it wrote nothing)'}"
 
 
 def stamp(file: str) -> Stamp:
-    """Return what tells that a file is another one, or was written to."""
+    """Return values that differ if a file was replaced or written to."""
     try:
         status = os.stat(file)
     except OSError:
@@ -365,7 +374,7 @@ def stamp(file: str) -> Stamp:
 
 
 class Containment:
-    """Containment of one zygote: its cgroups, the v2 one first; none where nothing can be made."""
+    """The cgroups of one zygote, the v2 one first; empty if none can be made."""
 
     def __init__(self, paths: tuple[Path, ...]) -> None:
         self.paths = paths
@@ -375,11 +384,11 @@ class Containment:
         self._ended_ns = 0
 
     def hold(self, pid: int) -> None:
-        """Note which process it contains."""
+        """Record the contained process."""
         self._pid = pid
 
     def note_stem(self, pid: int) -> None:
-        """Note a stem, which leaves and outlives the zygote."""
+        """Record a stem, which leaves the containment and outlives the zygote."""
         seen = look_at(pid)
         if seen is not None:
             self._stems[pid] = seen
@@ -387,13 +396,13 @@ class Containment:
             self._stems.pop(next(iter(self._stems)))
 
     def note_stem_cgroups(self, paths: tuple[Path, ...]) -> None:
-        """Note what a stem is to move to; without a cgroup of its own it stays in these."""
+        """Record the cgroups of a stem; without its own cgroup it stays in this containment."""
         self._all_can_leave = self._all_can_leave and len(paths) >= len(self.paths)
 
     def end(self, now_ns: int) -> bool:
-        """Kill all processes in it, except stems that have not left yet; return whether nothing is left.
+        """Kill all contained processes except stems that have not left; return True if none remains.
 
-        Call it again until it returns True; `now_ns` is boottime.
+        Call this again until it returns True. `now_ns` is a boottime.
         """
         self._ended_ns = self._ended_ns or now_ns
         stems = [pid for pid, stem in self._stems.items() if stem.is_there()]

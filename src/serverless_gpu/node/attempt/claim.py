@@ -1,15 +1,15 @@
-"""Claim of an attempt: one process controls it, once.
+"""Ensures that one process controls an attempt, and only once.
 
-    supervisor.lock   flock held = a supervisor lives (`attach` and the history look at it)
-    facts.jsonl       what happened; `exec` = user code began
-    stopped.json      it has ended, whatever else comes
+    supervisor.lock   flock held = a supervisor runs (`attach` and the history test it)
+    facts.jsonl       the attempt's facts; `exec` = user code began
+    stopped.json      the attempt has ended for good
 
-A sender that does not learn whether its launch arrived sends it again. So a supervisor takes the lock and then leaves
-an attempt alone that has begun or ended before. To make sure that an attempt never starts, a process takes the same
-lock and writes `stopped.json` (`uplink/attempt_controller.py`).
+A sender that does not know if its launch arrived sends it again. A supervisor therefore takes the lock and then refuses
+an attempt that began or ended before. To ensure that an attempt never starts, a process takes the same lock and writes
+`stopped.json` (`uplink/attempt_controller.py`).
 
-Exception: an attempt of this machine alone whose supervisor was lost before user code began. The agent writes that
-down, and the client launches it again.
+Exception: An attempt of this machine's own user may lose its supervisor before user code begins. The agent then records
+the loss, and the client launches the attempt again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from serverless_gpu.node.base.requirements import REFUSED, lock_error
 LOCK = "supervisor.lock"
 _BEFORE_STARTING = frozenset({FactKind.RESERVED, FactKind.HYDRATING, FactKind.ALIVE, FactKind.FREED})
 _TRIES = 100
-_PAUSE_S = 0.01  # a process that tests the lock holds it for a moment
+_PAUSE_S = 0.01  # Seconds between tries; a process that tests the lock holds it for a moment.
 
 
 def first_of(launch: Launch) -> Attempt:
-    """Return an attempt as it is before anything has happened to it."""
+    """Return the initial state of an attempt."""
     numbers = launch.numbers
     return Attempt(
         run_id=launch.run_id,
@@ -45,9 +45,9 @@ def first_of(launch: Launch) -> Attempt:
 
 
 def take_attempt(directory: Path) -> str:
-    """Claim an attempt for the life of this process; return why that is refused, or "".
+    """Claim an attempt for the lifetime of this process; return why that is refused, or "".
 
-    Raises StorageError where the file system refuses locks, OSError where the directory is gone or read-only.
+    Raises StorageError if the file system refuses locks, and OSError if the directory is missing or read-only.
     """
     try:
         lock = try_lock(directory)
@@ -56,22 +56,24 @@ def take_attempt(directory: Path) -> str:
             raise lock_error(directory, error.strerror or str(error)) from error
         raise
     if lock < 0:
-        return f"another process looks after the attempt in {directory}"
+        return f"another process controls the attempt in {directory}"
     stopped = directory / "stopped.json"
     if stopped.exists():
-        ending = read_ending(directory)  # replaced only where a supervisor was lost, and no server gave the attempt
+        # The ending may be replaced only if the supervisor was lost and no server gave the attempt.
+        ending = read_ending(directory)
         if ending is None or ending.reason not in SUPERVISOR_GONE or (directory / REMOTE_FILE).exists():
             return f"the attempt in {directory} has ended"
     if has_begun(first_facts(directory)):
-        return f"the attempt in {directory} has begun before"
+        return f"the attempt in {directory} has already begun"
     stopped.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # a full disk: then no record of the kernel can be found for it
+    # On a full disk the pid is missing, so the kernel's log cannot explain a later loss.
+    with contextlib.suppress(OSError):
         os.pwrite(lock, b"%-20d\n" % os.getpid(), 0)
     return ""
 
 
 def read_pid(directory: Path) -> int | None:
-    """Return the pid of the last supervisor that took an attempt; None where the attempt does not say."""
+    """Return the pid of the last supervisor of an attempt, or None if its directory does not contain it."""
     try:
         fd = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -86,7 +88,7 @@ def read_pid(directory: Path) -> int | None:
 
 
 def try_lock(directory: Path, *, tries: int = _TRIES) -> int:
-    """Return the descriptor of an attempt's lock, or -1 when it stays held for `tries` looks, 10 ms apart."""
+    """Return the descriptor of an attempt's lock, or -1 if it stays held for `tries` tries, 10 ms apart."""
     lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     for _ in range(tries):
         try:
@@ -100,10 +102,10 @@ def try_lock(directory: Path, *, tries: int = _TRIES) -> int:
 
 
 def may_have_begun(facts: list[Fact]) -> bool:
-    """Return whether user code may have begun: a supervisor writes `starting` before it tells the stem."""
+    """Return True if user code may have begun; a supervisor writes `starting` before it contacts the stem."""
     return any(fact.kind not in _BEFORE_STARTING for fact in facts)
 
 
 def has_begun(facts: list[Fact]) -> bool:
-    """Return whether user code began, as far as facts say."""
+    """Return True if the facts show that user code began."""
     return any(fact.kind is FactKind.EXEC for fact in facts)

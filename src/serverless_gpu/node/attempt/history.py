@@ -1,11 +1,11 @@
-"""Reading run directories: what runs there were, which still run, how each ended.
+"""Reads run directories: which runs exist, which still run, and how each run ended.
 
     runs/<run>/<fence>/   spec.json · supervisor.lock (flock held = alive) · stopped.json · receipt.json   →   Record
 
-Reads only: `retention.py` deletes. Failure cases, none of them an exception: a directory that its client is still
-writing (NOT_STARTED), one of another program or version (UNREADABLE, with the reason in `problem`), a killed supervisor
-(LOST), files that are huge, unreadable, links, or vanish. A lock that cannot be tested counts as held, because readers
-delete.
+This module only reads; `retention.py` deletes. No failure raises an exception. A directory that its client is still
+writing is NOT_STARTED. A directory of another program or version is UNREADABLE, and `problem` has the reason. A run
+whose supervisor was killed is LOST. Reads tolerate files that are huge, unreadable, links, or that vanish. A lock that
+cannot be tested counts as held, because retention deletes runs without a held lock.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ NOT_STARTED = "NOT_STARTED"
 UNREADABLE = "UNREADABLE"
 FUNCTION = "function"
 REMOTE_FILE = "remote.json"
-"""The file that marks an attempt as one that a server gave to this node (`server_attempt_record.py`)."""
+"""Marks an attempt that a server gave to this node (`server_attempt_record.py`)."""
 
 _FILE_BYTES_MAX = 8 << 20
-_FACTS_BYTES = 64 << 10  # the first few facts say what we need
+_FACTS_BYTES = 64 << 10  # The first few facts suffice.
 ENTRIES_MAX = 100_000
 
 T = TypeVar("T")
@@ -46,16 +46,16 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of one run directory."""
 
     run_id: str
-    directory: Path  # of its last attempt; the run's own before the first
-    state: str  # a `State`, `NOT_STARTED` or `UNREADABLE`
+    directory: Path  # Directory of its last attempt; the run's own directory before the first attempt.
+    state: str  # A `State`, `NOT_STARTED` or `UNREADABLE`.
     live: bool
-    created_ns: int  # since 1970, as all times here
-    kind: str = FUNCTION  # ``"function"`` or ``"session"``
-    session: str = ""  # whose devices it uses, or ""
+    created_ns: int  # Since 1970, like all times in this module.
+    kind: str = FUNCTION  # ``"function"`` or ``"session"``.
+    session: str = ""  # Session whose devices the run uses, or "".
     world_size: int = 0
     version: str = ""
-    began_ns: int | None = None  # when its first line ran; None if unknown
-    ended_ns: int | None = None  # None while it goes on
+    began_ns: int | None = None  # Time when user code began; None if unknown.
+    ended_ns: int | None = None  # None while the run goes on.
     spec: RunSpec | None = None
     stopped: Stopped | None = None
     receipt: Receipt | None = None
@@ -63,7 +63,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpecFile(msgspec.Struct):
-    """`spec.json` as any version may have written it."""
+    """`spec.json` in the form of any version of this package."""
 
     world_size: int = 0
     version: str = ""
@@ -75,7 +75,7 @@ class SpecFile(msgspec.Struct):
 
 
 def run_ids(runs: Path) -> list[str]:
-    """Return the names of all run directories, newest first; foreign names last, hidden ones not at all."""
+    """Return the names of all run directories, newest first; foreign names last, no hidden ones."""
     try:
         with os.scandir(runs) as entries:
             names = [entry.name for entry in entries if not entry.name.startswith(".") and not _is_file(entry)]
@@ -85,13 +85,13 @@ def run_ids(runs: Path) -> list[str]:
 
 
 def read_run(runs: Path, run_id: str, queued: Collection[str] = ()) -> RunRecord:
-    """Return the record of one run; `queued` are the runs that wait in the agent, which no file tells."""
+    """Return the record of one run; `queued` names the runs in the agent's queue, which is in no file."""
     fences = [child for child in _children(runs / run_id) if child.name.isascii() and child.name.isdigit()]
     directory = max(fences, key=lambda child: int(child.name), default=None)
     created_ns = created_wall_ns(run_id) or touched_ns(runs / run_id)
     if directory is None:
         bare = RunRecord(run_id=run_id, directory=runs / run_id, state=UNREADABLE, live=False, created_ns=created_ns)
-        return msgspec.structs.replace(bare, ended_ns=touched_ns(runs / run_id), problem="it holds no attempt")
+        return msgspec.structs.replace(bare, ended_ns=touched_ns(runs / run_id), problem="the directory has no attempt")
     written, spec, problem = _read_spec(directory)
     live = is_live(directory)
     stopped, receipt = read_ending(directory), read_receipt(directory)
@@ -119,26 +119,27 @@ def read_run(runs: Path, run_id: str, queued: Collection[str] = ()) -> RunRecord
 
 
 def read_ending(directory: Path) -> Stopped | None:
-    """Return how an attempt ended, as its directory has it."""
+    """Return the ending of an attempt from its directory, or None."""
     return _decoded(directory / "stopped.json", Stopped)
 
 
 def read_receipt(directory: Path) -> Receipt | None:
-    """Return the receipt of an attempt, as its directory has it."""
+    """Return the receipt of an attempt from its directory, or None."""
     return _decoded(directory / "receipt.json", Receipt)
 
 
 def first_facts(directory: Path) -> list[Fact]:
-    """Return the first facts of an attempt; a last line that is half written is left out."""
+    """Return the first facts of an attempt, without an incomplete last line."""
     facts: list[Fact] = []
-    with contextlib.suppress(OSError, msgspec.MsgspecError):  # the last line may be half written, or cut off by us
+    # The last line may be incomplete, or cut off by the size limit.
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
         for line in _read(directory / "facts.jsonl", _FACTS_BYTES).splitlines():
             facts.append(from_json(line, Fact))
     return facts
 
 
 def last_fact(directory: Path) -> Fact | None:
-    """Return the last whole fact of an attempt."""
+    """Return the last complete fact of an attempt."""
     with contextlib.suppress(OSError), _opened(directory / "facts.jsonl") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _FACTS_BYTES))
         for line in reversed(file.read(_FACTS_BYTES).splitlines(keepends=True)):
@@ -148,7 +149,7 @@ def last_fact(directory: Path) -> Fact | None:
 
 
 def read_launch(directory: Path) -> SpecFile:
-    """Return what was launched, as far as an attempt's directory says."""
+    """Return the contents of an attempt's `spec.json`; default values if it cannot be read."""
     return _decoded(directory / "spec.json", SpecFile) or SpecFile()
 
 
@@ -159,7 +160,7 @@ def read_price(directory: Path) -> tuple[str, Tariff | None]:
 
 
 def meter_of(directory: Path) -> tuple[Meter, int]:
-    """Return the meter and number of all facts of an attempt, without a half-written last line."""
+    """Return the meter and number of all facts of an attempt, without an incomplete last line."""
     meter, count = Meter(), 0
     with contextlib.suppress(OSError, msgspec.MsgspecError), _opened(directory / "facts.jsonl") as file:
         for line in file:
@@ -169,17 +170,17 @@ def meter_of(directory: Path) -> tuple[Meter, int]:
 
 
 def spec_of(directory: Path) -> RunSpec | None:
-    """Return what was asked for, as an attempt's directory has it."""
+    """Return the run's specification from an attempt's directory, or None."""
     return _read_spec(directory)[1]
 
 
 def is_live(directory: Path) -> bool:
-    """Return whether a process holds a lock of this attempt."""
+    """Return True if a process holds a lock of this attempt."""
     return any(is_held(path) for path in _locks(directory))
 
 
 def touched_ns(directory: Path) -> int:
-    """Return when anything in a directory or right below it was last written, nanoseconds since 1970."""
+    """Return the last time of a write to a directory or its entries, in nanoseconds since 1970."""
     newest = 0
     for path in (directory, *_children(directory)):
         with contextlib.suppress(OSError):
@@ -195,13 +196,13 @@ def size_on_disk(directory: Path) -> int:
 
 
 def walk(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield at most 100,000 entries of a tree with their status, following no link."""
+    """Yield at most 100,000 entries of a tree with their status, without following links."""
     waiting, count = [directory], 0
     while waiting and count < ENTRIES_MAX:
         for path in _children(waiting.pop(), sort=True):
             try:
                 status = path.lstat()
-            except OSError:  # gone meanwhile
+            except OSError:  # The entry was deleted meanwhile.
                 continue
             count += 1
             yield path, status
@@ -236,7 +237,7 @@ def _read_spec(directory: Path) -> tuple[SpecFile, RunSpec | None, str]:
         return SpecFile(), None, f"spec.json cannot be read: {getattr(error, 'strerror', None) or error}"
     try:
         return written, from_json(bytes(written.spec), RunSpec), ""
-    except msgspec.MsgspecError:  # of a session, or of another version
+    except msgspec.MsgspecError:  # A session, or a run of another version.
         return written, None, ""
 
 
@@ -268,7 +269,7 @@ def _decoded(path: Path, kind: type[T]) -> T | None:
 
 
 def _read(path: Path, limit: int = _FILE_BYTES_MAX) -> bytes:
-    """Return the first bytes of a plain file; raises OSError for any other (a pipe would never end)."""
+    """Return the first bytes of a plain file; raises OSError for others, because a pipe would never end."""
     with _opened(path) as file:
         return file.read(limit)
 

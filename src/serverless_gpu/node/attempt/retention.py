@@ -1,14 +1,14 @@
 """Deletes expired run directories.
 
-    agent ──now and then──▶ a clean, nice process: look at runs/, ask model/lifecycle/retention.py, delete, end
+    agent ──periodically──▶ a clean process with low priority: scan runs/, ask model/lifecycle/retention.py, delete
 
-The agent's loop never waits for a disk. A run is renamed within `runs/` before its deletion, so that no reader sees
-half a run; the next pass removes the rest of an interrupted deletion.
+The agent's event loop never waits for a disk. Retention renames a run within `runs/` before it deletes it, so that no
+reader sees an incomplete run. The next pass removes the rest of an interrupted deletion.
 
-Failure cases: a run that was never launched (kept for a day without a write: its client may be writing it); a directory
-of another program (kept); a run that a server has not heard all about (kept for a month); a link in `runs/` (only the
-link is deleted); a faster cleaner (fine); a file that cannot be deleted (reported; the others go); an unreadable
-configuration (nothing is deleted).
+Failure cases: A run that was never launched is kept for a day after its last write, because its client may be writing
+it. A directory of another program is kept. A run with unreported data for a server is kept for a month. Of a link in
+`runs/`, only the link is deleted. A concurrent deletion does no harm. A file that cannot be deleted is reported, and
+the other runs are deleted. With an unreadable configuration, nothing is deleted.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.units import format_bytes
 
-FIRST_S = 10.0  # after the agent's start: the run that started it wants the cores first
+FIRST_S = 10.0  # Delay after the agent's start: the run that started it needs the cores first.
 EVERY_S = 3_600.0
-DELETED_MAX = 1_000  # in one pass; the next one goes on
+DELETED_MAX = 1_000  # Limit of one pass; the next pass continues.
 _TRASH = ".trash-"
 _QUEUED_BYTES_MAX = 1 << 20
 
 
 class CleanupResult(msgspec.Struct, frozen=True):
-    """Result of one pass: runs deleted, bytes freed, and sentences about failures."""
+    """Result of one pass: deleted runs, freed bytes, and error messages."""
 
     deleted: tuple[str, ...]
     freed_bytes: int
@@ -55,7 +55,7 @@ class RetentionPass(Protocol):
 
 
 class RetentionSchedule:
-    """Starts cleaning passes, one at a time; `start` gets a descriptor that holds the ids of queued runs."""
+    """Starts cleaning passes, one at a time; `start` gets a descriptor with the ids of queued runs."""
 
     def __init__(self, clock: Clock, start: Callable[[int], RetentionPass]) -> None:
         self._clock = clock
@@ -64,14 +64,14 @@ class RetentionSchedule:
         self._due_ns = clock.boottime_ns() + int(FIRST_S * 1e9)
 
     def tend(self, queued: Collection[str]) -> None:
-        """Start a pass if one is due and the former has ended."""
+        """Start a pass if one is due and the previous one has ended."""
         if self._pass is not None and self._pass.poll() is not None:
             self._pass = None
         now_ns = self._clock.boottime_ns()
         if now_ns < self._due_ns or self._pass is not None:
             return
         self._due_ns = now_ns + int(EVERY_S * 1e9)
-        with contextlib.suppress(OSError):  # no process or memory available now: in an hour, then
+        with contextlib.suppress(OSError):  # The system lacks processes or memory; the next try is an hour later.
             fd = os.memfd_create("sgpu-queued")
             try:
                 os.write(fd, "\n".join(queued).encode())
@@ -81,7 +81,7 @@ class RetentionSchedule:
 
 
 def main(home: str, queued_fd: int) -> NoReturn:
-    """Make one pass and end; `queued_fd` holds the ids of runs that wait in the agent, one per line."""
+    """Make one pass and exit; `queued_fd` holds the ids of runs in the agent's queue, one per line."""
     os.nice(19)
     linux.be_ordinary()
     queued = os.pread(queued_fd, _QUEUED_BYTES_MAX, 0).decode().split()
@@ -97,14 +97,14 @@ def main(home: str, queued_fd: int) -> NoReturn:
 
 
 def clean(runs: Path, policy: Policy, queued: Collection[str], clock: Clock) -> CleanupResult:
-    """Delete what the policy no longer keeps."""
+    """Delete the runs that the policy no longer keeps."""
     empty_trash(runs)
     now_ns = clock.wall_ns()
     return delete_all(runs, to_delete(scan(runs, queued, now_ns), policy, now_ns)[:DELETED_MAX])
 
 
 def scan(runs: Path, queued: Collection[str], now_ns: int) -> list[RunDirectory]:
-    """Return all run directories as the policy sees them."""
+    """Return all run directories in the form that the policy needs."""
     return [
         RunDirectory(
             run_id=run_id,
@@ -116,13 +116,13 @@ def scan(runs: Path, queued: Collection[str], now_ns: int) -> list[RunDirectory]
 
 
 def delete_all(runs: Path, chosen: Collection[RunDirectory]) -> CleanupResult:
-    """Delete these runs, those that cannot be are named."""
+    """Delete these runs; the result names those that could not be deleted."""
     deleted, problems, freed_bytes = [], [], 0
     for entry in chosen:
         try:
             delete(runs, entry.run_id)
         except OSError as error:
-            problems.append(f"run {entry.run_id} cannot be deleted: {error.strerror or error}")
+            problems.append(f"could not delete run {entry.run_id}: {error.strerror or error}")
         else:
             deleted.append(entry.run_id)
             freed_bytes += entry.size_bytes
@@ -140,7 +140,7 @@ def delete(runs: Path, run_id: str) -> None:
 
 
 def empty_trash(runs: Path) -> None:
-    """Delete what a deletion that was cut short has left."""
+    """Delete the remains of interrupted deletions."""
     with contextlib.suppress(OSError):
         for name in os.listdir(runs):
             if name.startswith(_TRASH):
@@ -149,7 +149,7 @@ def empty_trash(runs: Path) -> None:
 
 
 def cleaned_text(done: CleanupResult) -> str:
-    """Return what a pass did, in words."""
+    """Describe the result of a pass."""
     count = len(done.deleted)
     return f"deleted {count} run{'' if count == 1 else 's'}, {format_bytes(done.freed_bytes)}"
 
@@ -158,9 +158,9 @@ def _ended_ns(record: RunRecord, now_ns: int) -> int | None:
     if record.live or record.ended_ns is None:
         return None
     if record.state == UNREADABLE and created_wall_ns(record.run_id) is None:
-        return None  # not ours
+        return None  # A directory of another program.
     if record.state in (NOT_STARTED, UNREADABLE) and now_ns - record.ended_ns < DAY_NS:
-        return None  # its client may still be writing it
+        return None  # The client may still be writing the directory.
     return record.ended_ns
 
 
@@ -170,7 +170,7 @@ def _remove(path: Path) -> None:
         return
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
-        # A directory that its owner may not write to: the mode is ours to change, so once more.
+        # A directory may lack write permission for its owner. This process owns it, so it changes the mode and retries.
         for directory, _, _ in os.walk(path):
             with contextlib.suppress(OSError):
                 os.chmod(directory, 0o700)

@@ -1,15 +1,23 @@
 """A run's secrets on this node: files of mode 0400 in a directory of mode 0700, in memory if possible.
 
     /dev/shm/sgpu-secrets-<8 hex>/   HF_TOKEN …    .of = the attempt's directory
-    runs/<run>/<fence>/secrets  ──▶  that directory, or one itself where /dev/shm is not in memory
+    runs/<run>/<fence>/secrets  ──▶  that directory, or a directory itself if /dev/shm is not in memory
 
-The launching process (the uplink, or the client of a run of this machine) writes them before the launch. They go when
-no process of the attempt is left. Ranks find them by `SGPU_SECRETS_DIR`; copies that ranks make are theirs.
+The launching process writes the secrets before the launch: the uplink, or the client of a local run. They are removed
+once no process of the attempt is left. Ranks find them through `SGPU_SECRETS_DIR`. Ranks are responsible for their own
+copies.
 
-Failure cases: the supervisor is killed (the agent removes them when it buries it, the uplink when it settles the
-attempt); the agent, too (the next agent sweeps abandoned ones); the writer is killed between making and naming the
-directory (empty, and swept); another user has the name (another name is tried); a rank has replaced the link in its
-attempt (only directories of this form are ever removed).
+Failure cases:
+
+If the supervisor is killed, the agent removes the secrets, or the uplink does when it settles the attempt. If the agent
+is killed too, the next agent sweeps abandoned secrets.
+
+If the writer is killed before it names the directory, the directory is empty and is swept.
+
+If another user has the directory's name, the writer tries another name.
+
+If a rank replaced the link in its attempt, nothing else is deleted, because only directories of this form are ever
+removed.
 """
 
 from __future__ import annotations
@@ -32,7 +40,7 @@ from serverless_gpu.node.base.requirements import symlink_error
 LINK = "secrets"
 LOOK_S = 60.0
 UNNAMED_S = 3600.0
-"""Time for which a directory without an owner may belong to a client that is about to launch."""
+"""Time in which a directory without an attempt may belong to a client that is about to launch."""
 _OF = ".of"
 _LOCK = "supervisor.lock"
 _MEMORY = Path("/dev/shm")
@@ -43,18 +51,18 @@ _NAMES_TRIED = 20
 def write(directory: Path, values: Mapping[str, bytes]) -> Path:
     """Write an attempt's secrets by name; return their directory. Raises StorageError.
 
-    What could be in memory is never written to a disk.
+    If memory can hold the secrets, they are never written to a disk.
     """
     remove(directory)
     if is_in_memory():
         try:
             return _write_in_memory(directory, values)
         except OSError as error:
-            if error.filename2 is not None:  # of the link
-                raise symlink_error(directory, error, f"secrets cannot be linked to from {directory}") from None
+            if error.filename2 is not None:  # The link failed, not the memory.
+                raise symlink_error(directory, error, f"cannot link to the secrets from {directory}") from None
             raise StorageError(
-                f"{_MEMORY} cannot take the secrets of the run: {error.strerror}",
-                hint=f"remove what is left in {_MEMORY}, or give it more room (docker run --shm-size=8g); secrets are "
+                f"cannot store the run's secrets in {_MEMORY}: {error.strerror}",
+                hint=f"delete unused files in {_MEMORY}, or enlarge it (docker run --shm-size=8g); secrets are "
                 "not written to a disk instead",
             ) from None
     place = directory / LINK
@@ -67,10 +75,10 @@ def write(directory: Path, values: Mapping[str, bytes]) -> Path:
 
 
 def note(place: Path) -> str:
-    """Return what the receipt says of secrets that may have reached a disk; "" where they have not."""
+    """Return the receipt's note if secrets may have reached a disk, else ""."""
     if place.parent == _MEMORY:
         return ""
-    return f"its secrets were on this node's disk: {_MEMORY} is not in memory"
+    return f"its secrets were on this node's disk, because {_MEMORY} is not in memory"
 
 
 def remove(directory: Path) -> None:
@@ -85,7 +93,7 @@ def remove(directory: Path) -> None:
 
 
 def keep(directories: Iterable[Path]) -> None:
-    """Refresh the age of secrets of waiting attempts; those without secrets are passed over."""
+    """Refresh the age of secrets of waiting attempts; attempts without secrets are skipped."""
     for directory in directories:
         with contextlib.suppress(OSError):
             place = Path(os.readlink(directory / LINK))
@@ -94,10 +102,10 @@ def keep(directories: Iterable[Path]) -> None:
 
 
 class SecretSweeper:
-    """The agent's removal of abandoned secrets: now and then, and when an attempt has ended.
+    """Removes abandoned secrets, periodically and after an attempt has ended; runs in the agent.
 
-    The age of a directory counts from when the sweeper first saw it, by a monotonic clock: a changed wall clock must
-    not cost a launching attempt its secrets.
+    The age of a directory counts from the first time that the sweeper saw it, by a monotonic clock. A changed wall
+    clock must not remove the secrets of a launching attempt.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -106,7 +114,7 @@ class SecretSweeper:
         self._seen: dict[str, tuple[int, int]] = {}
 
     def tend(self, waiting: Iterable[Path], *, ended: bool) -> None:
-        """Sweep if it is time to; `waiting` are directories of attempts whose supervisor has not started yet."""
+        """Sweep if it is due; `waiting` are directories of attempts whose supervisor has not started yet."""
         now_ns = self._clock.boottime_ns()
         if now_ns >= self._due_ns or ended:
             self._due_ns = now_ns + round(LOOK_S * 1e9)
@@ -131,7 +139,7 @@ class SecretSweeper:
 
 
 def _is_left(place: Path, *, unchanged_s: float) -> bool:
-    """Return whether a directory is abandoned."""
+    """Return True if a directory is abandoned."""
     try:
         directory = Path((place / _OF).read_text(encoding="utf-8", errors="surrogateescape"))
     except FileNotFoundError:
@@ -183,7 +191,7 @@ def _fill(place: Path, values: Mapping[str, bytes]) -> None:
 
 
 def _remove_in_memory(place: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # it is removed already
+    with contextlib.suppress(FileNotFoundError):  # The directory is already removed.
         if _may_be_removed(place):
             shutil.rmtree(place, ignore_errors=True)
 
@@ -198,7 +206,7 @@ def _is_ours(place: Path) -> bool:
 
 
 def is_in_memory() -> bool:
-    """Return whether /dev/shm is a file system of memory."""
+    """Return True if /dev/shm is a file system in memory."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
             fields = line.split()

@@ -1,13 +1,13 @@
-"""Attempts of a server on this node, as their directories record them.
+"""Records of a server's attempts in their directories on this node.
 
     runs/<run>/<fence>/remote.json    open ─▶ settled    the server has everything: results, receipt
-                                           └▶ stale      the attempt was over for the server: nothing is sent any more
+                                           └▶ stale      the server gave the attempt up; the uplink sends no more
 
-The uplink writes the file before it starts anything. It holds the attempt's own token and none of the caller's
-variables, in a directory of this user alone. It is not flushed: a reboot ends the attempt anyway, and the server sees
-the new boot identifier. A disk that failed without a reboot may leave it empty. Then the attempt is `recovered` from
-its directory's name: it is never launched, its end is written as soon as none of its processes is left, and the node's
-next heartbeat brings a token for it.
+The uplink writes the file before it starts anything. The file contains the attempt's own token and none of the caller's
+variables, in a directory of this user alone. It is not flushed to disk: a reboot ends the attempt anyway, and the
+server sees the new boot identifier. A disk that fails without a reboot may leave it empty. The uplink then recovers the
+attempt from its directory's name (`recovered`). It never launches a recovered attempt. It writes the attempt's ending
+once none of its processes is left, and gets a token for it with the next heartbeat.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from serverless_gpu.node.attempt.usage_account import write_text
 UNSENT_DAYS_MAX = 30
 _BYTES_MAX = 1 << 20
 _NO_TOKEN = "lost"
-"""Refused by every server, which has the node ask for another one."""
+"""Placeholder token; every server refuses it, so the node asks for another one."""
 _GRACE_S = 900.0
 
 Standing = Literal["open", "settled", "stale"]
@@ -40,15 +40,15 @@ class ServerAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
     run_id: str
     fence: int
-    profile: str  # path of the file with the server's address and token
-    token: str  # the attempt's own
+    profile: str  # Path of the file with the server's address and token.
+    token: str  # The attempt's own token.
     gpu_type: str
-    world_size: int  # devices on this node
-    partition_grace_s: float  # how long it may go on without an answer of the server
+    world_size: int  # Number of devices on this node.
+    partition_grace_s: float  # How long the attempt may run without an answer of the server, in seconds.
     standing: Standing = "open"
-    owner: str = ""  # the principal
-    tariff: Tariff = UNPRICED  # None until known; once launched, its own directory says what it pays
-    recovered: bool = False  # the file was damaged: the attempt may or may not have begun
+    owner: str = ""  # Principal that owns the run.
+    tariff: Tariff = UNPRICED  # Unpriced until known; after the launch, the attempt's own directory has the tariff.
+    recovered: bool = False  # The file was damaged, so it is unknown if the attempt began.
 
     @property
     def gang(self) -> str:
@@ -57,7 +57,7 @@ class ServerAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_remote(directory: Path) -> ServerAttempt | None:
-    """Return what an attempt's directory says about its server; None for an attempt of this node's own."""
+    """Return the server's record in an attempt's directory; None for an attempt of this node's own user."""
     try:
         with (directory / REMOTE_FILE).open("rb") as file:
             return from_json(file.read(_BYTES_MAX), ServerAttempt)
@@ -66,7 +66,7 @@ def read_remote(directory: Path) -> ServerAttempt | None:
 
 
 def has_remote(directory: Path) -> bool:
-    """Return whether a server gave the attempt in a directory to this node; raises OSError if unknown now."""
+    """Return True if a server gave the attempt in a directory to this node; raises OSError if unknown."""
     try:
         (directory / REMOTE_FILE).stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -80,7 +80,7 @@ def write_remote(directory: Path, remote: ServerAttempt) -> None:
 
 
 def open_attempts(runs: Path, profile: str) -> Iterator[tuple[Path, ServerAttempt]]:
-    """Yield the attempts that one server has not heard all about, with their directories."""
+    """Yield the attempts of one server that are not settled, with their directories."""
     for path in sorted(runs.glob(f"*/*/{REMOTE_FILE}")):
         remote = read_remote(path.parent) or _recovered(path, profile)
         if remote is not None and remote.profile == profile and remote.standing == "open":
@@ -88,9 +88,10 @@ def open_attempts(runs: Path, profile: str) -> Iterator[tuple[Path, ServerAttemp
 
 
 def _recovered(path: Path, profile: str) -> ServerAttempt | None:
-    """Return an attempt from its directory's name, its file being damaged; None if unreadable now.
+    """Return an attempt with a damaged file from its directory's name; None if the file is unreadable now.
 
-    The server is unknown: one that does not know the attempt says so, and the attempt is left alone then.
+    The attempt's server is unknown. A server that does not know the attempt answers so, and the uplink then leaves the
+    attempt alone.
     """
     fence, run_id = path.parent.name, path.parent.parent.name
     try:
@@ -112,7 +113,7 @@ def _recovered(path: Path, profile: str) -> ServerAttempt | None:
 
 
 def is_unsent(run: Path, now_ns: int) -> bool:
-    """Return whether a server still lacks something of a run; False after a month."""
+    """Return True while a server lacks data of a run, for at most a month."""
     with contextlib.suppress(OSError):
         for path in run.glob(f"*/{REMOTE_FILE}"):
             remote = read_remote(path.parent)

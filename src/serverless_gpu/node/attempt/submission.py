@@ -1,4 +1,4 @@
-"""Records what an attempt was asked for, so that a run is readable, and repeatable by hand."""
+"""Records the specification of an attempt, so that people can read the run and repeat it by hand."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from serverless_gpu.node.processes.spawn import load_inside
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of `spec.json` in an attempt's directory: the run as it was asked for."""
+    """Contents of `spec.json` in an attempt's directory: the run as the caller submitted it."""
 
     run_id: str
     fence: int
-    world_size: int  # ranks on all nodes; 0 for a session
+    world_size: int  # Ranks on all nodes; 0 for a session.
     spec: RunSpec
     version: str
     kind: Kind = "function"
-    session: str = ""  # whose devices it uses, or ""
-    gpu_type: str = ""  # "" where only a server knows
-    tariff: Tariff | None = None  # None where only a server knows
+    session: str = ""  # Session whose devices the run uses, or "".
+    gpu_type: str = ""  # "" if only the server knows it.
+    tariff: Tariff | None = None  # None if only the server knows it.
 
 
 def write_submission(message: protocol.Launch, version: str) -> None:
-    """Write `spec.json`, `environment.json` and, of a function, `_air.py`; values of variables stay out.
+    """Write `spec.json`, `environment.json` and, for a function, `_air.py`, without values of variables.
 
-    Raises StorageError when the disk is full, or the directory is gone.
+    Raises StorageError if the disk is full or the directory is missing.
     """
     directory, context = Path(message.directory), message.context
     submission = Submission(
@@ -67,22 +67,22 @@ def write_submission(message: protocol.Launch, version: str) -> None:
 
 
 def ranks_of(message: protocol.Launch) -> int:
-    """Return how many ranks a launch has, on all of its nodes; a session has none."""
+    """Return the number of ranks of a launch on all of its nodes; 0 for a session."""
     nodes = len(message.all_crews)
     ranks = nodes if message.spec.per_node else world_size(message.all_crews)
     return ranks if message.idle_timeout_s is None else 0
 
 
 _AIR = '''\
-"""Run {run_id}, attempt {fence}: what every rank executes.
+"""Run {run_id}, attempt {fence}: the program of every rank.
 
-Reproduce it by hand, outside of serverless-gpu:
+Reproduce the run by hand, without serverless-gpu:
 
     torchrun --nproc-per-node={world_size} {path}
 
-The call itself (function, arguments) is in call.pkl beside this file. This program puts the interpreter where the
-caller was, loads the runtime that every rank uses (standard library only) and calls the function; each rank prints what
-it returned.
+The call itself (function, arguments) is in call.pkl beside this file. This program restores the caller's
+working directory and paths, loads the runtime of the ranks (standard library only) and calls the function. Each rank
+prints its return value.
 {note}"""
 
 import os
@@ -102,8 +102,8 @@ if __name__ == "__main__":
 '''
 
 _OF_A_SNAPSHOT = """
-The run itself used a captured copy of the environment (receipt.json says which). This program uses packages and code as
-they are on this machine now; `sgpu env diff ADDRESS` tells what has changed since.
+The run itself used a captured copy of the environment (see receipt.json). This program uses the packages and code that
+are on this machine now; `sgpu env diff ADDRESS` shows what has changed since.
 """
 
 _PLAIN = RunSpec()
@@ -114,7 +114,7 @@ def air_program(
 ) -> str:
     """Return `_air.py`, the readable program with which `torchrun` reproduces a run."""
     paths = "[\n" + "".join(f"    {original(path)!r},\n" for path in context.sys_path) + "]"
-    # Escaped for a docstring: any path may be a home.
+    # Escaped for a docstring, because a home may have any path.
     quoted = shlex.quote(str(directory / "_air.py")).replace("\\", "\\\\").replace('"', '\\"')
     return _AIR.format(
         run_id=run_id,

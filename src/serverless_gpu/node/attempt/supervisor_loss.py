@@ -1,15 +1,15 @@
 """Ends an attempt whose supervisor died: writes its last sign of life, its ending and its receipt.
 
-    facts.jsonl     + alive        up to when something of the attempt was seen last
+    facts.jsonl     + alive        until a process of the attempt was last seen
     stopped.json    + ending       `model/lifecycle/attempt_lifecycle.py` decides who pays
-    receipt.json    + receipt      what the facts add up to
+    receipt.json    + receipt      computed from the facts
 
-The agent, the uplink or a client calls this, whichever notices first, and only while it holds the attempt's lock: no
-supervisor lives then, and no other caller writes. The files are what a supervisor would have written.
+The first process that notices the loss calls this module: the agent, the uplink or a client. It must hold the attempt's
+lock. No supervisor runs then, and no other caller writes. The files are the same that a supervisor would have written.
 
-Failure cases: no watcher (the newest file of the attempt's output is the last sign of life); the machine has booted
-since (boottimes cannot be compared: the last fact is the last sign of life); the disk is full (the receipt counts the
-facts that are on it); a half-written fact at the end of the file (cut off).
+Failure cases: If no process watched the attempt, its newest output file is the last sign of life. If the machine has
+rebooted since, boottimes cannot be compared, so the last fact is the last sign of life. If the disk is full, the
+receipt counts the facts that are on it. An incomplete fact at the end of the file is cut off.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from serverless_gpu.node.attempt.usage_account import reckon, write_json
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.devices.kernel_log import KERNEL, KernelLog
 
-COUNTED = "the time is counted up to the last sign of life of the run; how much more it was is not known"
-_BEFORE_NS = 1_000_000_000  # what the kernel's clock and ours may be apart by
+COUNTED = "time is counted up to the run's last sign of life; later use is unknown"
+_BEFORE_NS = 1_000_000_000  # Largest difference between the kernel's clock and this process's clock.
 _TAIL_BYTES = 64 << 10
-_LOOKS_MAX = 64  # of 2,000 records each: more than the kernel keeps
+_LOOKS_MAX = 64  # Reads of 2,000 records each, more than the kernel keeps.
 _USING = frozenset({FactKind.EXEC, FactKind.HELD})
 
 
 class LostAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """Device type and rank count for a receipt, where the attempt's directory does not say them."""
+    """Values for a receipt that the attempt's directory does not contain."""
 
     run_id: str
     fence: int
@@ -68,10 +68,10 @@ def settle_loss(
     stopped: protocol.Stopped | None = None,
     lost: LostAttempt | None = None,
 ) -> protocol.Stopped:
-    """Write what an attempt without a supervisor lacks, and return how it ended.
+    """Write the missing files of an attempt without a supervisor; return its ending.
 
-    `seen_ns` is the boottime at which something of it was seen last; None if unwatched. `stopped` is how it ended where
-    no file says so; None where its supervisor was lost.
+    `seen_ns` is the boottime at which a process of the attempt was last seen; None if unwatched. `stopped` is the
+    ending if no file has one; None if the supervisor was lost.
     """
     is_settled = read_receipt(directory) is not None
     if not is_settled:
@@ -87,7 +87,7 @@ def settle_loss(
 
 
 def settle_here(directory: Path, clock: Clock, *, seen_ns: int | None = None) -> bool:
-    """Settle an attempt of this node under its lock; return whether that was done."""
+    """Settle an attempt of this node under its lock; return True if that succeeded."""
     try:
         if not first_facts(directory) or has_remote(directory):
             return False
@@ -106,7 +106,7 @@ def settle_here(directory: Path, clock: Clock, *, seen_ns: int | None = None) ->
 
 
 def lost_ending(directory: Path, clock: Clock) -> protocol.Stopped:
-    """Return how an attempt ended whose supervisor died."""
+    """Return the ending of an attempt whose supervisor died."""
     facts = first_facts(directory)
     since_ns = clock.wall_ns() - max(0, clock.boottime_ns() - facts[0].boottime_ns) if facts else clock.wall_ns()
     reason, detail = judge_loss(
@@ -123,12 +123,12 @@ def lost_ending(directory: Path, clock: Clock) -> protocol.Stopped:
 
 
 def has_used_devices(directory: Path) -> bool:
-    """Return whether an attempt used its devices: facts before that cost nothing."""
+    """Return True if an attempt used its devices; earlier facts cost nothing."""
     return any(fact.kind in _USING for fact in first_facts(directory))
 
 
 def note_life(directory: Path, clock: Clock, seen_ns: int | None = None) -> None:
-    """Record the last sign of life (boottime; None: newest output) where the facts lack it."""
+    """Record the last sign of life (boottime; None: newest output) if it is later than the last fact."""
     last = last_fact(directory)
     if last is None or last.boot_id != clock.boot_id() or last.kind in (FactKind.EXITED, FactKind.FREED):
         return
@@ -148,7 +148,7 @@ def note_life(directory: Path, clock: Clock, seen_ns: int | None = None) -> None
 def _receipt(directory: Path, lost: LostAttempt, stopped: protocol.Stopped) -> Receipt:
     facts = first_facts(directory)
     gpus = tuple(dict.fromkeys(uuid for fact in facts for uuid in fact.gpus))
-    unknown = "not known: the run's supervisor ended before it could look"
+    unknown = "unknown: the run's supervisor ended before it could check"
     meter, count = meter_of(directory)
     launched = read_launch(directory)
     tariff = launched.tariff or lost.tariff
@@ -170,7 +170,7 @@ def _receipt(directory: Path, lost: LostAttempt, stopped: protocol.Stopped) -> R
         peak_memory_bytes=None,
         warm=False,
         warm_reason="not known",
-        gate=unknown if gpus else "nothing was taken",
+        gate=unknown if gpus else "no device was reserved",
         quarantined=(),
         tags=spec.tags if spec is not None else {},
         facts=count,
@@ -193,7 +193,7 @@ def _of_this_node(directory: Path) -> LostAttempt:
 
 
 def _kernel_lines(clock: Clock, since_ns: int) -> tuple[str, ...]:
-    """Return what the kernel has written since a moment; nothing where its log cannot be read."""
+    """Return the kernel's messages since a time; empty if its log cannot be read."""
     log = KernelLog(KERNEL, clock, past=True)
     found: list[str] = []
     try:
@@ -208,7 +208,7 @@ def _kernel_lines(clock: Clock, since_ns: int) -> tuple[str, ...]:
 
 
 def _cut_off_half_a_line(path: Path) -> None:
-    """Cut off a half-written last line; raises OSError."""
+    """Cut off an incomplete last line; raises OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         size = os.fstat(fd).st_size

@@ -1,17 +1,17 @@
-"""Account of one attempt: facts on disk as they happen, the receipt they add up to, and disk space reserved for both.
+"""Account of one attempt: its facts, its receipt, and disk space reserved for both.
 
-    facts.jsonl, append-only lines ─┬─▶ charges, and what a server replays
+    facts.jsonl, append-only lines ─┬─▶ charges, and replays on a server
                                     └─▶ receipt.json; both agree to the millionth
-    <attempt>/.reserve/<number>    allocated, empty of meaning    ── the disk is full ─▶  overwritten, cut, renamed
-    <attempt>/facts.jsonl          some room allocated behind its end, moved on as it grows
+    <attempt>/.reserve/<number>    allocated, without content     ── the disk is full ─▶  overwritten, cut, renamed
+    <attempt>/facts.jsonl          some space allocated behind its end, extended as the file grows
 
-The receipt's segments (queued, first line …) are finer than facts: this process's own measurement. Space given back to
-the disk could be taken by the process that filled it; what is overwritten in place cannot. So an ending, a receipt, the
-facts and a rank's exception survive a full disk.
+The receipt's segments (queued, first line …) are finer than the facts and measured by this process. Freed disk space
+could be taken by the process that filled the disk, but a file overwritten in place keeps its space. An ending, a
+receipt, the facts and a rank's exception therefore survive a full disk.
 
-Failure cases: the file system cannot allocate ahead, or copies on write (btrfs, ZFS): a full disk costs these files, as
-without a reserve; the process that would remove the reserve is killed: it stays, and the writer of the missing ending
-(`uplink/attempt_controller.py`, the agent) uses it.
+Failure cases: If the file system cannot allocate space in advance, or copies on write (btrfs, ZFS), a full disk loses
+these files. If the process that removes the reserve is killed, the reserve stays. The writer of the missing ending then
+uses it (`uplink/attempt_controller.py` or the agent).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from serverless_gpu.model.receipt import Bill, DeviceUse, Receipt, Segments
 from serverless_gpu.node.base.protocol import Launch, Stopped
 from serverless_gpu.node.inside import linux
 
-if TYPE_CHECKING:  # of its many readers few have devices
+if TYPE_CHECKING:  # Most importers of this module do not need devices.
     from serverless_gpu.node.devices.gpu_gate import Verdict
 
 ALIVE_S = 60.0
-"""Between two signs of life among the facts, where nothing else happens."""
+"""Longest time between two facts of a running attempt, in seconds."""
 RESERVE = ".reserve"
 RESERVE_SIZES = (256 << 10, 64 << 10, 64 << 10, 64 << 10)
-"""An ending with the last output of some ranks; a receipt; what a rank raised, in words and pickled."""
+"""Sizes for an ending with output tails, a receipt, and a rank's exception as text and pickle."""
 FACTS_BYTES = 64 << 10
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -54,20 +54,20 @@ class AttemptAccount:
     """Facts and measurements of one attempt, and its receipt."""
 
     def __init__(self, launch: Launch, clock: Clock) -> None:
-        self.runs: int | None = None  # of a session: how many runs used it
+        self.runs: int | None = None  # number of runs that used a session; None otherwise
         self._meter = Meter()
         self._written = 0
         self._fact_ns = 0
-        self._allocated = 0  # of the file of facts
-        self.marks: dict[str, int] = {}  # first time of each event by name, boottime ns
-        self.peaks: dict[int, int] = {}  # peak host memory by rank, bytes
-        # sentences for the user
+        self._allocated = 0  # Allocated size of the facts file.
+        self.marks: dict[str, int] = {}  # First time of each event by name, boottime in nanoseconds.
+        self.peaks: dict[int, int] = {}  # Peak host memory by rank, in bytes.
+        # Messages for the user.
         self.notes: list[str] = [launch.secrets.note] if launch.secrets and launch.secrets.note else []
-        self.warm = (False, "no stem came")
+        self.warm = (False, "no stem arrived")
         self.environment = ""
         self._uses: tuple[DeviceUse, ...] = ()
         self._tracked = ""
-        self.peak_bytes: int | None = None  # of the whole attempt, where the memory controller knows it
+        self.peak_bytes: int | None = None  # Peak memory of the whole attempt, if the memory controller knows it.
         self._launch = launch
         self._directory = Path(launch.directory)
         self._gang = f"{launch.run_id}:{launch.fence}"
@@ -76,17 +76,17 @@ class AttemptAccount:
         self.mark("called", launch.called_ns)
 
     def prepare(self) -> None:
-        """Have room for what is to be written, also on a disk that is full by then."""
+        """Reserve disk space for the attempt's last files."""
         prepare_reserve(self._directory)
 
     def mark(self, name: str, at_ns: int | None = None) -> None:
-        """Remember when something happened for the first time."""
+        """Record the first time of an event."""
         self.marks.setdefault(name, self._clock.boottime_ns() if at_ns is None else at_ns)
 
     def fact(
         self, kind: FactKind, devices: Sequence[Device], at_ns: int | None = None, *, grace_ms: int | None = None
     ) -> None:
-        """Write a fact and count it; `at_ns` is boottime (None: now), `grace_ms` the time ranks have to end."""
+        """Append a fact; `at_ns` is a boottime (None: now), `grace_ms` the time that ranks have to end."""
         now_ns = self._fact_ns = self._clock.boottime_ns()
         ago_ns = 0 if at_ns is None else now_ns - at_ns
         resources = self._launch.spec.resources
@@ -105,7 +105,7 @@ class AttemptAccount:
         )
         self._written += 1
         self._meter.add(fact)
-        # A full disk must not end a run; the receipt is computed from memory and says how many facts it stands on.
+        # A full disk must not end a run. The receipt is computed from memory and states the number of facts.
         with contextlib.suppress(OSError):
             line = msgspec.json.encode(fact) + b"\n"
             self._allocated = append_fact(self._directory, line, self._allocated)
@@ -113,17 +113,17 @@ class AttemptAccount:
             faults.reach("after_exec_before_told")
 
     def alive(self, devices: Sequence[Device]) -> None:
-        """Write a sign of life down where there was no fact for a while."""
+        """Append a sign of life if there was no fact for a while."""
         if self._clock.boottime_ns() - self._fact_ns > ALIVE_S * 1e9:
             self.fact(FactKind.ALIVE, devices)
 
     def starting(self, devices: Sequence[Device]) -> None:
-        """Write down since when the environment is there; it may have been before the devices were."""
+        """Record since when the environment is ready, which may be before the devices were."""
         ready_ns = self.marks.get(self._ready(), 0)
-        self.fact(FactKind.STARTING, devices, max(ready_ns, self._fact_ns))  # facts are written in their order
+        self.fact(FactKind.STARTING, devices, max(ready_ns, self._fact_ns))  # Facts must be in chronological order.
 
     def stopping(self, attempt: Attempt, devices: Sequence[Device]) -> None:
-        """Write down, once, that the ranks are to end, and their grace period where we asked them to."""
+        """Record, once, that the ranks must end, and their grace period if they received SIGTERM."""
         if "stopping" in self.marks:
             return
         self.mark("stopping")
@@ -132,16 +132,16 @@ class AttemptAccount:
             if attempt.phase is Phase.TERMINATING and attempt.reason in ASKED:
                 wake_ns, stop_ns = attempt.wake_ns, attempt.stop_ns
                 grace_ms = 0 if wake_ns is None or stop_ns is None else max(0, wake_ns - stop_ns) // 1_000_000
-            # Of a device that failed the user's time ended then, and the facts that follow say so.
+            # The user does not pay for time after a device failure, as the following facts show.
             self.fact(FactKind.STOPPING, devices, attempt.fault_ns, grace_ms=grace_ms)
 
     def ended(self, stopped: Stopped) -> None:
-        """Write how the attempt ended to `stopped.json`."""
+        """Write the ending of the attempt to `stopped.json`."""
         write_json(self._directory / "stopped.json", stopped)
         faults.reach("after_ending_before_told")
 
     def observed(self, uses: Sequence[DeviceUse], tracked: str, notes: Sequence[str]) -> None:
-        """Record what the monitor saw; `tracked` is the link to the run in MLflow, or ""."""
+        """Record the monitor's observations; `tracked` is the link to the run in MLflow, or ""."""
         self._uses, self._tracked = tuple(uses), tracked
         self.notes += notes
 
@@ -155,7 +155,7 @@ class AttemptAccount:
     ) -> Receipt:
         """Write and return the receipt of an ended attempt.
 
-        `gate` is the evidence in words, where the verdicts do not say it.
+        `gate` is the evidence as text if it is not in the verdicts.
         """
         secrets = self._launch.secrets
         kind, gpu_type = self._launch.candidates[0].kind, self._launch.candidates[0].type
@@ -192,14 +192,15 @@ class AttemptAccount:
         )
         faults.reach("after_freed_before_receipt")
         write_json(self._directory / "receipt.json", receipt)
-        give_back_reserve(self._directory)  # it is the last word
+        give_back_reserve(self._directory)  # No further file follows.
         return receipt
 
     def _segments(self) -> Segments:
         return Segments(
             queued_ms=self._between("asked", "reserved"),
             environment_ms=self._between("reserved", self._ready()),
-            start_ms=self._between(self._ready(), "exec", not_before="reserved"),  # it may have been there long before
+            # The environment may have been ready long before.
+            start_ms=self._between(self._ready(), "exec", not_before="reserved"),
             first_line_ms=self._between("called" if self._launch.fence == 1 else "asked", "enter"),
             run_ms=self._between("exec", "stopping"),
             stop_ms=self._between("stopping", "exited"),
@@ -207,7 +208,7 @@ class AttemptAccount:
         )
 
     def _ready(self) -> str:
-        """Return the mark from which the ranks could start: with a stem, the environment being right."""
+        """Return the mark at which the ranks could start: a stem was there and the environment confirmed."""
         last = max(("stem", "confirmed"), key=lambda name: self.marks.get(name, 0))
         return last if "stem" in self.marks else "stem"
 
@@ -219,7 +220,7 @@ class AttemptAccount:
 
 
 def reckon(meter: Meter, tariff: Tariff, reason: Reason | None) -> tuple[int, int | None, Bill]:
-    """Return device-milliseconds, micros and the price terms of an attempt, as its receipt states them."""
+    """Return an attempt's device-milliseconds, micros and price terms for its receipt."""
     is_billed = reason is None or MEANINGS[reason].is_billed
     whole = sum_of(priced(meter.used(), tariff, is_billed=is_billed), tariff)
     return whole.gpu_ms, whole.micros, bill_of(whole, reason)
@@ -228,7 +229,7 @@ def reckon(meter: Meter, tariff: Tariff, reason: Reason | None) -> tuple[int, in
 def gate_text(devices: Sequence[Device], verdicts: Mapping[str, Verdict], kind: DeviceKind) -> str:
     """Return the evidence of the hand-back as one sentence."""
     if not devices:
-        return "nothing was taken"
+        return "no device was reserved"
     noun = "CPU slot" if kind is DeviceKind.CPU else "GPU"
     plural = f"{len(devices)} {noun}{'' if len(devices) == 1 else 's'}"
     bad = [f"{uuid}: {verdict.evidence}" for uuid, verdict in verdicts.items() if not verdict.ok]
@@ -241,13 +242,13 @@ def gate_text(devices: Sequence[Device], verdicts: Mapping[str, Verdict], kind: 
 
 
 def write_json(path: Path, value: msgspec.Struct) -> None:
-    """Write a value to an attempt's file, which is whole or not there; what cannot be written ends no run."""
+    """Write a value to an attempt's file, completely or not at all; a failed write does not end the run."""
     with contextlib.suppress(OSError):
         write_text(path, msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file or none (OSError); an attempt's file goes into its reserve when the disk is full."""
+    """Write a complete file or none; on a full disk use the attempt's reserve. Raises OSError."""
     write_bytes(path, text.encode(), path.parent)
 
 
@@ -265,17 +266,17 @@ def prepare_reserve(directory: Path) -> None:
 
 
 def give_back_reserve(directory: Path) -> None:
-    """Give back the unused reserve."""
+    """Free the unused reserve."""
     shutil.rmtree(directory / RESERVE, ignore_errors=True)
     with contextlib.suppress(OSError):
         facts = directory / "facts.jsonl"
-        os.truncate(facts, facts.stat().st_size)  # what is allocated behind its end
+        os.truncate(facts, facts.stat().st_size)  # Frees the space behind the end of the file.
 
 
 def write_bytes(path: Path, data: bytes, directory: Path) -> None:
-    """Write a file of an attempt whole or not at all; on a full disk into the attempt's reserve.
+    """Write a file of an attempt completely or not at all; on a full disk use the attempt's reserve.
 
-    Raises OSError when it cannot be written and no reserve is large enough.
+    Raises OSError if the write fails and no reserve is large enough.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -291,7 +292,7 @@ def write_bytes(path: Path, data: bytes, directory: Path) -> None:
 def append_fact(directory: Path, line: bytes, allocated: int) -> int:
     """Append a line to an attempt's facts and allocate space behind it; raises OSError.
 
-    `allocated` is the offset this function returned last, up to which there is space; 0 at first.
+    `allocated` is the last return value, an offset up to which space is allocated; 0 at first.
     """
     fd = os.open(directory / "facts.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
@@ -301,7 +302,7 @@ def append_fact(directory: Path, line: bytes, allocated: int) -> int:
                 linux.allocate_behind(fd, size, FACTS_BYTES)
                 allocated = size + FACTS_BYTES
         if os.write(fd, line) < len(line):
-            os.ftruncate(fd, size)  # half a line would spoil the next one, too
+            os.ftruncate(fd, size)  # An incomplete line would also damage the next one.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(fd)
@@ -309,7 +310,7 @@ def append_fact(directory: Path, line: bytes, allocated: int) -> int:
 
 
 def _write_in_place(path: Path, data: bytes, place: Path) -> bool:
-    """Turn the smallest reserve that is large enough into a file; return whether there was one."""
+    """Turn the smallest reserve that is large enough into a file; return True if there was one."""
     sizes = {}
     with contextlib.suppress(OSError):
         sizes = {entry: entry.stat().st_size for entry in place.iterdir()}

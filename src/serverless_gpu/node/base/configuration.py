@@ -1,21 +1,20 @@
-"""`config.toml` in the home directory: the user's own GPU types, their prices, how long ended runs
-are kept, and where checkpoints lie.
+"""Reads `config.toml` of a home: own GPU types, prices, retention of ended runs, checkpoint directory.
 
 [types.MYCARD]
 memory_gib = 48
-products = ["ACME Accelerator 48G"]      # what the driver calls it
+products = ["ACME Accelerator 48G"]      # the driver's product names
 
-[prices]                                  # USD per GPU-hour; of one core, of one GiB of memory
+[prices]                                  # USD per GPU, core or GiB of memory, and hour
 H100 = 2.99
 core = 0.04
 memory = 0.005
-A100 = {dbu_per_gpu_hour = 4.5, usd_per_dbu = 0.70}    # or made of DBUs
+A100 = {dbu_per_gpu_hour = 4.5, usd_per_dbu = 0.70}    # or computed from DBUs
 
-[retention]                               # 0: no such limit; left out: the default
+[retention]                               # 0: no limit; missing: the default
 days = 30
 gib = 20
 
-[xids]                                    # what follows from an Xid, where not what model/xid.py says
+[xids]                                    # consequence of an Xid, if not the one in model/xid.py
 63 = "other"
 
 [checkpoints]                             # on several nodes: a directory that all of them see under this path
@@ -64,15 +63,18 @@ T = TypeVar("T")
 class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     """The user's configuration."""
 
-    types: tuple[GpuType, ...] = ()  # own GPU types
-    prices: dict[str, Tariff] = {}  # by type name
+    types: tuple[GpuType, ...] = ()  # The user's own GPU types.
+    prices: dict[str, Tariff] = {}  # Prices by type name.
     retention: Policy = Policy()
-    checkpoints: str = ""  # directory of all runs' checkpoints; "" for the one in the home
-    xids: dict[int, XidKind] = {}  # by number, where they differ from `model.xid.TABLE`
+    checkpoints: str = ""  # Directory of all runs' checkpoints; "" for the home's own directory.
+    xids: dict[int, XidKind] = {}  # Kinds by Xid number, if they differ from `model.xid.TABLE`.
 
 
 def read_configuration(home: Home) -> Configuration:
-    """Return the configuration, or the defaults without a file; InvalidValue names the file and the error."""
+    """Return the configuration, or the defaults without a file.
+
+    Raises InvalidValue, which names the file and the error.
+    """
     path = home.root / "config.toml"
     try:
         with path.open("rb") as file:
@@ -101,7 +103,7 @@ def read_configuration(home: Home) -> Configuration:
 def _types(tables: Mapping[str, object]) -> tuple[GpuType, ...]:
     types = _converted(tables, "types", dict[str, _OwnType])
     for name, own in types.items():
-        if not 0 < own.memory_gib < 1_000_000:  # NaN is neither
+        if not 0 < own.memory_gib < 1_000_000:  # NaN fails this test too.
             raise InvalidValue(f"table types: memory_gib of {name} must be a positive number, not {own.memory_gib}")
     return tuple(
         GpuType(name=name, memory_bytes=round(own.memory_gib * 2**30), products=own.products, aliases=own.aliases)
@@ -125,8 +127,8 @@ def _prices(tables: Mapping[str, object]) -> dict[str, Tariff]:
 def _retention(tables: Mapping[str, object]) -> Policy:
     own = _converted(tables, "retention", _Retention)
     for name, value in (("days", own.days), ("gib", own.gib)):
-        if not 0 <= value < 1_000_000:  # NaN is neither
-            raise InvalidValue(f"table retention: {name} must be a number from 0 on, not {value}")
+        if not 0 <= value < 1_000_000:  # NaN fails this test too.
+            raise InvalidValue(f"table retention: {name} must be a number of at least 0, not {value}")
     return Policy(
         age_ns=round(own.days * DAY_NS) or None,
         size_bytes_max=round(own.gib * 2**30) or None,
@@ -147,7 +149,9 @@ def _xids(tables: Mapping[str, object]) -> dict[int, XidKind]:
         if not number.isascii() or not number.isdigit():
             raise InvalidValue(f"table xids: {number!r} is not the number of an Xid", hint='for example: 63 = "other"')
         if kind not in tuple(XidKind):
-            raise InvalidValue(f"table xids: {number} is {kind!r}", hint=f"one of {', '.join(XidKind)}")
+            raise InvalidValue(
+                f"table xids: {number} is {kind!r}, which is not a valid kind", hint=f"one of {', '.join(XidKind)}"
+            )
     return {int(number): XidKind(kind) for number, kind in kinds.items()}
 
 

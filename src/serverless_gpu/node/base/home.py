@@ -1,23 +1,23 @@
-"""Places of files on this machine: the home directory, run directories, sockets, the agent's files.
+"""Paths of files on this machine: the home directory, run directories, sockets, the agent's files.
 
     $SERVERLESS_GPU_HOME (default ~/.serverless_gpu), 0700
     ├── runs/<run>/<fence>/    one attempt: spec, payload, entrypoint, logs, results, failures, facts, receipt
-    ├── remote/<run>/<fence>/  copies of what runs of a server returned, for their callers
+    ├── remote/<run>/<fence>/  results of a server's runs, copied for their callers
     ├── locks/                 locks of fakes and CPU slots (real GPUs are locked machine-wide)
-    ├── environments/          captured environments (`store/`), what was restored of them, how they are recognised
-    ├── mlflow/<key>/          MLflow servers in front of this home's store and of callers' own
-    ├── checkpoints/<run>/<fence>/   what attempts saved to continue from; never deleted by us
+    ├── environments/          captured environments (`store/`), restored ones, and data to recognize them
+    ├── mlflow/<key>/          MLflow servers in front of this home's store and of callers' own stores
+    ├── checkpoints/<run>/<fence>/   checkpoints of attempts; this package never deletes them
     ├── config.toml            own GPU types, prices
-    ├── instance               what tells this home from others to a server that it is a node of
-    ├── tracking/              attempts that MLflow still has to hear of
+    ├── instance               identity of this home for a server that it is a node of
+    ├── tracking/              attempts that are not delivered to MLflow yet
     └── agent.log, monitor.log
 
-Sockets are not in the home: a path of more than 107 bytes cannot be bound, and a home on a network file system cannot
-hold one. They live in /tmp, in a directory only this user can enter. For runs of this machine, a home that cannot be
-written to is replaced by a directory under the temporary directory, and `Home.note` says so. A server, a login and
-secrets need the home itself (`find_durable_home`).
+Sockets are not in the home. A path of more than 107 bytes cannot be bound, and a home on a network file system cannot
+contain a socket. Sockets are in /tmp, in a directory that only this user can enter. If the home is not writable, local
+runs use a directory under the temporary directory instead, and `Home.note` reports it. A server, a login and secrets
+need the home itself (`find_durable_home`).
 
-A home's machine is in a Ray pool while a process holds server/ray/keeper.lock (`sgpu up --engine ray`) or
+A home's machine is in a Ray pool while a process locks server/ray/keeper.lock (`sgpu up --engine ray`) or
 ray/keeper.lock (`sgpu join`). Its ranks are fenced then.
 """
 
@@ -46,7 +46,7 @@ class Home:
 
     def __init__(self, root: Path, note: str = "") -> None:
         self.root = root
-        self.note = note  # a sentence for the user when `root` is not the one they asked for, else ""
+        self.note = note  # A message for the user if `root` is not the requested directory, else "".
 
     @property
     def runs(self) -> Path:
@@ -55,7 +55,7 @@ class Home:
 
     @property
     def remote(self) -> Path:
-        """Return the directory of copies of runs that a server looks after."""
+        """Return the directory of copied results of a server's runs."""
         return self.root / "remote"
 
     @property
@@ -75,17 +75,17 @@ class Home:
 
     @property
     def agent_log(self) -> Path:
-        """Return the file that holds what the agent and its zygotes wrote."""
+        """Return the log file of the agent and its zygotes."""
         return self.root / "agent.log"
 
     @property
     def monitor_log(self) -> Path:
-        """Return the file that holds what the monitor wrote."""
+        """Return the log file of the monitor."""
         return self.root / "monitor.log"
 
     @property
     def tracking(self) -> Path:
-        """Return the directory that says which attempts MLflow still has to hear of."""
+        """Return the directory that lists attempts with undelivered data for MLflow."""
         return self.root / "tracking"
 
     def attempt(self, run_id: str, fence: int) -> Path:
@@ -94,8 +94,8 @@ class Home:
 
     def sockets(self) -> Path:
         """Return the private directory of this home's sockets, made if needed; raises StorageError."""
-        # Not $XDG_RUNTIME_DIR: a terminal, a notebook server and a cron job of one user have different ones or none,
-        # and it is emptied at the last logout, when runs may still be going on.
+        # Not $XDG_RUNTIME_DIR: it differs between a terminal, a notebook server and a cron job of one user, or is
+        # unset. The system empties it at the last logout, when runs may still be running.
         parent = Path(os.environ.get("SERVERLESS_GPU_SOCKETS") or f"/tmp/serverless_gpu-{os.getuid()}")
         digest = hashlib.sha256(os.fsencode(self.root.resolve())).hexdigest()[:12]
         for directory in (parent, parent / digest):
@@ -103,19 +103,19 @@ class Home:
                 directory.mkdir(mode=0o700, exist_ok=True)
             except OSError as error:
                 raise StorageError(
-                    f"cannot make {directory}, where sockets lie: {error.strerror}",
+                    f"cannot make {directory}, the directory for sockets: {error.strerror}",
                     hint="set SERVERLESS_GPU_SOCKETS to a short directory that you can write to"
                     + _in_container(error.strerror),
                 ) from error
             if not _private_directory(directory):
                 raise StorageError(
-                    f"{directory} belongs to somebody else or is a link",
+                    f"{directory} belongs to another user or is a link",
                     hint="remove it, or set SERVERLESS_GPU_SOCKETS to a directory of your own",
                 )
         return parent / digest
 
     def make_attempt(self, run_id: str, fence: int) -> Path:
-        """Make the directory of one attempt, whole or not at all; raises StorageError."""
+        """Make the complete directory of one attempt, or nothing; raises StorageError."""
         directory = self.attempt(run_id, fence)
         try:
             directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -133,7 +133,7 @@ class Home:
         return directory
 
     def remove_run(self, run_id: str) -> None:
-        """Remove everything of a run."""
+        """Remove all files of a run."""
         remove_at_once(self.runs / run_id)
 
     def _remove_if_empty(self, directory: Path) -> None:
@@ -142,7 +142,7 @@ class Home:
 
 
 def remove_at_once(directory: Path) -> None:
-    """Remove the directory of a run that another process may be writing to; its writes fail from now on."""
+    """Remove the directory of a run to which another process may write; its writes fail from now on."""
     gone = directory.with_name(f".{directory.name}.removed")
     with contextlib.suppress(OSError):
         directory.rename(gone)
@@ -167,9 +167,9 @@ def find_home(environ: Mapping[str, str]) -> Home:
 
 
 def find_durable_home(environ: Mapping[str, str], why: str) -> Home:
-    """Return the home that was asked for, made if needed, never a replacement; raises StorageError.
+    """Return the requested home, made if needed, never a replacement; raises StorageError.
 
-    `why` says what needs it, as a sentence goes on: ``"the server keeps its database there"``.
+    `why` continues a sentence and says what needs the home: ``"the server keeps its database there"``.
     """
     wanted = _asked(environ)
     problem = _make_private(wanted)
@@ -188,15 +188,15 @@ def _in_container(problem: str | None) -> str:
 
 
 def storage_error(error: OSError, path: Path) -> StorageError:
-    """Return the error a person gets for a file that could not be written."""
+    """Return the user's error for a file that could not be written."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return StorageError(
             f"too many open files: {path} cannot be made",
-            hint="the handle of a run that has not ended keeps one: raise `ulimit -n`, or start fewer runs at once",
+            hint="each handle of a running run keeps one file open: raise `ulimit -n`, or start fewer runs at once",
         )
     if error.errno in _FULL and lacks_inodes(path):
         return StorageError(
-            f"no inodes left for {path}: its disk has room, and cannot hold one more file",
+            f"no inodes left for {path}: its disk has space, but cannot store one more file",
             hint="delete files there (`sgpu clean` removes old runs, `sgpu env gc` environments), or set "
             "SERVERLESS_GPU_HOME to a directory on a disk with more inodes",
         )
@@ -211,7 +211,7 @@ def storage_error(error: OSError, path: Path) -> StorageError:
 
 
 def _asked(environ: Mapping[str, str]) -> Path:
-    """Return the directory that is to be the home; raises StorageError if its name is not UTF-8."""
+    """Return the directory that the user wants as home; raises StorageError if its name is not UTF-8."""
     asked = environ.get("SERVERLESS_GPU_HOME")
     wanted = Path(asked).absolute() if asked else Path(os.path.expanduser("~/.serverless_gpu"))
     try:
@@ -222,11 +222,12 @@ def _asked(environ: Mapping[str, str]) -> Path:
 
 
 def _make_private(path: Path) -> str | None:
-    """Make a directory only its owner can enter; return what went wrong, or None."""
+    """Make a directory that only its owner can enter; return the error message, or None."""
     try:
         path.mkdir(parents=True, mode=0o700, exist_ok=True)
-        if not _owned_directory(str(path)):  # a link to a directory of one's own, on a larger disk, is fine
-            return "it belongs to somebody else" if path.exists() else "it is not a directory"
+        # A link to the user's own directory, for example on a larger disk, is accepted.
+        if not _owned_directory(str(path)):
+            return "it belongs to another user" if path.exists() else "it is not a directory"
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
             path.chmod(0o700)
         for name in ("runs", "locks", "checkpoints"):
@@ -249,7 +250,7 @@ def _owned_directory(path: str) -> bool:
 
 
 def _private_directory(path: Path) -> bool:
-    """Return whether a directory is no link, is ours, and closed to others; close it if it is ours."""
+    """Return True if a directory is no link and ours; remove the access of other users if necessary."""
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         return False
@@ -263,10 +264,10 @@ RAY_LOCK = "keeper.lock"
 
 
 def ray_keepers(home: Path) -> list[Path]:
-    """Return the directories in a home of those that keep a Ray now."""
+    """Return the directories in a home whose keeper runs a Ray cluster now."""
     return [home / place for place in RAY_PLACES if held_note(home / place / RAY_LOCK) is not None]
 
 
 def in_pool(attempt: Path) -> bool:
-    """Return whether the home of ``<home>/runs/<run>/<fence>`` is in a pool now."""
+    """Return True if the home of ``<home>/runs/<run>/<fence>`` is in a pool now."""
     return bool(ray_keepers(attempt.parents[2])) if len(attempt.parents) > 2 else False

@@ -1,16 +1,16 @@
-"""This node's network: its own addresses, in the order in which a gang uses them, and a port for the rendezvous.
+"""This node's network: its own addresses, best first, and a reserved port for the rendezvous.
 
-    SIOCGIFCONF           IPv4, with the names that `getifaddrs` gives, by which NCCL and Gloo look for an interface
+    SIOCGIFCONF           IPv4, with the names of `getifaddrs`, by which NCCL and Gloo choose an interface
     /proc/net/if_inet6    IPv6 that is routed
 
-Link-local addresses are left out: their user has to name an interface, too. Loopback comes last, because only this
-machine reaches it; bridges of containers come before it, because they are the same on every machine. Unreadable entries
-and interfaces with a comma in their name are left out; looking for addresses never fails.
+Link-local addresses are left out, because their users must also name an interface. Loopback is last, because only this
+machine reaches it. Bridges of containers come before it, because they are the same on every machine. Unreadable entries
+and interfaces with a comma in their name are left out. The search for addresses never fails.
 
-No other process can take the port before rank 0 listens on it. A socket that is bound but does not listen keeps the
-port: the kernel gives it to no process that lets it choose, and refuses those that do not set SO_REUSEADDR. torch's
-store sets it, and the kernel lets it bind and listen beside us. Launchers usually bind and close, which leaves a gap in
-which another launcher gets the same port.
+No other process can take the port before rank 0 listens on it. A bound socket that does not listen reserves the port.
+The kernel does not choose the port for another process, and refuses a bind without SO_REUSEADDR. The store of torch
+sets that option, so the kernel lets it bind and listen beside the reserving socket. Launchers usually bind and close,
+which leaves a gap in which another launcher can get the same port.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913
 _IFF_UP = 0x1
 _IFREQ_BYTES = 40 if struct.calcsize("P") == 8 else 32
 _INTERFACES_MAX = 512
-_NOT_USABLE = 0x20 | 0x40 | 0x08  # deprecated, tentative, a duplicate
+_NOT_USABLE = 0x20 | 0x40 | 0x08  # Deprecated, tentative or duplicate addresses.
 _OF_CONTAINERS = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "podman", "lxc", "lxdbr")
 
 
 def own_addresses() -> tuple[Address, ...]:
-    """Return where this node may be reached, at most `ADDRESSES_MAX`."""
+    """Return the addresses of this node, at most `ADDRESSES_MAX`."""
     there = (*ipv4_addresses(), *ipv6_addresses(Path("/proc/net/if_inet6")))
     found = list({one.address: one for one in there if is_interface(one.interface)}.values())
     found.sort(key=lambda one: (one.interface.startswith(_OF_CONTAINERS), ":" in one.address))
@@ -45,7 +45,7 @@ def own_addresses() -> tuple[Address, ...]:
 
 
 def is_loopback(one: Address) -> bool:
-    """Return whether only this machine reaches an address."""
+    """Return True if only this machine reaches an address."""
     return kind_of(one.address).startswith("loopback")
 
 
@@ -65,7 +65,7 @@ def ipv4_addresses() -> Iterator[Address]:
 
 
 def ipv6_addresses(path: Path) -> Iterator[Address]:
-    """Yield the routed IPv6 addresses that a file such as /proc/net/if_inet6 lists as ready."""
+    """Yield the routed, ready IPv6 addresses in a file such as /proc/net/if_inet6."""
     with contextlib.suppress(OSError, ValueError):
         for line in path.read_text(encoding="ascii").splitlines():
             digits, _, _, scope, flags, name = line.split()
@@ -78,11 +78,11 @@ _TRIES = 5
 
 
 class NoPort(Exception):
-    """No port could be reserved."""
+    """Raised if no port could be reserved."""
 
 
 def reserve_port(candidates: Iterable[int] = (0,) * _TRIES) -> socket.socket:
-    """Return a bound, non-listening socket for the first free candidate (0: any); closing frees it.
+    """Return a bound, non-listening socket for the first free candidate (0: any); close it to free the port.
 
     Raises NoPort, which names the candidates.
     """
@@ -100,7 +100,7 @@ def reserve_port(candidates: Iterable[int] = (0,) * _TRIES) -> socket.socket:
 
 
 def _socket() -> socket.socket:
-    # torch's store binds the IPv6 wildcard where it can, which covers IPv4 too: reserve the same.
+    # torch's store binds the IPv6 wildcard address if possible, which covers IPv4 too. The reservation does the same.
     try:
         sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

@@ -1,14 +1,14 @@
-"""Writes files whole: private ones (tokens, keys), and output files at paths that the user gives.
+"""Writes files completely or not at all: private files (tokens, keys) and the user's output files.
 
     write_private     readable by its owner only, durable; with or without replacing an existing file
     replacing_file    a report, a picture, a result: the old file stays if the new one cannot be completed
 
-Where the file system has no hard links (exFAT, some FUSE and object-storage mounts), files that must not replace others
-are given their names under a lock on their directory. An output path that is no regular file (a device, a pipe, a
-directory) is refused; a link stays, and its target is written.
+Some file systems have no hard links (exFAT, some FUSE and object-storage mounts). There, a lock on the directory
+ensures that a new file does not replace another one. An output path must be a regular file: devices, pipes and
+directories are refused. A link stays, and its target is written.
 
-Failure cases: a full disk, no permission (`OSError`); a process killed in the middle leaves a file that begins with a
-dot and ends with 16 digits, and the one of the right name as it was.
+Failure cases: A full disk or a missing permission raises `OSError`. A process that is killed during a write leaves a
+temporary file whose name begins with a dot and ends with 16 digits. The target file is then unchanged.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
-    """Write a file durably and whole that only its owner can read; its directory is made if needed.
+    """Write a durable, complete file that only its owner can read; its directory is made if needed.
 
-    Without `replace`, an existing file stays, also one that another process makes meanwhile.
+    Without `replace`, an existing file stays, even one that another process makes meanwhile.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -56,7 +56,7 @@ def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
 
 
 def readers(path: Path) -> str:
-    """Return who else but this user can read or change a file, or ""; raises OSError."""
+    """Return which other users can read or change a file, or ""; raises OSError."""
     status = path.stat()
     if status.st_uid not in (os.geteuid(), 0):
         return f"it belongs to another user (uid {status.st_uid})"
@@ -65,15 +65,15 @@ def readers(path: Path) -> str:
 
 
 def refuse_irregular(path: Path) -> None:
-    """Raise InvalidValue if a path exists and is no regular file."""
+    """Raise InvalidValue if a path exists and is not a regular file."""
     if os.path.exists(path) and not os.path.isfile(path):
-        hint = "give the path of a file, or one at which there is nothing yet"
-        raise InvalidValue(f"{path} is there and is no file: it is left as it is", hint=hint)
+        hint = "give the path of a file, or a path that does not exist yet"
+        raise InvalidValue(f"{path} exists and is not a file: it stays unchanged", hint=hint)
 
 
 @contextlib.contextmanager
 def replacing_file(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
-    """Yield a new, empty file that replaces `path` after a complete write; `mode` is subject to the umask."""
+    """Yield a new, empty file that replaces `path` after a complete write; the umask applies to `mode`."""
     refuse_irregular(path)
     place = path.resolve()
     beside = place.with_name(f".part-{secrets.token_hex(8)}")
@@ -86,7 +86,7 @@ def replacing_file(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
 
 
 def _name_new(beside: Path, path: Path) -> None:
-    """Give a file its name unless another one has it."""
+    """Name a file unless the name exists."""
     try:
         os.link(beside, path)
     except FileExistsError:
@@ -96,7 +96,8 @@ def _name_new(beside: Path, path: Path) -> None:
             raise
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(directory, fcntl.LOCK_EX)  # held by who is just naming a file; it ends with them
+            # Held while another process names a file; released when that process ends.
+            fcntl.flock(directory, fcntl.LOCK_EX)
             if not os.path.lexists(path):
                 beside.rename(path)
         finally:

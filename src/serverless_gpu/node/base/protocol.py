@@ -1,16 +1,16 @@
-"""Messages of client, agent and supervisor on one node.
+"""Messages between client, agent, supervisor, session and uplink on one node.
 
     client ──Launch──▶ agent ──Assign + the client's socket + a stem's socket──▶ supervisor
     client ◀──WaitingNote · Started · Output · Skipped · Stopped · Finished────── supervisor
     client ──Confirm, Cancel──▶ supervisor
-    uplink ──Lease──▶ supervisor                          whenever the server has answered; else the run is stopped
-    supervisor ──CrewNews──▶ uplink, uplink ──GangNews──▶ supervisor      of a gang on several nodes
+    uplink ──Lease──▶ supervisor                          after each answer of the server; without it the run stops
+    supervisor ──CrewNews──▶ uplink, uplink ──GangNews──▶ supervisor      for a gang on several nodes
     agent ──PreparingNote──▶ supervisor                   while the environment is being restored
     supervisor ──Borrow──▶ session ──Lent + lock descriptors──▶ supervisor ──Returned──▶ session
 
-The agent gives the client's connection away. The supervisor's own socket takes the same messages: `attach`, and a new
-agent after the old one died, find an attempt by it. Messages are JSON objects, one per packet (`inside/channel.py`). A
-peer of another `PROTOCOL` is refused by name.
+The agent hands the client's connection to the supervisor. The supervisor's own socket accepts the same messages. `sgpu
+attach` and a new agent find an attempt by that socket. Messages are JSON objects, one per packet (`inside/channel.py`).
+A peer with another `PROTOCOL` gets a refusal that names it.
 """
 
 from __future__ import annotations
@@ -39,50 +39,50 @@ from serverless_gpu.version import __version__
 PROTOCOL = 8
 UNKNOWN_OWNER = "?"
 """Owner of a run whose owner is unknown."""
-SESSION_DEVICES_MAX = 240  # a loan is one packet with a descriptor for each, and a packet carries 253
+SESSION_DEVICES_MAX = 240  # A loan is one packet with one descriptor per device, and a packet carries at most 253.
 Kind = Literal["function", "session"]
-"""Kind of an attempt's directory."""
+"""Kind of an attempt: a function's run or a session."""
 Mode = Literal["", "overlay", "links"]
-"""Way to restore an environment; "" leaves that to the node."""
+"""Method to restore an environment; "" lets the node choose."""
 T = TypeVar("T")
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Base of all messages but `Stopped`, which readers of run directories need, too."""
+    """Base of all messages except `Stopped`, which readers of run directories need too."""
 
 
 Sendable = Message | Stopped
 
 
 class Context(Message, frozen=True, kw_only=True, tag="context"):
-    """The caller's process at the moment of the call, which ranks take on."""
+    """The caller's process at the time of the call; ranks get the same settings."""
 
     python: str
-    flags: tuple[str, ...]  # interpreter options, for example ``-O``
-    environ: dict[str, str]  # goes over sockets and never into a file
+    flags: tuple[str, ...]  # Interpreter options, for example ``-O``.
+    environ: dict[str, str]  # Sent over sockets only, never written to a file.
     cwd: str
     umask: int
     argv: tuple[str, ...]
     sys_path: tuple[str, ...]
-    descriptors_max: int = 1024  # soft limit
-    # file of each module that a zygote may have otherwise: preloaded ones, and those beside the script that hide
-    # installed ones
+    descriptors_max: int = 1024  # Soft limit of open files.
+    # File of each module that a zygote may have loaded from elsewhere: preloaded modules, and modules beside the script
+    # that hide installed ones.
     packages: dict[str, str] = {}
-    copies: dict[str, str] = {}  # captured directories of code and their originals; empty when ranks use the originals
+    copies: dict[str, str] = {}  # Captured code directories and their originals; empty if ranks use the originals.
 
 
 class EnvironmentRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The environment of ranks: a snapshot in a store, and nothing else of the caller's disk."""
+    """The environment of ranks: a snapshot in a store, without other files of the caller."""
 
-    snapshot: str  # its address
+    snapshot: str  # Address of the snapshot.
     store: str  # URL
-    token: str = ""  # for a server's store
-    ca: str = ""  # file with the store's trusted certificates; "" for the system's
-    mode: Mode = ""  # how it must be restored; "" leaves that to the node
+    token: str = ""  # Token for a server's store.
+    ca: str = ""  # File with the store's trusted certificates; "" for the system's.
+    mode: Mode = ""  # Method to restore the environment; "" lets the node choose.
 
 
 class Greeting(Message, frozen=True, kw_only=True, tag="greeting"):
-    """The agent's first words on every connection."""
+    """The agent's first message on every connection."""
 
     protocol: int
     version: str
@@ -95,7 +95,7 @@ class Greeting(Message, frozen=True, kw_only=True, tag="greeting"):
 
 
 class Prewarm(Message, frozen=True, kw_only=True, tag="prewarm"):
-    """Have a zygote ready for this context, ranks standing by, and what tracks such a run."""
+    """Request to prepare a zygote with standby ranks, and the tracker of such a run."""
 
     context: Context
     ranks: int = 1
@@ -104,34 +104,34 @@ class Prewarm(Message, frozen=True, kw_only=True, tag="prewarm"):
 
 
 class Launch(Message, frozen=True, kw_only=True, tag="launch"):
-    """Run the call that lies in a run directory; or, for a session, hold devices and run nothing."""
+    """Request to run the call in a run directory or, for a session, to hold devices."""
 
     run_id: str
     fence: int
     directory: str
     spec: RunSpec
     candidates: tuple[Device, ...]
-    world_size: int  # devices on this node
-    of_type: int = 0  # devices of the chosen type that this node has
+    world_size: int  # Number of devices on this node.
+    of_type: int = 0  # Number of this node's devices of the chosen type.
     context: Context
     called_ns: int
     tariff: Tariff = UNPRICED
-    session: str = ""  # whose devices the run uses, or ""
-    idle_timeout_s: float | None = None  # of a session: it ends when no run has used it for so long
-    environment: EnvironmentRequest | None = None  # None for the caller's files as they are
-    # if False, user code waits for `Confirm`, which the client sends once the environment matches its snapshot
+    session: str = ""  # Session whose devices the run uses, or "".
+    idle_timeout_s: float | None = None  # A session ends after this time without a run.
+    environment: EnvironmentRequest | None = None  # None for the caller's unchanged files.
+    # If False, user code waits for `Confirm`. The client sends it once the environment matches its snapshot.
     confirmed: bool = True
-    # boottime after which a server's run stops itself unless a `Lease` comes before; None for this node's own
+    # Boottime at which a server's run stops itself unless a `Lease` arrives; None for a run of this node's own user.
     lease_ns: int | None = None
     secrets: DeliveredSecrets | None = None
-    crews: tuple[CrewPlace, ...] = ()  # of a gang on several nodes, by number
-    crew: int = 0  # its number among them
-    nonce: str = ""  # by which the crews of the gang know each other
-    owner: str = ""  # principal and server; "" for the user of this node
+    crews: tuple[CrewPlace, ...] = ()  # Crews of a gang on several nodes, by number.
+    crew: int = 0  # This node's number among the crews.
+    nonce: str = ""  # Secret by which the crews of the gang recognize each other.
+    owner: str = ""  # Principal and server; "" for the user of this node.
 
     @property
     def all_crews(self) -> tuple[CrewPlace, ...]:
-        """Return the crews of the gang, also where that is this one alone."""
+        """Return the crews of the gang, including a single one."""
         return self.crews or (CrewPlace(number=0, node="", first_rank=0, gpus=self.world_size),)
 
     @property
@@ -141,57 +141,57 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
 
 
 class StatusRequest(Message, frozen=True, kw_only=True, tag="status_request"):
-    """Ask the agent what it looks after."""
+    """Request for the agent's status."""
 
 
 class ZygoteStatus(msgspec.Struct, frozen=True, kw_only=True):
     """An interpreter that is kept warm, or that cannot be."""
 
     python: str
-    state: Literal["starting", "ready", "cold"]  # ``"cold"``: without a zygote, and the next run gets none
-    pid: int | None = None  # of the zygote, if any
+    state: Literal["starting", "ready", "cold"]  # ``"cold"``: without a zygote, and the next run gets none.
+    pid: int | None = None  # Pid of the zygote, if any.
     reason: str = ""
-    environment: str = ""  # snapshot address; "" for the caller's files
-    owner: str = ""  # "" for the user of this node
+    environment: str = ""  # Snapshot address; "" for the caller's files.
+    owner: str = ""  # "" for the user of this node.
 
 
 class EnvironmentStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot that this node has restored, or is restoring."""
+    """A snapshot that this node has restored or is restoring."""
 
     snapshot: str
     state: Literal["restoring", "ready"]
-    mode: Mode = ""  # how it was restored; "" while unknown
-    sentence: str = ""  # its progress
+    mode: Mode = ""  # Method of the restore; "" while unknown.
+    sentence: str = ""  # Progress of the restore.
 
 
 class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A running run or session."""
+    """A running attempt or session."""
 
     run_id: str
-    pid: int  # of its supervisor; 0 while unknown
+    pid: int  # Pid of the supervisor; 0 while unknown.
     kind: Kind
-    adopted: bool = False  # started by an earlier agent
-    environment: str = ""  # snapshot address of its ranks, or ""
+    adopted: bool = False  # Started by an earlier agent.
+    environment: str = ""  # Snapshot address of its ranks, or "".
 
 
 class Status(Message, frozen=True, kw_only=True, tag="status"):
-    """State of the agent and all it controls."""
+    """State of the agent and of everything that it controls."""
 
     pid: int
     zygotes: tuple[ZygoteStatus, ...]
     attempts: tuple[AttemptStatus, ...]
     queued: tuple[str, ...]
-    cgroups: str  # directory of its runs' cgroups; "" where it can use none
+    cgroups: str  # directory of its runs' cgroups; "" if none is usable
     cgroups_problem: str = ""
     environments: tuple[EnvironmentStatus, ...] = ()
 
 
 class Retire(Message, frozen=True, kw_only=True, tag="retire"):
-    """Have the agent end: running attempts go on, new ones are refused."""
+    """Request that the agent exits: running attempts continue, new ones are refused."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):
-    """Nothing was started."""
+    """Answer that nothing was started."""
 
     code: str
     message: str
@@ -199,92 +199,92 @@ class Refused(Message, frozen=True, kw_only=True, tag="refused"):
 
 
 class Standby(Message, frozen=True, kw_only=True, tag="standby"):
-    """A supervisor has started and waits for an attempt."""
+    """Report of a started supervisor that waits for an attempt."""
 
     pid: int
 
 
 class Assign(Message, frozen=True, kw_only=True, tag="assign"):
-    """The agent hands an attempt to a supervisor."""
+    """Assignment of an attempt to a supervisor by the agent."""
 
     launch: Launch
-    asked_ns: int  # boottime at which the launch arrived
-    checkpoints: str = ""  # directory of all runs' checkpoints on this node
+    asked_ns: int  # Boottime at which the launch arrived.
+    checkpoints: str = ""  # Directory of all runs' checkpoints on this node.
 
 
 class Stem(Message, frozen=True, kw_only=True, tag="stem"):
-    """The stem for an attempt, its socket attached; or the problem that prevented it."""
+    """The stem of an attempt with its attached socket, or the problem that prevented it."""
 
     pid: int = 0
-    warm: bool = False  # whether its zygote was there before
+    warm: bool = False  # True if its zygote was already running.
     warm_reason: str = ""
-    problem: str = ""  # in words; `reason` is for machines
+    problem: str = ""  # Text for people; `reason` is for programs.
     reason: Reason = Reason.START_FAILED
-    context: Context | None = None  # set where paths differ from the caller's: in a restored environment
-    environment: str = "live"  # for the receipt
+    context: Context | None = None  # Set if paths differ from the caller's, that is, in a restored environment.
+    environment: str = "live"  # Text for the receipt.
 
 
 class PreparingNote(Message, frozen=True, kw_only=True, tag="preparing"):
-    """Progress of the preparation that a run waits for before it gets its stem; repeated."""
+    """Progress of the preparation that a run needs before it gets its stem; sent repeatedly."""
 
     sentence: str
 
 
 class Accepted(Message, frozen=True, kw_only=True, tag="accepted"):
-    """A supervisor has the run."""
+    """Report that a supervisor controls the run."""
 
     pid: int
 
 
 class WaitingNote(Message, frozen=True, kw_only=True, tag="waiting"):
-    """Reason why the run has not started yet, or does not get on."""
+    """Reason why the run has not started yet or makes no progress."""
 
     sentence: str
-    passing: bool = False  # a progress sentence that another one replaces soon
-    lasting: bool = False  # no wait: a sentence of the run about itself that stays true once user code begins
-    queued_ns: int | None = None  # waiting for devices since then (1970); the next such sentence replaces this one
+    passing: bool = False  # A progress message that is soon replaced.
+    lasting: bool = False  # A message of the run about itself that stays true after user code begins.
+    queued_ns: int | None = None  # Start of the wait for devices (since 1970); the next such message replaces this one.
 
 
 class SessionReady(Message, frozen=True, kw_only=True, tag="held"):
-    """A session has its devices."""
+    """Report that a session has its devices."""
 
     devices: tuple[Device, ...]
 
 
 class Borrow(Message, frozen=True, kw_only=True, tag="borrow"):
-    """A supervisor asks a session for devices; the connection is the loan, its end gives them back."""
+    """Request of a supervisor for devices of a session; closing the connection returns them."""
 
     run_id: str
     count: int
 
 
 class Lent(Message, frozen=True, kw_only=True, tag="lent"):
-    """A session's loan; attached are lock descriptors and the pipe that tells who still has them."""
+    """A session's loan, with attached lock descriptors and the pipe that shows who still has them."""
 
     devices: tuple[Device, ...]
 
 
 class Returned(Message, frozen=True, kw_only=True, tag="returned"):
-    """State of borrowed devices as a supervisor found it after its run."""
+    """State of borrowed devices after a run, as its supervisor found it."""
 
-    unfit: tuple[str, ...] = ()  # in quarantine: not proven free
+    unfit: tuple[str, ...] = ()  # Devices in quarantine, because they were not proven free.
 
 
 class Started(Message, frozen=True, kw_only=True, tag="started"):
-    """The first user byte is about to run."""
+    """Report that user code is about to begin."""
 
     at_ns: int
 
 
 class Tracked(Message, frozen=True, kw_only=True, tag="tracked"):
-    """The run has a run in MLflow."""
+    """Report that the run has a run in MLflow."""
 
-    run_id: str  # MLflow's; "" where only the link is known
+    run_id: str  # MLflow's run id; "" if only the link is known.
     url: str
 
 
 class Output(Message, frozen=True, kw_only=True, tag="output"):
-    """Bytes a rank wrote, as text for a terminal."""
+    """Output of a rank, as text for a terminal."""
 
     rank: int
     stream: str
@@ -292,7 +292,7 @@ class Output(Message, frozen=True, kw_only=True, tag="output"):
 
 
 class Skipped(Message, frozen=True, kw_only=True, tag="skipped"):
-    """Size of live output that was left out at this point; `lost`: the rank's file lacks it, too."""
+    """Size of live output that is missing here; with `lost`, the rank's file lacks it too."""
 
     rank: int
     stream: str
@@ -301,42 +301,42 @@ class Skipped(Message, frozen=True, kw_only=True, tag="skipped"):
 
 
 class Finished(Message, frozen=True, kw_only=True, tag="finished"):
-    """The GPUs were checked and given back; the receipt is final."""
+    """Report that the devices were verified and released; the receipt is final."""
 
     receipt: Receipt
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
-    """Stop the run; with a session, which knows no other reason, its runs as well."""
+    """Request to stop the run, or a session with its runs; a session knows no other reason."""
 
     reason: StopReason = StopReason.CANCEL
 
 
 class Lease(Message, frozen=True, kw_only=True, tag="lease"):
-    """The server has answered: the run may go on until this boottime of the node."""
+    """Report that the server has answered: the run may continue until this boottime of the node."""
 
     deadline_ns: int
 
 
 class Confirm(Message, frozen=True, kw_only=True, tag="confirm"):
-    """The environment is what the launch says: user code may start."""
+    """Report that the environment matches the launch, so user code may start."""
 
 
 class CrewNews(Message, frozen=True, kw_only=True, tag="crew_news"):
-    """State of a crew for the others of its gang; sent whole whenever something changes."""
+    """State of a crew for the other crews of its gang; sent completely after each change."""
 
-    offer: Offer | None = None  # where the others can try it, once it has devices and a stem
-    reach: CrewReach | None = None  # the others it reached
-    returned: bool = False  # all of its ranks have returned, and wait for the others
-    halt: Halt | None = None  # why it ends early
-    silent: int = 0  # number of the silence of its ranks; 0 while they print
+    offer: Offer | None = None  # Addresses of the crew, once it has devices and a stem.
+    reach: CrewReach | None = None  # Other crews that this crew reached.
+    returned: bool = False  # All of its ranks have returned and wait for the others.
+    halt: Halt | None = None  # Why the crew ends early.
+    silent: int = 0  # Number of the current silence of its ranks; 0 while they print.
     silent_since_ns: int = 0  # boottime
-    seen: CrewObservation | None = None  # its ranks at the last inspection
-    idle: IdleVerdict = IdleVerdict.GO_ON  # how far its devices are from being idle for too long
+    seen: CrewObservation | None = None  # Its ranks at the last inspection.
+    idle: IdleVerdict = IdleVerdict.GO_ON  # Progress of its devices toward the idle limit.
 
 
 class GangNews(Message, frozen=True, kw_only=True, tag="gang_news"):
-    """The server's state of the gang, as in `ReportAnswer`; may repeat."""
+    """The server's state of the gang, as in `ReportAnswer`; sent repeatedly."""
 
     offers: tuple[Offer, ...] = ()
     chosen: Chosen | None = None
@@ -348,7 +348,7 @@ class GangNews(Message, frozen=True, kw_only=True, tag="gang_news"):
 
 
 class AttemptSnapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
-    """A supervisor's first message on its own socket; `crew` is that of a gang on several nodes."""
+    """A supervisor's first message on its own socket; `crew` is set for a gang on several nodes."""
 
     run_id: str
     fence: int
@@ -360,7 +360,7 @@ class AttemptSnapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
     crew: CrewNews | None = None
 
 
-# By who says it: the client to the agent, the agent, the client to a supervisor, about sessions, a supervisor.
+# In the order of senders: client to agent, agent, client to supervisor, sessions, supervisor.
 AnyMessage = (
     Prewarm
     | Launch
@@ -397,31 +397,34 @@ _decoder: msgspec.json.Decoder[AnyMessage] = msgspec.json.Decoder(AnyMessage)
 
 
 def agent_socket(sockets: Path) -> Path:
-    """Return where the agent listens; another protocol or version of this package is another agent."""
+    """Return the path of the agent's socket; each protocol and package version has its own agent."""
     return sockets / f"agent-{PROTOCOL}-{__version__}.sock"
 
 
 def portable(text: str) -> str:
-    """Return text that JSON can carry: Python shows undecodable bytes as lone surrogates."""
+    """Return text in a form that JSON supports; Python shows undecodable bytes as lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        return "\0" + os.fsencode(text).hex()  # no variable or path contains a NUL
+        return "\0" + os.fsencode(text).hex()  # No variable or path contains a NUL.
     return text
 
 
 def original(text: str) -> str:
-    """Return what `portable` was given."""
+    """Return the argument of `portable` from its result."""
     return os.fsdecode(bytes.fromhex(text[1:])) if text.startswith("\0") else text
 
 
 def send(channel: Channel, message: Sendable, fds: tuple[int, ...] = ()) -> None:
-    """Send a message with descriptors; OSError: the peer is gone, BlockingIOError: it does not read."""
+    """Send a message with descriptors.
+
+    Raises OSError if the peer has closed, and BlockingIOError if it does not read.
+    """
     channel.send(_encoder.encode(message), fds)
 
 
 def receive(channel: Channel) -> tuple[AnyMessage, tuple[int, ...]] | None:
-    """Return the next message and its descriptors, or None when the peer is gone; raises MsgspecError."""
+    """Return the next message and its descriptors, or None at end of file; raises MsgspecError."""
     received = channel.receive()
     return None if received is None else (decoded(_decoder, received), received[1])
 

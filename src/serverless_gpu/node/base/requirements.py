@@ -1,18 +1,17 @@
-"""Requirements of runs on this machine: the file system of a home, the kernel, and the Python that asks it.
+"""Checks requirements of runs on this machine: the home's file system, the kernel, and Python.
 
     flock           device locks, one supervisor for each attempt, units of environments   (Lustre needs `-o flock`)
     record locks    SQLite: the database of a server, MLflow's                             (NFS needs lockd)
-    symbolic links  environments that are restored                                         (not exFAT, not every FUSE)
-    execution       environments that are made of links: compiled modules are mapped from there    (not noexec)
-    pidfd           processes are followed by it, so that what is waited for and ended is never another process with
-                    the same number; a machine without it runs nothing
+    symbolic links  restored environments                                                  (not exFAT, not every FUSE)
+    execution       environments made of links: compiled modules are mapped from there     (not noexec)
+    pidfd           identifies processes, so that a wait or a kill never affects another process with the same
+                    number; a machine without it cannot run anything
 
-An agent and an uplink check them once before they start (`require_for_runs`). Each question about locks makes a file,
-asks, and removes it. A file that cannot even be made is not the answer to the question: it is reported like any other
-file that cannot be written.
+An agent and an uplink check the requirements once before they start (`require_for_runs`). A lock test makes a file,
+tries the lock, and removes the file. If the file cannot be made, the error is that of any file that cannot be written.
 
-Failure cases, each a sentence that says what helps: the file system refuses; Linux before 5.3; a container's older
-seccomp profile; a Python built with older kernel headers.
+Failure cases, each with a message and a remedy: The file system refuses a lock or link. Linux is older than 5.3. A
+container has an older seccomp profile. Python was built with older kernel headers.
 """
 
 from __future__ import annotations
@@ -28,64 +27,64 @@ from serverless_gpu.errors import HardwareError, StorageError
 from serverless_gpu.node.base.home import Home, storage_error
 
 OLDEST = "5.3"
-"""The first Linux on which everything that has to work does."""
+"""The first Linux version with all required features."""
 REFUSED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Errors of a file system without locks."""
 LOCAL_DISK = "set SERVERLESS_GPU_HOME to a directory on a local disk"
-_MEND = f"{LOCAL_DISK} (Lustre grants file locks when it is mounted with -o flock, NFS when its lock service runs)"
+_MEND = f"{LOCAL_DISK} (Lustre supports file locks if mounted with -o flock, NFS if its lock service runs)"
 _NEWER_KERNEL = (
     f"Linux {OLDEST} or newer is needed; in a container, a runtime whose seccomp profile allows pidfd_open "
     "(Docker 20.10 or newer, or --security-opt seccomp=unconfined)"
 )
-_NEWER_BUILD = "use a Python that was built on a newer system: your distribution's, or a new one of conda-forge or uv"
+_NEWER_BUILD = "use a Python that was built on a newer system: your distribution's, or a new one from conda-forge or uv"
 
 
 def require_for_runs(home: Home) -> None:
-    """Refuse a machine or a home that cannot control runs; raises HardwareError or StorageError."""
+    """Check that this machine and home can control runs; raises HardwareError or StorageError."""
     require_pidfd()
     for directory in (home.root, home.sockets()):
         require_flock(directory)
 
 
 def pidfd_refusal() -> tuple[str, str]:
-    """Return why processes cannot be followed by pidfd here, and what helps; two times "" where they can."""
+    """Return why pidfd does not work here and the remedy; two empty strings if it works."""
     if not hasattr(os, "pidfd_open"):
         return "this build of Python has no os.pidfd_open", _NEWER_BUILD
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            return "", ""  # it is there
+            return "", ""  # The kernel supports it.
         return f"Linux {os.uname().release} refuses pidfd_open here: {error.strerror}", _NEWER_KERNEL
     return "", ""
 
 
 def require_pidfd() -> None:
-    """Refuse (HardwareError) a machine on which processes cannot be followed."""
+    """Raise HardwareError if processes cannot be followed by pidfd."""
     refusal, hint = pidfd_refusal()
     if refusal:
         raise HardwareError(f"this machine cannot run ranks: {refusal}", hint=hint)
 
 
 def flock_refusal(directory: Path) -> str:
-    """Return why flock fails for files of a directory, or ""; StorageError if none can be made."""
+    """Return why flock fails for files in a directory, or ""; raises StorageError if none can be made."""
     return _ask(directory, lambda fd: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
 
 
 def record_lock_refusal(directory: Path) -> str:
-    """Return why SQLite cannot lock files of a directory, or ""; StorageError if none can be made."""
+    """Return why SQLite cannot lock files in a directory, or ""; raises StorageError if none can be made."""
     return _ask(directory, lambda fd: fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
 
 
 def require_flock(directory: Path) -> None:
-    """Refuse (StorageError) a directory whose files cannot be locked."""
+    """Raise StorageError if files in a directory cannot be locked."""
     refusal = flock_refusal(directory)
     if refusal:
         raise lock_error(directory, refusal)
 
 
 def require_record_locks(directory: Path, what: str) -> None:
-    """Refuse (StorageError) a directory whose files SQLite cannot lock; `what` names the database."""
+    """Raise StorageError if SQLite cannot lock files in a directory; `what` names the database."""
     refusal = record_lock_refusal(directory)
     if refusal:
         raise StorageError(
@@ -96,7 +95,7 @@ def require_record_locks(directory: Path, what: str) -> None:
 
 
 def require_symlinks(directory: Path) -> None:
-    """Refuse (StorageError) a directory for environments in which no symbolic link can be made."""
+    """Raise StorageError if a directory for environments does not support symbolic links."""
     link = directory / f".asked-{os.urandom(8).hex()}"
     try:
         link.symlink_to("nowhere")
@@ -106,26 +105,26 @@ def require_symlinks(directory: Path) -> None:
 
 
 def symlink_error(directory: Path, error: OSError, what: str) -> StorageError:
-    """Return the user's error for a failed symbolic link; `what` names what cannot be done without it."""
+    """Return the user's error for a failed symbolic link; `what` names the failed action."""
     if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
         return storage_error(error, directory)
     return StorageError(
         f"{what}: its file system has no symbolic links ({error.strerror})",
-        hint="set SERVERLESS_GPU_HOME to a directory on a file system that has them: ext4, xfs, NFS, tmpfs",
+        hint="set SERVERLESS_GPU_HOME to a directory on a file system with symbolic links: ext4, xfs, NFS, tmpfs",
     )
 
 
 def is_noexec(directory: Path) -> bool:
-    """Return whether a directory is mounted noexec, which overlays over it do not inherit; OSError."""
+    """Return True if a directory is mounted noexec, which overlays on it do not inherit; raises OSError."""
     return bool(os.statvfs(directory).f_flag & os.ST_NOEXEC)
 
 
 def lock_error(place: Path, refusal: str, *, is_home: bool = True) -> StorageError:
     """Return the user's error for a file system that refuses flock.
 
-    `is_home` says whether the place lies in the home, and not where a command was asked to write.
+    `is_home` is False if the user gave the path to a command.
     """
-    hint = _MEND if is_home else "name a place on a local disk"
+    hint = _MEND if is_home else "give a path on a local disk"
     return StorageError(f"{place} cannot be used: its file system refuses file locks (flock: {refusal})", hint=hint)
 
 

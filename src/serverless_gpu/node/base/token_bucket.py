@@ -1,9 +1,9 @@
-"""A token bucket as a plain value: a burst, then a rate per second. Times are passed in.
+"""A token bucket without a clock: allows a burst, then a rate per second.
 
     level ──take──▶ empty: closed ──time──▶ level ≥ resume: open again
 
-Once empty it stays closed until `resume` has gathered, so that output passes in long runs, each after one notice of
-what is missing.
+An empty bucket stays closed until it contains `resume` tokens. Output therefore passes in long pieces, each after one
+notice about the missing output.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ _NS = 1_000_000_000
 
 
 class TokenBucket:
-    """Token bucket; begins full with `burst`, gains `per_s`, reopens at `resume`."""
+    """Token bucket; begins full with `burst`, gains `per_s` per second, reopens at `resume`."""
 
     def __init__(self, *, per_s: int, burst: int, resume: int, now_ns: int) -> None:
         self._per_s = per_s
-        self._full = burst * _NS  # in billionths, so that no rounding is lost between two looks
+        self._full = burst * _NS  # In billionths of a token, so that frequent calls lose nothing by rounding.
         self._resume = min(resume, burst) * _NS
         self._level = self._full
         self._at_ns = now_ns
         self._closed = False
 
     def is_open(self, now_ns: int) -> bool:
-        """Return whether something would be given now."""
+        """Return True if `take` would return more than zero now."""
         passed_ns = max(0, now_ns - self._at_ns)
         self._level = min(self._full, self._level + passed_ns * self._per_s)
         self._at_ns = max(self._at_ns, now_ns)
@@ -32,7 +32,7 @@ class TokenBucket:
         return not self._closed
 
     def take(self, wanted: int, now_ns: int) -> int:
-        """Return how much of what is wanted may pass now."""
+        """Return how much of `wanted` may pass now."""
         if not self.is_open(now_ns):
             return 0
         given = min(wanted, self._level // _NS)

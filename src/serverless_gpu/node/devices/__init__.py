@@ -1,4 +1,5 @@
-"""Devices of a node: GPUs through NVML, locks and quarantine, the gate for free memory, the kernel's log.
+"""Devices of a node: GPUs through NVML, locks and quarantine, the gate for free memory, kernel log.
 
-The supervisor reserves (`reservation.py`) and gives back (`gpu_gate.py`). Start with `inventory.py`.
+The supervisor reserves devices (`reservation.py`) and verifies them on return (`gpu_gate.py`). Start with
+`inventory.py`.
 """

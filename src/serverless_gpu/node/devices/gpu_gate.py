@@ -1,11 +1,11 @@
-"""The GPU gate: verifies that a device is as clean after a run as before it, and free before one.
+"""The GPU gate: verifies that a device is as clean after a run as before, and free before a run.
 
-`judge` and `foreign` decide on values; `verify` asks again. The caller lends and quarantines.
+`judge` and `foreign` decide on values; `verify` reads them repeatedly. The caller lends and quarantines devices.
 
-A verdict states its evidence. Processes and memory count where processes can be seen; memory alone counts where they
-are hidden, and the sentence says so. An unknown is never a pass. A display server or a browser that only draws and
-holds little is part of a workstation's GPU: it neither blocks a run nor fails a hand-back, and its memory is left out
-of the sums. A process that was there before the attempt is not its leftover.
+A verdict states its evidence. If processes are visible, the gate checks processes and memory. If they are hidden, the
+gate checks memory alone and the message says so. An unknown state never passes. A display server or a browser that only
+draws and holds little memory belongs to a workstation's GPU. It neither blocks a run nor fails a hand-back, and its
+memory does not count. A process that was there before the attempt is not a leftover of the attempt.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from serverless_gpu.node.devices.inventory import Provider
 from serverless_gpu.node.devices.nvml import IDLE_MEMORY_BYTES, MIB, GpuProcess, Usage, unknown_usage
 
 BASELINE_TOLERANCE_BYTES = 64 * MIB
-"""Tolerance between two readings of an idle GPU: the driver's own pages come and go by some MiB, while a CUDA
-context takes more than 100 MiB."""
+"""Tolerance between two readings of an idle GPU. The driver's own pages vary by a few MiB, while a CUDA
+context takes more than 100 MiB.
+"""
 
 DISPLAY_MEMORY_BYTES_MAX = 1024 * MIB
-"""A process that only draws and holds no more than this counts as a display client; a leftover renderer holds more."""
+"""Memory limit of a display client, that is, a process that only draws; a leftover renderer holds more."""
 
 _PROCESSES_NAMED = 3
 
 
 class Verdict(Struct, frozen=True):
-    """Decision about lending a device again, with the sentence that proves or refuses it."""
+    """Decision about lending a device again, with the message that proves or refuses it."""
 
     ok: bool
     evidence: str
 
 
 class GatePolicy(Struct, frozen=True):
-    """Time for a device to become clean: pauses, in seconds, between one look at it and the next.
+    """Time for a device to become clean: pauses in seconds between two checks.
 
-    The driver frees memory some milliseconds after a process's end, rarely later: short pauses first, 15 s in all.
+    The driver frees memory some milliseconds after a process's end, rarely later. The first pauses are short, and all
+    of them add up to 15 s.
     """
 
     pauses_s: tuple[float, ...] = (0.05, 0.2, 0.75, 4.0, 10.0)
@@ -56,7 +58,7 @@ def verify(
     policy: GatePolicy,
     sleep: Callable[[float], None],
 ) -> dict[str, Verdict]:
-    """Return a verdict for every device, asking again about those not clean yet.
+    """Return a verdict for every device; check devices that are not clean again after a pause.
 
     A device without an entry in `before` has an unknown earlier usage.
     """
@@ -67,7 +69,7 @@ def verify(
             sleep(pause_s)
         usage = provider.usage(waiting)
         for uuid in waiting:
-            after = usage.get(uuid, unknown_usage("nothing is known about this device"))
+            after = usage.get(uuid, unknown_usage("no usage is known for this device"))
             verdicts[uuid] = judge(before.get(uuid), after, kind=provider.kind)
         waiting = tuple(uuid for uuid in waiting if not verdicts[uuid].ok)
         if not waiting:
@@ -76,16 +78,17 @@ def verify(
 
 
 def judge(before: Usage | None, after: Usage, *, kind: DeviceKind) -> Verdict:
-    """Decide whether a device is as clean as before an attempt; `before` is None where unknown.
+    """Decide if a device is as clean as before an attempt; `before` is None if unknown.
 
-    Then memory must be at the idle level. CPU slots pass; fakes are judged like GPUs.
+    With an unknown `before`, memory must be at the idle level. CPU slots pass; fakes are judged like GPUs.
     """
     if kind is DeviceKind.CPU:
         return Verdict(True, "CPU slot: nothing to verify")
     if after.problem:
         return Verdict(False, after.problem)
     known = {(process.pid, process.name) for process in before.processes} if before else set()
-    stayed = tuple(process for process in after.processes if (process.pid, process.name) in known)  # no leftovers
+    # These processes are not leftovers.
+    stayed = tuple(process for process in after.processes if (process.pid, process.name) in known)
     left = [process for process in after.processes if not _is_display(process) and process not in stayed]
     if left:
         return Verdict(False, _holders(left, "still holds"))
@@ -96,7 +99,7 @@ def judge(before: Usage | None, after: Usage, *, kind: DeviceKind) -> Verdict:
 
 
 def foreign(usage: Usage) -> str | None:
-    """Return who uses a device that should be free, as a sentence; None when it is free.
+    """Describe the processes that use a device; return None if it is free.
 
     An unknown usage counts as in use.
     """
@@ -108,7 +111,7 @@ def foreign(usage: Usage) -> str | None:
     if usage.memory_used_bytes is None:
         return "the memory in use could not be read"
     if usage.memory_used_bytes - _held(filter(_is_display, usage.processes)) > IDLE_MEMORY_BYTES:
-        return f"{_amount(usage.memory_used_bytes)} used by processes that are not visible from here (memory only)"
+        return f"{_amount(usage.memory_used_bytes)} used by processes that are not visible here (memory only)"
     return None
 
 
@@ -116,7 +119,7 @@ def _memory_is_back(before: Usage | None, after: Usage, stayed: Sequence[GpuProc
     ours = (after.memory_used_bytes or 0) - _held(p for p in after.processes if _is_display(p) or p in stayed)
     if before is None or before.memory_used_bytes is None:
         return ours <= IDLE_MEMORY_BYTES
-    # Only those still there are left out: what a process that ended meanwhile had held must be gone, too.
+    # Only remaining processes are left out. The memory of a process that ended meanwhile must be free too.
     still = {process.pid for process in stayed}
     others = _held(p for p in before.processes if _is_display(p) or p.pid in still)
     return ours <= before.memory_used_bytes - others + BASELINE_TOLERANCE_BYTES
@@ -129,9 +132,9 @@ def _evidence(before: Usage | None, after: Usage, stayed: Sequence[GpuProcess], 
         baseline = f"baseline {_amount(before.memory_used_bytes)}"
     memory = f"{_amount(after.memory_used_bytes)} used ({baseline})"
     if not after.pids_visible:
-        return f"memory only: {memory}, processes are not visible from here"
+        return f"memory only: {memory}, processes are not visible here"
     others = [process for process in after.processes if process in stayed or _is_display(process)]
-    who = f"no process beside {_listed([_name(process) for process in others])}" if others else "no process"
+    who = f"no process except {_listed([_name(process) for process in others])}" if others else "no process"
     return f"{who}, {memory}" if ok else f"{who}, but {memory}"
 
 
@@ -157,7 +160,7 @@ def _name(process: GpuProcess) -> str:
 
 
 def _amount(count: int | None) -> str:
-    """Return bytes as people read GPU memory: whole MiB, from 1 GiB on GiB with one decimal."""
+    """Return bytes in the usual form for GPU memory: whole MiB, or GiB with one decimal from 1 GiB."""
     if count is None:
         return "an unknown amount"
     return f"{count / (1024 * MIB):.1f} GiB" if count >= 1024 * MIB else f"{count / MIB:.0f} MiB"

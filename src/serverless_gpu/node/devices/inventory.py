@@ -1,15 +1,15 @@
-"""Inventory of this node: its devices, what uses them right now, and the user's own types and prices.
+"""Inventory of this node: its devices, their current usage, and the user's own types and prices.
 
     NvmlProvider   NVIDIA GPUs, through NVML          usage: processes and memory
-    FakeProvider   devices made up by a setting       usage: a JSON file a test or a demonstration writes
-    CpuProvider    one slot per core we may run on    usage: always idle
-    Inventory      what an agent offers: GPUs, CPU slots, types, prices; refreshed after a minute, since drivers come
-                   and go. Callers declare fakes call by call (`offered`).
+    FakeProvider   devices declared by a setting      usage: a JSON file that a test or a demonstration writes
+    CpuProvider    one slot per usable core           usage: always idle
+    Inventory      the agent's offer: GPUs, CPU slots, types, prices; refreshed after a minute, because drivers can be
+                   loaded and unloaded. Callers declare fakes call by call (`offered`).
 
-Reads only: `gpu_gate.py` judges, `locks.py` lends. Failure cases, none an exception: no NVIDIA driver (no devices); a
-GPU that fell off the bus, is closed to us, or is cut into MIG slices (`unavailable()` lists it with the reason); a
-wedged driver (`nvml.py` asks from another process; after 5 s the answer is a `Usage` with a `problem`, and callers no
-longer wait); other pid namespaces hide processes (`pids_visible` is False: only memory counts).
+This module only reads: `gpu_gate.py` judges and `locks.py` lends. No failure raises an exception. Without an NVIDIA
+driver there are no devices. `unavailable()` lists a GPU that fell off the bus, is not accessible, or is cut into MIG
+slices, with the reason. If the driver hangs, `nvml.py` waits 5 s for its helper process and returns a `Usage` with a
+`problem`. If another pid namespace hides processes, `pids_visible` is False and only memory counts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ FAKE_VARIABLE = "SERVERLESS_GPU_FAKE"
 FAKE_STATE_FILE = "fake_gpus.json"
 _FAKE_STATE_BYTES_MAX = MIB
 _DRIVER = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
-"""Path that exists where there is a driver; without one NVML is not asked."""
+"""With a driver, at least one of these paths exists; without a driver, NVML is not called."""
 _FRESH_S = 60.0
 
 
@@ -89,12 +89,12 @@ class Inventory:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Return what this node has, as of the last look."""
+        """Return the node's devices at the last refresh."""
         return self._devices
 
     @property
     def silence(self) -> str:
-        """Return why the driver gave no answer at the last look, or ""."""
+        """Return why the driver gave no answer at the last refresh, or ""."""
         return self._machine.silence
 
     @property
@@ -103,7 +103,7 @@ class Inventory:
         return Path(self._checkpoints) if self._checkpoints else self._home.checkpoints
 
     def refresh(self) -> None:
-        """Look again, if the last look is old or the configuration was written to; NVML may take its time."""
+        """Read devices again if the last read is old or the configuration changed; NVML may be slow."""
         now_ns = self._clock.boottime_ns()
         written = 0
         with contextlib.suppress(OSError):
@@ -123,14 +123,14 @@ class Inventory:
         if types != self._types:
             self._types, self._machine = types, NvmlProvider(own=types)
         found = self._machine.devices()
-        if self._machine.silence:  # the GPUs are still there, but not lent while they cannot be verified
+        if self._machine.silence:  # The GPUs still exist, but they are not lent while they cannot be verified.
             found = tuple(device for device in self._devices if device.kind is DeviceKind.GPU)
         self._unavailable = tuple(f"{gpu.name}: {gpu.reason}" for gpu in self._machine.unavailable())
         self._devices = (*found, *self._cpu.devices())
 
 
 def offered(greeting: protocol.Greeting, environ: Mapping[str, str]) -> tuple[Device, ...]:
-    """Return what a node has; devices declared in `environ` replace real ones. Raises InvalidValue."""
+    """Return a node's devices; devices declared in `environ` replace real GPUs. Raises InvalidValue."""
     if greeting.problem:
         raise InvalidValue(greeting.problem)
     fakes = environ.get("SERVERLESS_GPU_FAKE")
@@ -157,14 +157,14 @@ class Provider(Protocol):
         ...
 
     def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
-        """Return what uses each of these devices: one entry per uuid asked, never an exception."""
+        """Return the usage of each device: one entry per uuid, never an exception."""
         ...
 
 
 def providers(home: Path, environ: Mapping[str, str], own: Sequence[GpuType] = ()) -> tuple[Provider, ...]:
     """Return the providers of this machine: GPUs, or fakes by `SERVERLESS_GPU_FAKE`, and CPU slots.
 
-    Fakes read their state from `fake_gpus.json` in the home. Raises InvalidValue unless the variable reads like
+    Fakes read their state from `fake_gpus.json` in the home. Raises InvalidValue unless the variable has the form
     ``"H100:8"``.
     """
     fake = environ.get(FAKE_VARIABLE, "").strip()
@@ -173,20 +173,20 @@ def providers(home: Path, environ: Mapping[str, str], own: Sequence[GpuType] = (
 
 
 class CpuProvider:
-    """One slot per core this process may run on."""
+    """Provides one slot per core that this process may use."""
 
     kind = DeviceKind.CPU
 
     def devices(self) -> tuple[Device, ...]:
-        """Return one slot per core of our affinity mask."""
+        """Return one slot per core of this process's affinity mask."""
         return cpu_slots(len(os.sched_getaffinity(0)))
 
     def unavailable(self) -> tuple[Unavailable, ...]:
-        """Return nothing: a core is always there."""
+        """Return an empty tuple, because cores do not fail."""
         return ()
 
     def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
-        """Return idle for every slot: a slot is a number, nothing can stay behind on it."""
+        """Return an idle usage for every slot, because a slot is only a number."""
         return {uuid: Usage(processes=(), memory_used_bytes=0, pids_visible=True) for uuid in uuids}
 
 
@@ -199,10 +199,10 @@ class _FakeUsage(Struct, frozen=True):
 
 
 class FakeProvider:
-    """Made-up devices from a text like ``"H100:8"`` (else InvalidValue), idle but for the state file.
+    """Devices declared by a text like ``"H100:8"`` (else InvalidValue); the state file sets their usage.
 
     The file is JSON ``{uuid: {"memory_used_bytes": n, "processes": [{"pid": n, "memory_bytes": n, "name": s}]}}``;
-    ``"pids_visible"``, ``"problem"`` and ``"hangs"`` are understood too.
+    ``"pids_visible"``, ``"problem"`` and ``"hangs"`` are possible keys too.
     """
 
     kind = DeviceKind.FAKE
@@ -212,15 +212,15 @@ class FakeProvider:
         self._state_path = state_path
 
     def devices(self) -> tuple[Device, ...]:
-        """Return the made-up devices."""
+        """Return the declared devices."""
         return self._devices
 
     def unavailable(self) -> tuple[Unavailable, ...]:
-        """Return nothing: fakes do not break by themselves."""
+        """Return an empty tuple, because fakes do not break by themselves."""
         return ()
 
     def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
-        """Return what the state file says; a file that cannot be read makes every answer unknown."""
+        """Return the usage in the state file; with an unreadable file every answer is unknown."""
         try:
             state = self._state()
         except (OSError, msgspec.MsgspecError) as error:
@@ -228,7 +228,7 @@ class FakeProvider:
             return {uuid: unknown_usage(problem) for uuid in uuids}
         if any(fake.hangs for fake in state.values()):
             try:
-                _hanging(self._state_path).ask(uuids)  # as a driver's: by a process that may get stuck
+                _hanging(self._state_path).ask(uuids)  # Like a real driver, a fake one hangs in a helper process.
             except NvmlTimeout as silent:
                 return {uuid: unknown_usage(str(silent), silent=True) for uuid in uuids}
         known = {device.uuid for device in self._devices}
@@ -257,11 +257,11 @@ def _hanging(state_path: Path) -> NvmlProcess:
 class NvmlProvider:
     """The NVIDIA GPUs of this machine.
 
-    `Device.index` is the position in PCI bus order among the GPUs that can be used, because that is how CUDA counts
-    with `CUDA_DEVICE_ORDER=PCI_BUS_ID`: it leaves out what it cannot open.
+    `Device.index` is the position in PCI bus order among the usable GPUs. CUDA counts the same way with
+    `CUDA_DEVICE_ORDER=PCI_BUS_ID`, because it leaves out GPUs that it cannot open.
 
-    `nvml` replaces the other process with a binding in this one; `forks` says that this process has one thread and may
-    fork the one that asks, which takes less time.
+    `nvml` replaces the helper process with a binding in this process. `forks` says that this process has one thread and
+    may fork the helper, which is faster.
     """
 
     kind = DeviceKind.GPU
@@ -275,7 +275,7 @@ class NvmlProvider:
         pid_namespace: str | None = None,
         forks: bool = False,
     ) -> None:
-        self.silence = ""  # why there was no answer the last time, or ""
+        self.silence = ""  # why the last question got no answer, or ""
         self._own = tuple(own)
         self._is_direct = nvml is not None
         self._asker: NvmlClient = NvmlProcess("", limit_s, forks=forks)
@@ -298,18 +298,18 @@ class NvmlProvider:
         )
 
     def unavailable(self) -> tuple[Unavailable, ...]:
-        """Return the GPUs that cannot be lent, or one entry for NVML itself when it does not work."""
+        """Return the GPUs that cannot be lent, or one entry for NVML itself if it does not work."""
         return self._scan().unavailable
 
     def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
-        """Return what uses each GPU; whatever NVML cannot say within the limit is unknown, with the reason."""
+        """Return the usage of each GPU; unknown, with the reason, if NVML does not answer in time."""
         if not self._has_driver():
             return {uuid: unknown_usage(NO_DRIVER) for uuid in uuids}
         try:
             found = self._ask(uuids).usage
         except NvmlTimeout as silent:
             return {uuid: unknown_usage(str(silent), silent=True) for uuid in uuids}
-        return {uuid: found.get(uuid) or unknown_usage("NVML said nothing about it") for uuid in uuids}
+        return {uuid: found.get(uuid) or unknown_usage("NVML returned no usage for it") for uuid in uuids}
 
     def _scan(self) -> NvmlAnswer:
         if not self._has_driver():

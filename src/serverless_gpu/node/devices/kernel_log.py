@@ -1,14 +1,14 @@
-"""The kernel's log, where the NVIDIA driver reports faults of its GPUs (see `model/xid.py`).
+"""Reads the kernel log, where the NVIDIA driver reports faults of its GPUs (see `model/xid.py`).
 
     /dev/kmsg             one record for each read: "6,3020,34169732672,-;NVRM: Xid (PCI:0000:17:00): 79, …"
-    <home>/fake_kmsg      the same lines, of declared GPUs: a test writes them (`testing.FakeGpus.xid`)
+    <home>/fake_kmsg      the same lines for declared GPUs; a test writes them (`testing.FakeGpus.xid`)
 
 Any process that may open `/dev/kmsg` may also write to it. The kernel marks such records with the writer's syslog
-facility, or with `user`; only its own have facility 0, and all others are left out.
+facility, or with `user`. Only the kernel's own records have facility 0, and this module ignores all others.
 
-Failure cases, none an exception: the log may not be read (`problem` says why; the state is unknown, not good); records
-were overwritten before they were read (the next ones are read); more lines than one look takes (the next look reads the
-rest).
+No failure raises an exception. If the log cannot be read, `problem` has the reason, and the state of the GPUs is
+unknown. If the kernel overwrote records before they were read, reading continues with the next ones. If there are more
+lines than one call returns, the next call returns the rest.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from serverless_gpu.model.hardware import DeviceKind
 KERNEL = Path("/dev/kmsg")
 FAKE_FILE = "fake_kmsg"
 AGAIN_S = 0.25
-"""Interval of looks at a file that cannot be waited for."""
+"""Interval between reads of a file that cannot be polled, in seconds."""
 
 _LINES_MAX = 2000
-_RECORD_BYTES = 8192  # the kernel's own limit
-_LEVELS = 8  # a record's prefix is facility * 8 + level
+_RECORD_BYTES = 8192  # The kernel's own limit.
+_LEVELS = 8  # A record's prefix is facility * 8 + level.
 
 
 class KernelLogLine(NamedTuple):
-    """One line, and when it was written: nanoseconds since 1970, as far as that can be told."""
+    """One line and its approximate time in nanoseconds since 1970."""
 
     at_ns: int
     text: str
 
 
 class KernelLog:
-    """The log, from now on or, with `past`, from its beginning."""
+    """The log from now on or, with `past`, from its beginning."""
 
     def __init__(self, path: Path, clock: Clock, *, past: bool = False) -> None:
-        self.problem = ""  # why it cannot be read, or ""
+        self.problem = ""  # why the log cannot be read, or ""
         self._path = path
         self._clock = clock
         self._past = past
@@ -52,11 +52,11 @@ class KernelLog:
 
     @property
     def fd(self) -> int | None:
-        """Return a descriptor that says when there is more; None where that has to be looked for."""
+        """Return a descriptor that can be polled for new lines; None if the caller must read periodically."""
         return self._fd if self._path == KERNEL else None
 
     def lines(self) -> list[KernelLogLine]:
-        """Return what is new, oldest first."""
+        """Return the new lines, oldest first."""
         if self._fd is None:
             self._open()
         if self._fd is None:
@@ -65,7 +65,7 @@ class KernelLog:
         return [line for record in records if (line := self._line(record)) is not None]
 
     def close(self) -> None:
-        """Close it; a second call does nothing."""
+        """Close the log; a second call does nothing."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -74,7 +74,7 @@ class KernelLog:
         try:
             self._fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError as error:
-            self._past = self._past or self._path != KERNEL  # a file that is made later is new as a whole
+            self._past = self._past or self._path != KERNEL  # All of a file that is made later is new.
             self.problem = "" if self._path != KERNEL else f"{self._path}: {error.strerror}"
             return
         except OSError as error:
@@ -91,7 +91,8 @@ class KernelLog:
                 record = os.read(fd, _RECORD_BYTES)
             except BlockingIOError:
                 break
-            except BrokenPipeError:  # what was next is overwritten; the descriptor stands at the oldest that is left
+            # The kernel overwrote the next record; reading continues with the oldest remaining one.
+            except BrokenPipeError:
                 continue
             except OSError as error:
                 self.problem = f"{self._path} cannot be read: {error.strerror}"
@@ -115,9 +116,9 @@ class KernelLog:
         fields = head.split(b",")
         if len(fields) < 3 or not fields[2].isdigit():
             return None
-        if not fields[0].isdigit() or int(fields[0]) >= _LEVELS:  # only the kernel's own records have facility 0
+        if not fields[0].isdigit() or int(fields[0]) >= _LEVELS:  # Only the kernel's own records have facility 0.
             return None
-        # Counted from the boot, without the time in which the machine slept: then it was a little later.
+        # The kernel counts from the boot, without time in suspend. After a suspend, the real time is a little later.
         ago_ns = self._clock.boottime_ns() - int(fields[2]) * 1000
         at_ns = self._clock.wall_ns() - max(0, ago_ns)
         return KernelLogLine(at_ns, text.partition(b"\n")[0].decode("utf-8", "replace"))

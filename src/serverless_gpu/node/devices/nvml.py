@@ -1,13 +1,14 @@
-"""NVML, asked by a process of its own, so that a driver that hangs takes only that process with it.
+"""Calls NVML in a helper process, so that a hanging driver blocks only that process.
 
     NvmlProcess ──NvmlQuestion──▶ sgpu-nvml: NvmlReader ── may block in the kernel for ever
-                ◀──NvmlAnswer───                           at most 5 s are waited for it, once
+                ◀──NvmlAnswer───                           the client waits at most 5 s, once
 
-`inventory.py` and the monitor call it; `gpu_gate.py` judges the `Usage` of a GPU.
+`inventory.py` and the monitor use this module; `gpu_gate.py` judges the `Usage` of a GPU.
 
-Failure cases: no answer in time (`NvmlTimeout`, also at once for every later question until one is answered; after half
-a minute of silence the process is killed and another one tries, unless a few could not be killed); the process dies
-(another one starts, once for each question); the client is gone (end of file ends the process).
+Failure cases: Without an answer in time, `ask` raises NvmlTimeout, and every later question fails at once until one is
+answered. After half a minute without an answer, the client kills the helper and starts another one, unless a few could
+not be killed. If the helper dies, another one starts, once per question. If the client exits, the helper reads end of
+file and exits.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ from serverless_gpu.node.processes.spawn import clean_process
 
 MIB = 1024 * 1024
 IDLE_MEMORY_BYTES = 256 * MIB
-"""Memory an idle GPU may show. NVML's version 2 figure leaves out the driver's own reserve (0.9 GB on an
-A100), so an idle card of any size shows some MiB (8 MB on that A100). This leaves room for resident services, and stays
-below the bare CUDA context of a data-centre card."""
+"""Memory that an idle GPU may show. NVML's version 2 figure leaves out the driver's own reserve (0.9 GB on an
+A100), so an idle card of any size shows some MiB (8 MB on that A100). The limit leaves space for resident services
+and is smaller than the bare CUDA context of a data-center card.
+"""
 NO_DRIVER = "there is no NVIDIA driver to ask"
 _PROCESS_NAME_MAX = 64
-# The kernel's fixed inode number of the first pid namespace; in any other one NVML may hide processes.
+# Fixed inode number of the kernel's first pid namespace; in any other namespace NVML may hide processes.
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 _ANOTHER_S = 30.0
 _STUCK_MAX = 3
@@ -50,7 +52,7 @@ _STUCK_PAUSE_S = 0.05
 
 
 class GpuProcess(Struct, frozen=True):
-    """A process that has a GPU open; `graphics` means it only draws (a display server, a browser)."""
+    """A process that has a GPU open; `graphics` means that it only draws (a display server, a browser)."""
 
     pid: int
     memory_bytes: int | None
@@ -59,17 +61,17 @@ class GpuProcess(Struct, frozen=True):
 
 
 class Usage(Struct, frozen=True):
-    """Usage of one device; `problem` says why it is unknown, and then nothing else counts."""
+    """Usage of one device; `problem` says why it is unknown, and then no other field counts."""
 
     processes: tuple[GpuProcess, ...]
     memory_used_bytes: int | None
     pids_visible: bool
     problem: str = ""
-    silent: bool = False  # the driver does not answer
+    silent: bool = False  # The driver does not answer.
 
 
 class Unavailable(Struct, frozen=True):
-    """A device that exists and cannot be lent."""
+    """A device that exists but cannot be lent."""
 
     name: str
     reason: str
@@ -78,26 +80,26 @@ class Unavailable(Struct, frozen=True):
 class VisibleGpu(Struct, frozen=True):
     """A GPU that NVML can see."""
 
-    place: tuple[int, int, int]  # PCI domain, bus, device
+    place: tuple[int, int, int]  # PCI domain, bus and device.
     uuid: str
     product: str
     memory_bytes: int
 
 
 def unknown_usage(problem: str, *, silent: bool = False) -> Usage:
-    """Return the usage of a device that could not be asked; `silent` if the driver does not answer."""
+    """Return the usage of a device that gave no answer; `silent` if the driver does not answer."""
     return Usage(processes=(), memory_used_bytes=None, pids_visible=False, problem=problem, silent=silent)
 
 
 class NvmlQuestion(Struct, frozen=True):
-    """Question about which GPUs there are (`uuids` None), or what uses some of them."""
+    """Question about the existing GPUs (`uuids` None) or about the usage of some of them."""
 
     seq: int
     uuids: tuple[str, ...] | None = None
 
 
 class NvmlAnswer(Struct, frozen=True):
-    """Answer to the question of that number."""
+    """Answer to the question with this number."""
 
     seq: int
     seen: tuple[VisibleGpu, ...] = ()
@@ -109,24 +111,24 @@ _decoder = msgspec.json.Decoder(NvmlAnswer)
 
 
 class NvmlTimeout(Exception):
-    """There was no answer in time."""
+    """Raised if NVML did not answer in time."""
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(f"NVML did not answer in {limit_s:g} s")
 
 
 class NvmlClient(Protocol):
-    """Has questions answered."""
+    """Answers questions about GPUs."""
 
     def ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
-        """Return which GPUs there are, for None, or what uses some of them; raises NvmlTimeout."""
+        """Return the existing GPUs if `uuids` is None, else their usage; raises NvmlTimeout."""
         ...
 
 
 class NvmlProcess:
-    """Has another process ask NVML; an `NvmlClient`.
+    """An `NvmlClient` that calls NVML in a helper process.
 
-    `forks` says that this process has one thread, so that it may fork the other one, which takes less time.
+    `forks` says that this process has one thread, so that it may fork the helper, which is faster.
     """
 
     def __init__(self, source: str, limit_s: float, *, forks: bool = False, clock: Clock | None = None) -> None:
@@ -136,14 +138,15 @@ class NvmlProcess:
         self._clock = clock or SystemClock()
         self._turn = threading.Lock()
         self._seq = 0
-        self._helpers: list[_Helper] = []  # the last is the one that is asked; others were killed, and are still there
+        # The last helper gets the questions; earlier ones were killed but still exist.
+        self._helpers: list[_Helper] = []
         self._silent_ns: int | None = None
         weakref.finalize(self, _end, self._helpers)
 
     def ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
-        """Return which GPUs there are, for None, or what uses some of them.
+        """Return the existing GPUs if `uuids` is None, else their usage.
 
-        Raises NvmlTimeout when there was no answer in time, and none has come since.
+        Raises NvmlTimeout if this question, or an earlier one, got no answer in time.
         """
         if not self._turn.acquire(timeout=self._limit_s):
             raise NvmlTimeout(self._limit_s)
@@ -154,7 +157,7 @@ class NvmlProcess:
                 answer = self._answered(uuids)
                 if answer is not None:
                     return answer
-            why = "the process that asks NVML ended without an answer"
+            why = "the helper process for NVML ended without an answer"
             if uuids is None:
                 return NvmlAnswer(self._seq, unavailable=(Unavailable("NVML", why),))
             return NvmlAnswer(self._seq, usage={uuid: unknown_usage(why) for uuid in uuids})
@@ -162,7 +165,7 @@ class NvmlProcess:
             self._turn.release()
 
     def _answered(self, uuids: Sequence[str] | None) -> NvmlAnswer | None:
-        """Return the answer; None when the process died of the question."""
+        """Return the answer; None if the helper died."""
         if not self._send(uuids):
             return None
         deadline_ns = self._clock.boottime_ns() + int(self._limit_s * 1e9)
@@ -176,7 +179,7 @@ class NvmlProcess:
         raise NvmlTimeout(self._limit_s)
 
     def _look_again(self, uuids: Sequence[str] | None) -> None:
-        """Return if there was an answer, or an end, since it was silent; else raise NvmlTimeout."""
+        """Return if the helper answered or ended since the timeout; else raise NvmlTimeout."""
         now_ns = self._clock.boottime_ns()
         if self._helpers and self._is_readable(0.0):
             self._silent_ns = None
@@ -224,7 +227,7 @@ class NvmlProcess:
 
 
 class _Helper:
-    """One process that asks."""
+    """One helper process that calls NVML."""
 
     def __init__(self, source: str, *, forks: bool) -> None:
         self.channel, theirs = pair()
@@ -243,13 +246,13 @@ class _Helper:
         self.channel.sock.setblocking(False)
 
     def kill(self) -> None:
-        """End it, whether or not it can be."""
+        """Send SIGKILL; a helper that hangs in the kernel survives it."""
         self.channel.close()
         with contextlib.suppress(OSError):
-            os.kill(self.pid, signal.SIGKILL)  # an unreaped child of ours: its number cannot be reused
+            os.kill(self.pid, signal.SIGKILL)  # The helper is an unreaped child, so its pid cannot be reused.
 
     def is_gone(self, wait_s: float = 0.0) -> bool:
-        """Return whether it has ended."""
+        """Return True if the helper has ended."""
         if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return self.process.wait(wait_s) is not None
@@ -263,7 +266,7 @@ def _end(helpers: list[_Helper]) -> None:
     for helper in helpers:
         helper.kill()
         if not helper.is_gone(_END_S) and helper.process is not None:
-            helper.process.returncode = 0  # it hangs: not waited for any more
+            helper.process.returncode = 0  # A hanging helper is not waited for.
 
 
 def _started(theirs: Channel, source: str) -> subprocess.Popen[bytes]:
@@ -279,7 +282,7 @@ def _forked(theirs: Channel, source: str) -> int:
     pid = os.fork()
     if pid:
         return pid
-    # No descriptor of its parent stays open here: a lock would be held for as long as the driver hangs.
+    # Close all descriptors of the parent; otherwise a hanging driver would keep a lock held.
     channel = os.dup2(theirs.fileno(), 3) if theirs.fileno() != 3 else 3
     last = 65_535
     with contextlib.suppress(OSError):
@@ -290,7 +293,7 @@ def _forked(theirs: Channel, source: str) -> int:
 
 
 def main(fd: int, source: str) -> NoReturn:
-    """Answer questions until the client is gone; `source` is "" for NVML, else the state file of fakes."""
+    """Answer questions until the client exits; `source` is "" for NVML, else the state file of fakes."""
     linux.set_name("sgpu-nvml")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel.adopt(fd)
@@ -303,20 +306,20 @@ def main(fd: int, source: str) -> NoReturn:
 
 
 class _StuckReader:
-    """A driver of fakes: it hangs, and that is all it does."""
+    """A driver of fakes that does nothing but hang."""
 
     def __init__(self, state: Path) -> None:
         self._state = state
 
     def answer(self, question: NvmlQuestion) -> NvmlAnswer:
-        with contextlib.suppress(OSError):  # without a state file it does not hang
+        with contextlib.suppress(OSError):  # Without a state file it does not hang.
             while b'"hangs":true' in self._state.read_bytes():
                 time.sleep(_STUCK_PAUSE_S)
         return NvmlAnswer(question.seq)
 
 
 class NvmlThread:
-    """Asks in a helper thread, one question at a time, for at most `limit_s`; the process may be lost."""
+    """An `NvmlClient` that calls NVML in a thread; a hanging driver blocks the thread for good."""
 
     def __init__(self, reader: NvmlReader, limit_s: float) -> None:
         self._reader = reader
@@ -325,7 +328,7 @@ class NvmlThread:
         self._thread: threading.Thread | None = None
 
     def ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
-        """Return what was asked for; as `NvmlClient`."""
+        """Return the answer; see `NvmlClient`."""
         question = NvmlQuestion(0, None if uuids is None else tuple(uuids))
         if not self._turn.acquire(timeout=self._limit_s):
             raise NvmlTimeout(self._limit_s)
@@ -335,7 +338,7 @@ class NvmlThread:
             self._turn.release()
 
     def _call(self, work: Callable[[], NvmlAnswer]) -> NvmlAnswer:
-        if self._thread is not None and self._thread.is_alive():  # a call from before is still stuck in the driver
+        if self._thread is not None and self._thread.is_alive():  # An earlier call still hangs in the driver.
             raise NvmlTimeout(self._limit_s)
         answer: Future[NvmlAnswer] = Future()
         self._thread = threading.Thread(target=_settle, args=(answer, work), name="sgpu-nvml", daemon=True)
@@ -344,7 +347,7 @@ class NvmlThread:
             value = answer.result(timeout=self._limit_s)
         except TimeoutError:
             raise NvmlTimeout(self._limit_s) from None
-        self._thread.join(timeout=self._limit_s)  # it has only its own end left to do
+        self._thread.join(timeout=self._limit_s)  # The thread has nothing left to do but exit.
         return value
 
 
@@ -372,7 +375,7 @@ class _ProcessInfo(Protocol):
 
 
 class Nvml(Protocol):
-    """The part of `pynvml` (nvidia-ml-py) that is used; a test brings its own."""
+    """The used part of `pynvml` (nvidia-ml-py); tests substitute their own."""
 
     NVMLError: type[Exception]
     NVMLLibraryMismatchError: type[Exception]
@@ -395,7 +398,7 @@ class Nvml(Protocol):
 
 
 class NvmlReader:
-    """Asks NVML, which is initialised once for the life of the process; `given` replaces `pynvml`."""
+    """Calls NVML, initialized once per process; `given` replaces `pynvml`."""
 
     def __init__(self, given: Nvml | None = None, pid_namespace: str | None = None) -> None:
         self._given = given
@@ -440,39 +443,39 @@ class NvmlReader:
 
 
 class NvmlBroken(Exception):
-    """There is a driver, and NVML does not work with it."""
+    """Raised if there is a driver but NVML does not work with it."""
 
 
 def initialised_nvml(given: Nvml | None) -> Nvml | None:
-    """Return NVML, ready to be asked; None without a driver. Raises NvmlBroken if it does not work."""
+    """Return initialized NVML; None without a driver. Raises NvmlBroken if it does not work."""
     try:
         nvml = given if given is not None else cast(Nvml, importlib.import_module("pynvml"))
     except ImportError as error:
-        raise NvmlBroken(f"GPUs cannot be looked for, nvidia-ml-py is not installed: {error}") from error
+        raise NvmlBroken(f"cannot detect GPUs because nvidia-ml-py is not installed: {error}") from error
     try:
         nvml.nvmlInit()
     except nvml_errors(nvml) as error:
         absent = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
         if getattr(error, "value", None) in absent:
             return None
-        # Most often: the driver's packages were updated and the old kernel module is still loaded.
+        # Usually the driver's packages were updated while the old kernel module is still loaded.
         raise NvmlBroken(f"NVML does not work with the loaded driver: {error}; reload the driver or reboot") from error
     return nvml
 
 
 def nvml_errors(nvml: Nvml) -> tuple[type[Exception], ...]:
-    """Return what NVML's functions raise."""
+    """Return the exceptions that NVML's functions raise."""
     return (nvml.NVMLError, nvml.NVMLLibraryMismatchError)
 
 
 def _look(nvml: Nvml, index: int) -> VisibleGpu | Unavailable:
-    name = f"GPU {index} as the driver counts"
+    name = f"GPU {index} in the driver's order"
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         name = uuid = nvml.nvmlDeviceGetUUID(handle)
-        with contextlib.suppress(*nvml_errors(nvml)):  # most cards cannot do MIG and answer with an error
+        with contextlib.suppress(*nvml_errors(nvml)):  # Most cards do not support MIG and return an error.
             if nvml.nvmlDeviceGetMigMode(handle)[0]:
-                problem = f"MIG mode is on, and only whole GPUs are lent (`nvidia-smi -i {uuid} -mig 0`)"
+                problem = f"MIG mode is on, but only whole GPUs can be lent (`nvidia-smi -i {uuid} -mig 0`)"
                 return Unavailable(uuid, problem)
         pci = nvml.nvmlDeviceGetPciInfo(handle)
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
@@ -494,11 +497,11 @@ def _usage_of(nvml: Nvml, uuid: str, sees_all_pids: bool) -> Usage:
     except nvml_errors(nvml):
         return Usage(processes=(), memory_used_bytes=memory_used, pids_visible=False)
     merged: dict[int, GpuProcess] = {}
-    for draws, infos in ((True, graphics), (False, compute)):  # one that computes and draws counts as computing
+    for draws, infos in ((True, graphics), (False, compute)):  # A process that computes and draws counts as computing.
         for info in infos:
             merged[info.pid] = GpuProcess(info.pid, info.usedGpuMemory, _process_name(nvml, info.pid), draws)
     processes = tuple(merged[pid] for pid in sorted(merged))
-    # Memory without a process has an owner all the same: one that we are not shown.
+    # Memory without a visible process belongs to a hidden process.
     hidden = not processes and memory_used > IDLE_MEMORY_BYTES
     return Usage(processes, memory_used, pids_visible=sees_all_pids and not hidden)
 
@@ -508,15 +511,15 @@ def _process_name(nvml: Nvml, pid: int) -> str:
         command = nvml.nvmlSystemGetProcessName(pid)
     except UnicodeDecodeError:
         return ""
-    except nvml_errors(nvml):  # gone meanwhile, or not ours to see
+    except nvml_errors(nvml):  # The process has ended, or is not visible to this user.
         return ""
     program = command.partition(" ")[0].rpartition("/")[2]
-    # The name is the process's own choice and ends up on terminals.
+    # Any process chooses its own name, and the name is shown on terminals.
     return "".join(letter for letter in program if letter.isprintable())[:_PROCESS_NAME_MAX]
 
 
 def sees_all_pids(pid_namespace: str | None = None) -> bool:
-    """Return whether NVML's pids are all processes of ours to see, and the same numbers here."""
+    """Return True if NVML's pids are all visible and have the same numbers in this pid namespace."""
     if pid_namespace is None:
         try:
             pid_namespace = os.readlink("/proc/self/ns/pid")

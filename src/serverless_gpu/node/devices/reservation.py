@@ -1,18 +1,18 @@
-"""Reserves the devices of a gang, or says in a sentence who has them; borrows those of a session.
+"""Reserves the devices of a gang, or names their holders; borrows the devices of a session.
 
-One `DeviceReservation` per attempt, asked again and again until it has its devices: first in line among the waiters for
-the same type, all devices or none. It looks at quarantined devices again and lends them when they are clean. It passes
-over a device that other processes use (`ignore_busy=True` takes it). `BorrowedDevices` is its counterpart for a run in
-a session:
+An attempt calls its `DeviceReservation` repeatedly until it has its devices. It must be first among the waiters for the
+same type, and it takes all devices or none. The reservation checks quarantined devices again and uses them once they
+are clean. It skips a device that other processes use, unless `ignore_busy=True`. `BorrowedDevices` is its counterpart
+for a run in a session:
 
     supervisor ──Borrow──▶ session          the connection is the place in its queue, then the loan
                ◀──Lent──── lock descriptors, and the writing end of a pipe
 
 The lock descriptors keep the devices locked if the session's process is killed. The pipe tells the session when the
-loan ends: its end of file means that this supervisor and its stem are both gone.
+loan ends: its end of file means that this supervisor and its stem have both ended.
 
-Failure cases: a killed holder frees its locks with its last descriptor, which its stem keeps until every rank is gone;
-a killed waiter loses its ticket the same way.
+Failure cases: The locks of a killed holder are free once its last descriptor is closed, and its stem keeps a copy until
+every rank has ended. A killed waiter loses its ticket in the same way.
 """
 
 from __future__ import annotations
@@ -49,17 +49,18 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.processes.process_tree import ProcessIdentity
 
 _NAMED_MAX = 4
-_ANSWER_S = 0.05  # usually a few hundred microseconds; then the supervisor has other things to do, and asks again
+# An answer usually takes less than a millisecond. Without one, the supervisor continues and asks again.
+_ANSWER_S = 0.05
 
 
 class DeviceReservation:
-    """The devices of one attempt: wanted, then held, then given back."""
+    """The devices of one attempt: requested, then held, then returned."""
 
     def __init__(self, launch: Launch, home: Home, clock: Clock, machine: Provider | None) -> None:
         kind = launch.candidates[0].kind
-        self.devices: tuple[Device, ...] = ()  # in LOCAL_RANK order; empty until `try_take` succeeded
-        self.before: Mapping[str, Usage] = {}  # usage when they were taken
-        self.ahead = 0  # runs that wait in front of this one
+        self.devices: tuple[Device, ...] = ()  # In LOCAL_RANK order; empty until `try_take` succeeded.
+        self.before: Mapping[str, Usage] = {}  # Usage when the devices were reserved.
+        self.ahead = 0  # Runs ahead of this one in the queue.
         self.provider = find_provider(kind, launch.context.environ, home, machine)
         self._launch = launch
         self._clock = clock
@@ -70,11 +71,11 @@ class DeviceReservation:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Return the lock descriptors, for the stem to keep as long as a rank may live."""
+        """Return the lock descriptors; the stem keeps copies as long as a rank may run."""
         return self._locked.fds if self._locked else ()
 
     def try_take(self) -> str | None:
-        """Take the devices now, or return why that is not possible now; raises StorageError."""
+        """Reserve the devices now, or return why that is not possible yet; raises StorageError."""
         ahead = self.ahead = self._ticket.ahead()
         uuids = [device.uuid for device in self._launch.candidates]
         if ahead:
@@ -107,16 +108,16 @@ class DeviceReservation:
         return None
 
     def give_back(self, verdicts: Mapping[str, Verdict], left: tuple[ProcessIdentity, ...] = ()) -> tuple[str, ...]:
-        """Release the devices, unproven ones into quarantine; return the uuids of the latter.
+        """Release the devices and quarantine unproven ones; return the uuids of the latter.
 
-        `left` are processes of the run that could not be ended.
+        `left` contains processes of the run that could not be ended.
         """
         bad = quarantine(self._locks, verdicts, self._launch.run_id, left)
         self.close()
         return bad
 
     def close(self) -> None:
-        """Release everything, ticket included."""
+        """Release all locks and the ticket."""
         self._queue.close()
         if self._locked is not None:
             self._locked.release()
@@ -126,12 +127,12 @@ class DeviceReservation:
         return tuple(fd for device, fd in zip(self.devices, self.fds, strict=True) if device.uuid in uuids)
 
     def retest_quarantined(self) -> dict[str, str]:
-        """Lift quarantines whose cause is gone; return the others with why."""
+        """Lift quarantines whose cause is gone; return the others with their reasons."""
         notes = retest_quarantined(self._locks, self.provider, [device.uuid for device in self._launch.candidates])
         return {uuid: f"in quarantine {note.reason}" for uuid, note in notes.items()}
 
     def _holders(self, uuids: list[str]) -> tuple[LockHolder, ...]:
-        """Ask who holds what by asking for everything, which is refused while anything is held."""
+        """Return the holders of devices by trying to lock all of them, which fails while any is held."""
         probe = self._locks.try_lock(uuids, len(uuids), LockHolder("", self._launch.run_id, "", os.getpid(), 0))
         if isinstance(probe, Busy):
             return probe.holders
@@ -152,12 +153,12 @@ class DeviceReservation:
 
 
 class BorrowedDevices:
-    """The devices of one attempt of a session: wanted, then lent, then given back."""
+    """The devices of one attempt in a session: requested, then lent, then returned."""
 
     def __init__(self, launch: Launch, home: Home, sockets: Path, machine: Provider | None) -> None:
         kind = launch.candidates[0].kind
-        self.devices: tuple[Device, ...] = ()  # in LOCAL_RANK order; empty until `try_take` succeeded
-        self.before: Mapping[str, Usage] = {}  # usage when they were lent
+        self.devices: tuple[Device, ...] = ()  # In LOCAL_RANK order; empty until `try_take` succeeded.
+        self.before: Mapping[str, Usage] = {}  # Usage when the devices were lent.
         self.ahead = 0
         self.fds: tuple[int, ...] = ()
         self.provider = find_provider(kind, launch.context.environ, home, machine)
@@ -169,9 +170,9 @@ class BorrowedDevices:
         self._asked = False
 
     def try_take(self) -> str | None:
-        """Take the devices if they have been lent by now, or return what this run waits for.
+        """Take the devices if the session has lent them, or return what this run waits for.
 
-        Raises SessionEnded before it lent them, AgentUnavailable if it has too many connections.
+        Raises SessionEnded if the session ended first, and AgentUnavailable if it has too many connections.
         """
         try:
             if not self._asked:
@@ -190,15 +191,15 @@ class BorrowedDevices:
         return None
 
     def give_back(self, verdicts: Mapping[str, Verdict], left: tuple[ProcessIdentity, ...] = ()) -> tuple[str, ...]:
-        """Give the devices back with their verdicts and the processes left; return the uuids in quarantine."""
+        """Return the devices with their verdicts and remaining processes; return the uuids in quarantine."""
         bad = quarantine(self._locks, verdicts, self._launch.run_id, left)
-        with contextlib.suppress(OSError):  # the session's process is gone: the notes above are what counts
+        with contextlib.suppress(OSError):  # If the session's process has ended, only the quarantine notes count.
             protocol.send(self._channel, protocol.Returned(unfit=bad))
         self.close()
         return bad
 
     def close(self) -> None:
-        """Close everything; a second call does nothing."""
+        """Close all descriptors; a second call does nothing."""
         for fd in self.fds:
             os.close(fd)
         self.fds = ()
@@ -207,7 +208,8 @@ class BorrowedDevices:
     def _ask(self) -> None:
         self._channel.sock.setblocking(False)
         self._channel.sock.connect(self._path)
-        with contextlib.suppress(BrokenPipeError):  # closed at once: its last words say why
+        # The session closed the connection at once; its last message gives the reason.
+        with contextlib.suppress(BrokenPipeError):
             protocol.send(self._channel, protocol.Borrow(run_id=self._launch.run_id, count=self._launch.world_size))
         self._asked = True
         self._channel.sock.settimeout(_ANSWER_S)
@@ -217,7 +219,7 @@ class BorrowedDevices:
             self.devices, self.fds = message.devices, fds
         elif isinstance(message, protocol.WaitingNote):
             self._sentence = message.sentence
-            self._channel.sock.setblocking(False)  # the first answer comes at once, the next when something changes
+            self._channel.sock.setblocking(False)  # The first answer arrives at once, later ones only after a change.
         elif isinstance(message, protocol.Refused):
             self._channel.close()
             raise AgentUnavailable(message.message, hint=message.hint)
@@ -249,7 +251,7 @@ def retest_quarantined(locks: DeviceLocks, provider: Provider, uuids: Collection
 def quarantine(
     locks: DeviceLocks, verdicts: Mapping[str, Verdict], run_id: str, left: tuple[ProcessIdentity, ...] = ()
 ) -> tuple[str, ...]:
-    """Note which devices a run did not leave free, while their locks are held; return their uuids."""
+    """Quarantine the devices that a run did not leave free, under their locks; return their uuids."""
     bad = tuple(uuid for uuid, verdict in verdicts.items() if not verdict.ok)
     noted: Mapping[str, Quarantine] = {}
     with contextlib.suppress(StorageError):
@@ -257,15 +259,15 @@ def quarantine(
     for uuid in bad:
         fault = noted[uuid].fault if uuid in noted and locks.is_settled(noted[uuid]) else ""
         if fault and not left:
-            continue  # what the driver said is more than this look does
-        # Without a note, the next look at the device still refuses it, and this receipt names it.
+            continue  # The driver's report is stronger evidence than this check.
+        # Without a note, the next check still refuses the device, and this receipt names it.
         with contextlib.suppress(StorageError):
             locks.quarantine(uuid, f"after run {run_id}: {verdicts[uuid].evidence}", left, fault=fault)
     return bad
 
 
 def _held_text(held: Sequence[LockHolder]) -> str:
-    """Return who holds these devices, which are all in the same hands."""
+    """Describe the common holder of some devices."""
     first = held[0]
     names = ", ".join(holder.uuid for holder in held[:_NAMED_MAX])
     if len(held) > _NAMED_MAX:
@@ -273,22 +275,22 @@ def _held_text(held: Sequence[LockHolder]) -> str:
     are = f"{names} {'is' if len(held) == 1 else 'are'} held"
     if not first.run_id:
         return are
-    # A moment, not a duration: the sentence is sent again when it changes.
+    # A time, not a duration, because the message is sent again whenever it changes.
     since = format_clock(first.since_wall_ns)
     what = "session" if first.session else "run"
     return f"{are} by {what} {first.run_id} of {first.user} (pid {first.pid}, since {since})"
 
 
 def user_name() -> str:
-    """Return the name of this process's user, or its number."""
+    """Return the name of this process's user, or its uid."""
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without an entry anywhere
+    except (KeyError, OSError):  # A container's user may have no entry in any database.
         return f"uid {os.getuid()}"
 
 
 def find_provider(kind: DeviceKind, environ: Mapping[str, str], home: Home, machine: Provider | None) -> Provider:
-    """Return where devices of a kind come from."""
+    """Return the provider of devices of a kind."""
     if kind is DeviceKind.GPU and machine is not None:
         return machine
     for provider in providers(home.root, environ, read_configuration(home).types):

@@ -1,15 +1,21 @@
-"""The rank's side of actors: makes an object, then calls its methods until the channel closes.
+"""The rank's side of actors: creates an object, then calls its methods until the channel closes.
 
-    rank                                         caller (a Unix socket in a private directory of its own)
+    rank                                         caller (a Unix socket in its own private directory)
     connect, HELLO {rank, world_size}   ──▶
-    make the object, call its setup()
+    create the object, call its setup()
     READY                               ──▶
                                         ◀──      (method, args, kwargs), pickled
-    (true, value) or (false, failure)   ──▶      … until the caller closes the socket: then the rank returns
+    (true, value) or (false, failure)   ──▶      … until the caller closes the socket; then the rank returns
 
-A frame is its size in 8 bytes, then a payload. Failure cases: making the object raises (the run fails, as any function
-does); a method raises an `Exception` (one answer, the rank goes on), or `SystemExit` or another `BaseException` (the
-rank fails); the caller is gone (the rank returns); an answer that cannot be pickled (a failure).
+A frame is its size in 8 bytes, then a payload.
+
+Failure cases:
+
+* Creating the object raises an exception. The run fails, as with any function.
+* A method raises an `Exception`. The rank sends the exception as the answer and continues.
+* A method raises `SystemExit` or another `BaseException`. The rank fails.
+* The caller is gone. The rank returns.
+* The rank cannot pickle an answer. The rank sends a failure.
 """
 
 from __future__ import annotations
@@ -36,9 +42,9 @@ def serve_actor(
     rank: int,
     world_size: int,
 ) -> None:
-    """Make the object, then answer calls until the caller closes the channel.
+    """Create the object, then answer calls until the caller closes the channel.
 
-    `address` is the path of the caller's socket; `rank` and `world_size` join `kwargs` where the class takes them.
+    `address` is the path of the caller's socket. `rank` and `world_size` join `kwargs` where the class takes them.
     """
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(address)
@@ -57,19 +63,19 @@ def _answer(actor: object, request: bytes, rank: int, world_size: int) -> bytes:
         loaded = cast("tuple[str, tuple[object, ...], dict[str, object]]", payload.loads(request))
         method = getattr(actor, loaded[0])
         return payload.dumps((True, method(*loaded[1], **fill_rank(method, loaded[1], loaded[2], rank, world_size))))
-    except Exception as error:  # noqa: BLE001 - the boundary to user code: the caller gets what it raised
+    except Exception as error:  # noqa: BLE001 - the caller gets any exception of user code
         tell_of_torch(error, os.environ)
         return payload.dumps((False, (describe(error), pickle_exception(error))))
 
 
 def send_frame(sock: socket.socket, data: bytes) -> None:
-    """Send one frame; raises OSError when the other side is gone."""
+    """Send one frame; raise OSError when the peer is gone."""
     sock.sendall(_SIZE.pack(len(data)))
     sock.sendall(data)
 
 
 def receive_frame(sock: socket.socket) -> bytes | None:
-    """Return the next frame, or None when the other side has closed the channel."""
+    """Return the next frame, or None when the peer has closed the channel."""
     head = _receive(sock, _SIZE.size)
     return None if head is None else _receive(sock, _SIZE.unpack(head)[0])
 

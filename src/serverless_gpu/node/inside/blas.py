@@ -1,9 +1,9 @@
-"""Thread counts of the OpenBLAS copies that numpy and scipy bring along.
+"""Thread counts of the OpenBLAS copies that numpy and scipy bundle.
 
-They read their variables when they are loaded; later only their own calls change the count. Such a call also starts all
-threads of the library, and each spins for some 30 ms: in ranks that share two cores this was the largest cost of a
-short call. Before the threads run, the count is one exported variable, which is set here; where that has no effect the
-call is made.
+OpenBLAS reads its environment variables when Python loads it. Later, only OpenBLAS's own functions change the thread
+count. Such a function also starts all threads of the library, and each thread spins for about 30 ms. In ranks that
+share two cores, these threads were the largest cost of a short call. Before the threads start, one exported variable
+holds the count. `set_threads` sets this variable, and calls the function only where the variable has no effect.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 _AFFIXES = (("scipy_openblas_", "64_"), ("openblas_", "64_"), ("scipy_openblas_", ""), ("openblas_", ""))
 _COUNT = "blas_cpu_number"
-_THREADS_OF_ITS_OWN = 1  # `get_parallel`; OpenMP's have another count beside this one
+_THREADS_OF_ITS_OWN = 1  # `get_parallel` returns 1 for OpenBLAS's own threads. OpenMP builds keep a second count.
 
 
 class Library(NamedTuple):
-    """One loaded copy of OpenBLAS: its own calls, and its count where a rank may set that."""
+    """One loaded copy of OpenBLAS: its functions, and its count where a rank may set the variable."""
 
     read: Callable[[], int]
     change: Callable[[int], object]
@@ -30,7 +30,7 @@ libraries: list[Library] = []
 
 
 def find() -> None:
-    """Fill `libraries` with the copies already mapped into this process; done once, in the zygote."""
+    """Fill `libraries` with the OpenBLAS copies in this process; the zygote calls this once."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
             paths = {line.split(None, 5)[5].strip() for line in file if "openblas" in line}
@@ -45,7 +45,7 @@ def find() -> None:
 
 
 def set_threads(count: int) -> None:
-    """Have each copy use so many threads from its next parallel operation on."""
+    """Make each copy use `count` threads from its next parallel operation on."""
     for library in libraries:
         before = library.read()
         if library.variable is not None and count < before:
@@ -57,7 +57,7 @@ def set_threads(count: int) -> None:
 def _library(loaded: ctypes.CDLL, prefix: str, suffix: str) -> Library:
     parallel = getattr(loaded, f"{prefix}get_parallel{suffix}", None)
     variable = None
-    with contextlib.suppress(ValueError):  # a build that does not export it
+    with contextlib.suppress(ValueError):  # Some builds do not export the variable.
         if parallel is not None and parallel() == _THREADS_OF_ITS_OWN:
             variable = ctypes.c_int.in_dll(loaded, _COUNT)
     read, change = (getattr(loaded, f"{prefix}{name}{suffix}") for name in ("get_num_threads", "set_num_threads"))

@@ -1,9 +1,11 @@
-"""The call as a file: function, arguments, source lines of notebook cells; and a cell as a function.
+"""Files of calls (function, arguments, source lines of notebook cells); runs a cell as a function.
 
-A function of an importable module travels as its name, so that a rank runs what its own import of the module gives; one
-of `__main__`, a notebook or another function travels by value. The caller chooses, and only when the name really leads
-back to the function. Failure cases: the module cannot be imported in the rank, or has changed (the import's own error,
-or `FunctionMoved`); everything that `payload` raises.
+The caller pickles a function of an importable module by name. A rank then runs the function that its own import of the
+module defines. The caller pickles a function of `__main__`, a notebook or another function by value. The caller uses a
+name only if the name resolves to the same function.
+
+Failure cases: The rank cannot import the module, and the import's own error passes through. The module has changed
+(`FunctionMoved`). Errors of `payload` pass through.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ class RankCall(NamedTuple):
 
 
 class FunctionMoved(ImportError):
-    """The function's module was imported, but the function is not where it was in the caller."""
+    """The rank imported the function's module, but the function is no longer at its name."""
 
 
 class _Reference(NamedTuple):
-    """A function by name; `wrapped` counts the functions below it in its own `__wrapped__` chain."""
+    """The name of a function; `wrapped` counts the functions in its `__wrapped__` chain."""
 
     module: str
     qualname: str
@@ -53,8 +55,8 @@ def dump_call(
 ) -> int:
     """Write a call to `path` and return its size in bytes.
 
-    `sources` are lines, with their newlines, of code that is in no file, by the name its code objects carry; `reducer`
-    is that of `payload.dumps`.
+    `sources` maps file names of code objects to source lines with newlines, for code that is in no file. `reducer` is
+    the reducer of `payload.dumps`.
     """
     return payload.dump(_fields(function, args, kwargs, sources), path, reducer=reducer)
 
@@ -66,7 +68,7 @@ def measure_call(
     sources: Mapping[str, Sequence[str]],
     reducer: payload.Reducer | None = None,
 ) -> int:
-    """Return about how many bytes `dump_call` would write; what cannot be written raises the same."""
+    """Return about how many bytes `dump_call` would write, or raise the errors of `dump_call`."""
     return payload.measure(_fields(function, args, kwargs, sources), reducer)
 
 
@@ -87,7 +89,7 @@ def _fields(
 
 
 def load_call(path: str) -> RankCall:
-    """Return the call in `path`, and make its source lines known to tracebacks and `inspect`."""
+    """Return the call in `path` and register its source lines for tracebacks and `inspect`."""
     fields = cast("dict[str, object]", payload.load(path))
     for name, lines in cast("dict[str, list[str]]", fields["sources"]).items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
@@ -103,14 +105,15 @@ def load_call(path: str) -> RankCall:
 def distributed_cell(
     body: CodeType, last: CodeType | None, notebook: FunctionType, rank: int, world_size: int
 ) -> object:
-    """Run the code of a notebook cell as the notebook would, and return the value of `last`.
+    """Run the code of a notebook cell as the notebook would; return the value of `last`.
 
-    The cell's names, and those of `rank` and `world_size`, join the globals of `notebook`, a function that travelled
-    with them.
+    The names of the cell, `rank` and `world_size` join the globals of `notebook`. The caller pickles `notebook`, a
+    function, with these globals.
     """
     namespace = notebook.__globals__
     namespace.update(rank=rank, world_size=world_size)
-    # `pickle` and `multiprocessing` look names of `__main__` up in its module; no module can have a given dictionary.
+    # `pickle` and `multiprocessing` look up names of `__main__` in its module. Python cannot give a module an existing
+    # dictionary, so the module's `__getattr__` finds the names.
     sys.modules["__main__"].__dict__["__getattr__"] = partial(_of_cell, namespace)
     exec(body, namespace)
     return None if last is None else eval(last, namespace)
@@ -129,15 +132,15 @@ def fill_rank(
     rank: int,
     world_size: int,
 ) -> dict[str, object]:
-    """Return `kwargs` with `rank` and `world_size` if the function takes them and the caller gave none."""
+    """Return `kwargs` plus `rank` and `world_size`, if the function takes them and the caller gave none."""
     filled = dict(kwargs)
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # builtins may have no signature
+    except (TypeError, ValueError):  # Builtins may have no signature.
         return filled
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    # A signature shows the names that a `functools.partial` gives as mere defaults.
+    # A signature shows the keyword arguments of a `functools.partial` as defaults.
     given = {*positional[: len(args)], *kwargs, *(function.keywords if isinstance(function, partial) else ())}
     for name, value in (("rank", rank), ("world_size", world_size)):
         if name in by_name - given:
@@ -150,12 +153,12 @@ def _reference(function: Callable[..., object]) -> _Reference | None:
     module = sys.modules.get(module_name) if isinstance(module_name, str) else None
     if not isinstance(function, FunctionType) or module is None or module_name in _MAIN_MODULES:
         return None
-    # A module without a spec was made by hand; no other process can import it.
+    # A module without a spec was created at run time. No other process can import it.
     if getattr(module, "__spec__", None) is None or payload.is_by_value(module):
         return None
     try:
         found = _walk(module, function.__qualname__)
-    except AttributeError:  # "<locals>", or a name that was deleted or rebound
+    except AttributeError:  # the name contains "<locals>", or the user deleted or rebound it
         return None
     if not any(step is function for step in _chain(found)):
         return None
@@ -168,7 +171,7 @@ def _resolve(reference: _Reference) -> Callable[..., object]:
         chain = _chain(_walk(module, reference.qualname))
     except AttributeError as error:
         raise FunctionMoved(_moved(reference, module.__dict__.get("__file__"))) from error
-    # Counted from the innermost function: a decorator may wrap in the caller and not here, or the other way round.
+    # Count from the innermost function, because a decorator may wrap the function in only one of the two processes.
     if len(chain) <= reference.wrapped:
         raise FunctionMoved(_moved(reference, module.__dict__.get("__file__")))
     return cast("Callable[..., object]", chain[-1 - reference.wrapped])
@@ -186,7 +189,7 @@ def _walk(module: object, qualname: str) -> object:
 
 
 def _chain(function: _V) -> list[_V]:
-    """`function`, what it wraps, what that wraps, and so on."""
+    """Return `function` and the functions of its `__wrapped__` chain, outermost first."""
     chain = [function]
     while len(chain) < _UNWRAP_MAX:
         inner = getattr(chain[-1], "__wrapped__", None)

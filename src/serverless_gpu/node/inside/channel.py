@@ -1,8 +1,9 @@
-"""Messages with descriptors over a Unix seqpacket socket: the transport of all processes of a node.
+"""Messages with descriptors over a Unix seqpacket socket: the transport between a node's processes.
 
-One message is one packet, so there is no framing to get wrong, a reader never sees half a message, and several writers
-(the ranks of a gang share their stem's socket) never interleave. A body too large for a packet travels in a memfd. A
-closed peer reads as `None`. Standard library only: stem and ranks run this inside the user's environment.
+One message is one packet, so a reader never sees half a message. Several writers can share a socket without
+interleaving their messages, as the ranks of a gang do. A body too large for a packet travels in a memfd. `receive`
+returns None when the peer has closed. The module uses only the standard library, because stem and ranks run it in the
+user's environment.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import os
 import socket
 from collections.abc import Iterable
 
-# The kernel refuses a packet above the socket's send buffer (212,992 bytes by default, shared with its own
+# The kernel refuses a packet above the socket's send buffer: 212,992 bytes by default, less the kernel's bookkeeping.
 # bookkeeping).
 PACKET_BYTES_MAX = 60_000
 BODY_BYTES_MAX = 64 << 20
-_FDS_MAX = 250  # SCM_MAX_FD is 253
+_FDS_MAX = 250  # The kernel's limit is 253 (SCM_MAX_FD).
 INLINE, MEMFD = b"I", b"M"
 
 
@@ -27,7 +28,7 @@ class Channel:
 
     @classmethod
     def adopt(cls, fd: int) -> Channel:
-        """Return a channel over a descriptor that was inherited or received."""
+        """Return a channel over an inherited or received descriptor."""
         return cls(socket.socket(fileno=fd))
 
     def fileno(self) -> int:
@@ -35,9 +36,9 @@ class Channel:
         return self.sock.fileno()
 
     def send(self, body: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send one message; raises OSError when the peer is gone or a limit was passed.
+        """Send one message; raise OSError when the peer is gone or the body is over the limit.
 
-        BlockingIOError means that the buffer of a non-blocking socket is full; nothing was sent.
+        BlockingIOError means that the buffer of a non-blocking socket is full and nothing was sent.
         """
         if len(body) > BODY_BYTES_MAX:
             raise OSError(f"a message of {len(body)} bytes is over the limit of {BODY_BYTES_MAX}")
@@ -63,10 +64,10 @@ class Channel:
         except ConnectionResetError:
             return None
         for fd in fds:
-            os.set_inheritable(fd, False)  # `recv_fds` takes MSG_CMSG_CLOEXEC and does not pass it on
+            os.set_inheritable(fd, False)  # Python's `recv_fds` does not pass MSG_CMSG_CLOEXEC to the kernel.
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             close_all(fds)
-            raise OSError("a message was cut short by the kernel")
+            raise OSError("the kernel cut a message short")
         if not packet:
             close_all(fds)
             return None
@@ -74,7 +75,7 @@ class Channel:
             return packet[1:], tuple(fds)
         if packet != MEMFD or not fds:
             close_all(fds)
-            raise OSError("a packet that is no message")
+            raise OSError("received a packet that is not a valid message")
         memory = fds.pop()
         try:
             return _read_all(memory), tuple(fds)
@@ -88,11 +89,12 @@ class Channel:
         try:
             return socket.recv_fds(self.sock, PACKET_BYTES_MAX + 1, _FDS_MAX)
         except ConnectionResetError:
-            # Said once, and first, when the peer closed with something of ours unread; its last words are still there.
+            # After the peer closed with unread input, the kernel reports the reset first, and only once. The peer's
+            # last messages are still in the buffer.
             return socket.recv_fds(self.sock, PACKET_BYTES_MAX + 1, _FDS_MAX)
 
     def close(self) -> None:
-        """Close this end."""
+        """Close the socket of this end."""
         self.sock.close()
 
 

@@ -1,9 +1,9 @@
-"""Chooses the checkpoints an attempt continues from: those of the newest earlier attempt of its run.
+"""Chooses the checkpoints to continue from: those of the newest earlier attempt that saved any.
 
-<checkpoints>/<run>/<n>/ holds those of attempt n; it is empty or missing when that one stopped before it saved any.
-Earlier attempts have ended for certain, so every rank finds the same. On several nodes, each may see another directory:
-they agree beforehand on the newest attempt whose checkpoints all nodes see. A name that begins with a dot or ends in
-`.tmp` is an unfinished checkpoint, and does not count.
+<checkpoints>/<run>/<n>/ holds the checkpoints of attempt n. The directory is empty or missing if that attempt stopped
+before it saved any. Earlier attempts have ended for certain, so every rank finds the same directory. Several nodes may
+each see another directory. The nodes agree beforehand on the newest attempt whose checkpoints all nodes see. A name
+that begins with a dot or ends in `.tmp` is an unfinished checkpoint and does not count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ AGREED = "SGPU_RESUME_FENCE"
 def newest_before(directory: str, agreed: str | None = None) -> str | None:
     """Return the directory of the newest earlier attempt that saved something, or None.
 
-    `agreed` is the attempt that all nodes of a gang go on from ("0": none), or None on one node.
+    `agreed` is the attempt from which all nodes of a gang continue; "0" means none. On a single node, `agreed` is None.
     """
     run = os.path.dirname(os.path.normpath(directory))
     for fence in saved_before(directory):
@@ -27,7 +27,7 @@ def newest_before(directory: str, agreed: str | None = None) -> str | None:
 
 
 def saved_before(directory: str) -> list[int]:
-    """Return the numbers of the earlier attempts that saved something, the newest first."""
+    """Return the numbers of the earlier attempts that saved something, newest first."""
     run, own = os.path.split(os.path.normpath(directory))
     earlier = [fence for name in _names(run) if 0 < (fence := _number(name)) < _number(own)]
     return [
@@ -57,5 +57,5 @@ def _names(directory: str) -> list[str]:
         return []
 
 
-if __name__ == "__main__":  # asked by the node's uplink, in a process that may hang with the file system
+if __name__ == "__main__":  # The node's uplink runs this in a process that may hang with the file system.
     sys.stdout.write(str(newest_up_to(sys.argv[1])))

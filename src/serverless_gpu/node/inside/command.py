@@ -1,13 +1,13 @@
-"""A rank that runs a program: a child in a process group of its own, whose end is the rank's end.
+"""Runs a program as a rank: a child in its own process group, whose end is the rank's end.
 
     stem ──SIGTERM──▶ rank ──SIGTERM to the group──▶ sh ──▶ python train.py …
-      ◀── how it ended: the same exit code, the same signal ──┘
+      ◀── end of the program: same exit code, same signal ──┘
 
-The rank stays beside its program instead of becoming it, because a script's shell dies of SIGTERM at once: the program
-below it gets the signal too, and has the run's grace to save and to end, before the rank ends.
+The rank does not become its program by exec, because a script's shell dies of SIGTERM at once. The program below the
+shell also gets the signal. The rank waits for that program, which has the run's grace to save and to end.
 
-Failure cases: the program is missing or cannot be run (127 or 126, as in a shell, and a line on stderr); it leaves
-processes behind (they end with the run).
+Failure cases: If the program is missing or not executable, the rank prints a line on stderr. The rank's exit code is
+then 127 or 126, as in a shell. Processes that the program leaves behind end with the run.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import types
 
 from . import checkpoints, protocol
 
-_LOOK_S = 0.02  # between two looks whether a group that is being ended has ended
+_LOOK_S = 0.02  # Seconds between two checks whether the signalled group has ended.
 _NOT_FOUND, _NOT_RUNNABLE = 127, 126
 
 
 def run(argv: list[str], report: protocol.Report) -> int:
-    """Run a program to its end; return its exit code, or end of the signal that ended it."""
+    """Run a program to its end; return its exit code, or end by the same signal."""
     earlier = checkpoints.newest_before(os.environ.get("SGPU_CHECKPOINT_DIR", ""), os.environ.get(checkpoints.AGREED))
     if earlier is not None:
         os.environ["SGPU_RESUME_DIR"] = earlier
@@ -45,7 +45,8 @@ def run(argv: list[str], report: protocol.Report) -> int:
     relay.begin(child.pid)
     code = child.wait()
     if relay.asked:
-        with contextlib.suppress(OSError):  # until none of the group is left; the supervisor's grace bounds that
+        # Wait until the process group is empty. The supervisor's grace bounds the wait.
+        with contextlib.suppress(OSError):
             while True:
                 os.killpg(child.pid, 0)
                 select.select([], [], [], _LOOK_S)
@@ -53,7 +54,7 @@ def run(argv: list[str], report: protocol.Report) -> int:
 
 
 class _Relay:
-    """Passes SIGTERM on to the program's group, also one that came before there was a program."""
+    """Passes SIGTERM on to the program's group, even if SIGTERM came before the program started."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -70,7 +71,7 @@ class _Relay:
             self._send()
 
     def _send(self) -> None:
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # The process group may have just ended.
             os.killpg(self._group, signal.SIGTERM)
 
 
@@ -80,13 +81,13 @@ def _start(argv: list[str]) -> subprocess.Popen[bytes]:
     except OSError as error:
         if error.errno != errno.ENOEXEC:
             raise
-    # A script without a first line that says by what it is to be run: by the shell, as a shell does it.
+    # The shell runs a script that has no interpreter line, as shells do.
     return subprocess.Popen(["/bin/sh", shutil.which(argv[0]) or argv[0], *argv[1:]], process_group=0)
 
 
 def end_of(number: int) -> int:
-    """End of a signal as a child did, so that this process's parent sees the same."""
-    with contextlib.suppress(OSError, ValueError):  # SIGKILL cannot be set, and need not be
+    """End by the signal that ended the child, so that this process's parent sees the same status."""
+    with contextlib.suppress(OSError, ValueError):  # Python cannot set a handler for SIGKILL, and SIGKILL needs none.
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     return 128 + number

@@ -1,8 +1,8 @@
-"""The rank's side of an exception: a description, and a pickle for the caller if that surely works.
+"""Describes a rank's exception, and pickles the exception if the caller can surely load the pickle.
 
-Failure cases: user code that fails while its exception is examined (`__str__`, `__reduce__`, `__init__`, `__notes__`),
-also with `SystemExit`. It may not replace or hide the user's own error: descriptions fall back to plainer ones, a
-pickle is left out.
+Failure cases: User code may fail while this module examines its exception (`__str__`, `__reduce__`, `__init__`,
+`__notes__`), even with `SystemExit`. Such a failure must not replace or hide the user's own error. The description then
+becomes plainer, and the pickle is left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PEER_TYPES = {
     "builtins.ConnectionAbortedError",
     "builtins.BrokenPipeError",
 }
-# torch's DistBackendError and DistStoreError are RuntimeErrors.
+# torch's DistBackendError and DistStoreError are subclasses of RuntimeError.
 _TEXT_TYPES = {"builtins.RuntimeError", "builtins.OSError"}
 _PEER_TEXT = re.compile(
     r"connection (was )?(likely )?(closed|reset|aborted|refused)"
@@ -47,12 +47,12 @@ _PEER_TEXT = re.compile(
 _GPU_OOM_TYPES = {"torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError", "torch._C.OutOfMemoryError"}
 _JOINED_TWICE = "initialize the default process group twice"
 _JOINED_NOTE = (
-    "the TrainingArguments that this call carries have joined the process group before the function began, as they do "
-    "where they are made: leave init_process_group out, or make them in the function, after it"
+    "the call carries TrainingArguments, which joined the process group before the function began: remove "
+    "init_process_group from the function, or create the TrainingArguments in the function after it"
 )
 _MADE_NOTE = (
-    "the call has init=, so this rank has joined the process group before the function began: leave "
-    "init_process_group out of the function, or init= out of the decorator"
+    "the call has init=, so this rank joined the process group before the function began: remove "
+    "init_process_group from the function, or init= from the decorator"
 )
 _NO_GROUP = "Default process group has not been initialized"
 _NO_GROUP_NOTE = (
@@ -69,9 +69,8 @@ _NO_CUDA_OF = {
     "CPU-": "this run has CPU slots, which have no CUDA",
 }
 _NO_CUDA_NOTE = (
-    "Choose the device by what is there: "
-    'torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu"), and "gloo" for a process '
-    "group without CUDA"
+    'Choose the device by availability: torch.device("cuda", local_rank) if torch.cuda.is_available() else '
+    'torch.device("cpu"), and "gloo" for a process group without CUDA'
 )
 _DATABRICKS_NOTE = (
     "databricks.air exists on Databricks only. Write `from serverless_gpu import distributed` here, and "
@@ -80,15 +79,15 @@ _DATABRICKS_NOTE = (
 _CANCELLED_TYPE = "asyncio.exceptions.CancelledError"
 
 
-# --- in words ---------------------------------------------------------------------------------------------------------
+# --- description ------------------------------------------------------------------------------------------------------
 
 
 def describe(error: BaseException) -> dict[str, object]:
     """Return a description of `error` as JSON values.
 
-    `type` is the qualified name within the `module`; `kind` is "exception", "system_exit", "interrupt", "cancelled" or
-    "base"; `exit_code` is that of a SystemExit, else None; `peer_lost` means that the error only reports another rank's
-    end.
+    `type` is the qualified name within the `module`. `kind` is "exception", "system_exit", "interrupt", "cancelled" or
+    "base". `exit_code` is the code of a SystemExit, else None. `peer_lost` means that the error only reports the end of
+    another rank.
     """
     kind = type(error)
     return {
@@ -107,14 +106,14 @@ def describe(error: BaseException) -> dict[str, object]:
 def _text(error: object) -> str:
     try:
         return _cut(str(error), _MESSAGE_CHARACTERS_MAX)
-    except BaseException:  # noqa: BLE001 - the user's __str__ may raise anything, and the error must still be told
-        return f"<{type(error).__qualname__}, whose text cannot be made: its __str__ failed>"
+    except BaseException:  # noqa: BLE001 - the user's __str__ may raise anything, and the report must continue
+        return f"<{type(error).__qualname__}: its __str__ method failed>"
 
 
 def _notes(error: BaseException) -> list[str]:
     try:
         notes = getattr(error, "__notes__", None)
-    except BaseException:  # noqa: BLE001 - a property or a __getattr__ of the user's
+    except BaseException:  # noqa: BLE001 - the user's property or __getattr__ may raise anything
         return []
     return [_text(note) for note in notes[:_NOTES_MAX]] if isinstance(notes, list) else []
 
@@ -130,12 +129,12 @@ def _kind(error: BaseException) -> str:
 
 
 def _exit_code(error: BaseException) -> int | None:
-    """The status the interpreter would have left with."""
+    """Return the status with which the interpreter would have exited."""
     if not isinstance(error, SystemExit):
         return None
     try:
         code: object = error.code
-    except BaseException:  # noqa: BLE001 - a property of the user's
+    except BaseException:  # noqa: BLE001 - the user's property may raise anything
         return 1
     return 0 if code is None else int(code) if isinstance(code, int) else 1
 
@@ -145,7 +144,7 @@ def _type_names(error: BaseException) -> set[str]:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """`error` and what it was raised from or during, which may be where a lost peer shows."""
+    """Yield `error` and its chain of causes, which may show a lost peer."""
     link: BaseException | None = error
     for _ in range(_CHAIN_MAX):
         if link is None:
@@ -166,26 +165,26 @@ def _traceback(error: BaseException) -> str:
         told = traceback.TracebackException.from_exception(error, compact=True)
         leave_out_own_frames(told)
         text = "".join(told.format())
-    except BaseException:  # noqa: BLE001 - user code runs here too (__str__, __notes__, __getattr__); then fewer words
+    except BaseException:  # noqa: BLE001 - user code (__str__, __notes__, __getattr__) failed; use a shorter text
         text = f"{type(error).__module__}.{type(error).__qualname__}: {_text(error)}\n"
     return _cut(text, _TRACEBACK_BYTES_MAX)
 
 
 def leave_out_own_frames(error: traceback.TracebackException) -> None:
-    """Remove our frames before the first frame of user code; keep all where no other frame follows."""
+    """Remove the package's frames before the first frame of user code; keep them if no frame follows."""
     pending: list[traceback.TracebackException | None] = [error]
     while pending:
         told = pending.pop()
         if told is None:
             continue
         first = _first_foreign(told.stack)
-        if first < len(told.stack):  # an error of ours alone keeps its frames
+        if first < len(told.stack):  # An error without user frames keeps its frames.
             del told.stack[:first]
         pending += [told.__cause__, told.__context__, *(told.exceptions or [])]
 
 
 def _first_foreign(stack: traceback.StackSummary) -> int:
-    """Index of the first frame that is the user's; the import machinery below a frame of ours is not."""
+    """Return the index of the first user frame, after the package's frames and the import machinery."""
     index = 0
     while index < len(stack) and stack[index].filename.startswith(_HERE):
         index += 1
@@ -198,7 +197,7 @@ def _first_foreign(stack: traceback.StackSummary) -> int:
 
 
 def _cut(text: str, size_max: int) -> str:
-    """Cut text to `size_max` bytes of UTF-8, the middle left out and lone surrogates replaced."""
+    """Cut text to `size_max` bytes of UTF-8; leave out the middle and replace lone surrogates."""
     data = text.encode("utf-8", "backslashreplace")
     if len(data) <= size_max:
         return data.decode("utf-8")
@@ -211,14 +210,14 @@ def _cut(text: str, size_max: int) -> str:
 
 
 def tell_of_copies(error: BaseException, copies: Mapping[str, str]) -> None:
-    """Add a note to an error about a file that a captured copy of the code lacks, or forbids to write.
+    """Add a note to an error about a file that a captured copy lacks or does not let ranks write.
 
     `copies` maps the directories of captured copies to their originals.
     """
     for link in _causes(error):
         note = ""
         if isinstance(link, OSError):
-            with contextlib.suppress(BaseException):  # its fields may be the user's
+            with contextlib.suppress(BaseException):  # User code may define the error's fields.
                 note = _copy_note(link, copies) if link.errno in _COPY_ERRNOS else ""
         if note:
             _add_note(error, note)
@@ -228,7 +227,7 @@ def tell_of_copies(error: BaseException, copies: Mapping[str, str]) -> None:
 def tell_of_joining(error: BaseException, *, by_init: bool = False) -> None:
     """Add a note to torch's error about a second process group.
 
-    `by_init` says that `init=` made the first group, and not the captured `TrainingArguments`.
+    `by_init` means that `init=` made the first group, and not captured `TrainingArguments`.
     """
     if any(type(link) is ValueError and _JOINED_TWICE in _text(link) for link in _causes(error)):
         _add_note(error, _MADE_NOTE if by_init else _JOINED_NOTE)
@@ -252,7 +251,7 @@ def tell_of_torch(error: BaseException, environ: Mapping[str, str]) -> None:
 
 
 def _is_databricks_air(text: str, error: ModuleNotFoundError) -> bool:
-    """Return whether a missing module is `databricks.air`; Python may name `databricks` alone."""
+    """Return whether a missing module is `databricks.air`; Python may report only `databricks`."""
     if "'databricks.air" in text:
         return True
     if "'databricks'" not in text:
@@ -265,7 +264,8 @@ def _is_databricks_air(text: str, error: ModuleNotFoundError) -> bool:
 
 
 def _add_note(error: BaseException, note: str) -> None:
-    with contextlib.suppress(BaseException):  # a class of the user's may refuse it; its error stays as it is
+    # A user's exception class may refuse the note. The exception then stays unchanged.
+    with contextlib.suppress(BaseException):
         notes = getattr(error, "__notes__", None)
         object.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else []), note])
 
@@ -280,25 +280,26 @@ def _copy_note(error: OSError, copies: Mapping[str, str]) -> str:
             theirs = os.path.join(directory, inside)
             if error.errno == errno.ENOENT:
                 return (
-                    f"ranks run a captured copy of {directory}, without what git ignores or .sgpuignore names. The "
-                    f"original of this file would be {theirs}: use that path, or take the file along with a line "
-                    f"!name in .sgpuignore"
+                    f"ranks run a captured copy of {directory}, without files that git or .sgpuignore exclude. "
+                    f"The original of this file would be {theirs}. Use that path, or include the file with a line "
+                    "!name in .sgpuignore"
                 )
             return (
-                f"ranks run a captured copy of {directory}, which is read-only. The original of this file would be "
-                f"{theirs}: write there, or relative to the working directory"
+                f"ranks run a captured copy of {directory}, which is read-only. The original of this file would "
+                f"be {theirs}. Write to that path, or to a path relative to the working directory"
             )
     return ""
 
 
-# --- pickled ----------------------------------------------------------------------------------------------------------
+# --- pickling ---------------------------------------------------------------------------------------------------------
 
 
 def pickle_exception(error: BaseException) -> bytes | None:
-    """Return `error` as bytes if a reader is sure to get the same exception back, else None.
+    """Return `error` as bytes if they surely load as the same exception, else None.
 
-    It is read back here first. Where the type cannot be made from its `args`, the exception and those inside it travel
-    without their constructors. What is not an `Exception` is left out: it would end the caller's process.
+    This function loads the bytes once as a test. If Python cannot create the type from its `args`, the pickler omits
+    the constructors of the exception and of exceptions inside it. A `BaseException` outside `Exception` is left out,
+    because it would end the caller's process.
     """
     if not isinstance(error, Exception):
         return None
@@ -306,7 +307,7 @@ def pickle_exception(error: BaseException) -> bytes | None:
         try:
             data = payload.dumps(error, limit=_PICKLE_SIZE_MAX, reducer=reducer)
             is_proven = _is_same(error, payload.loads(data))
-        except BaseException:  # noqa: BLE001 - whatever user code raises while pickled, it must not replace the user's error
+        except BaseException:  # noqa: BLE001 - an error in user code while pickling must not replace the user's error
             continue
         if is_proven:
             return data
@@ -314,7 +315,7 @@ def pickle_exception(error: BaseException) -> bytes | None:
 
 
 def load_exception(path: str) -> BaseException:
-    """Return the exception of a file of `pickle_exception`; raises what its classes raise on loading."""
+    """Load an exception that `pickle_exception` wrote; raise the errors of its classes on loading."""
     error = payload.load(path)
     if not isinstance(error, BaseException):
         raise TypeError(f"{path} holds a {type(error).__qualname__}, not an exception")
@@ -322,11 +323,11 @@ def load_exception(path: str) -> BaseException:
 
 
 def _reduce_bare(value: object) -> payload.Reduced:
-    """The reducer that makes exceptions from their C base, so that no constructor of the user's is called."""
+    """Reduce exceptions to their C base class, so that loading calls no constructor of user code."""
     if not isinstance(value, BaseException):
         return cast("payload.Reduced", NotImplemented)
     _, args, *rest = cast("tuple[object, ...]", _builtin_base(type(value)).__reduce__(value))
-    # A group's args are what its constructor was given, not what it was made of.
+    # A group's args are its constructor's arguments, which may differ from its message and exceptions.
     made_of = (value.message, value.exceptions) if isinstance(value, BaseExceptionGroup) else args
     state = rest[0] if rest else None
     reduced = (_make_bare, (type(value), made_of, value.args), state, None, None, _set_bare_state)
@@ -334,9 +335,9 @@ def _reduce_bare(value: object) -> payload.Reduced:
 
 
 def _builtin_base(cls: type[BaseException]) -> type[BaseException]:
-    """The class that decides the layout of `cls` and can make one, such as OSError with its errno."""
+    """Return the C class that decides the layout of `cls` and can create it, such as OSError."""
     base: type[BaseException] = cls
-    while base.__flags__ & 1 << 9:  # Py_TPFLAGS_HEAPTYPE: made by a class statement
+    while base.__flags__ & 1 << 9:  # Py_TPFLAGS_HEAPTYPE marks the classes of class statements.
         base = base.__base__  # type: ignore[assignment]  # the bases of an exception class are exception classes, or object
     return base
 
@@ -353,11 +354,11 @@ def _make_bare(cls: type[BaseException], made_of: tuple[object, ...], args: tupl
 @payload.portable
 def _set_bare_state(error: BaseException, state: dict[str, object]) -> None:
     for name, value in state.items():
-        object.__setattr__(error, name, value)  # a frozen class refuses its own __setattr__
+        object.__setattr__(error, name, value)  # A frozen class refuses its own __setattr__.
 
 
 def _is_same(one: object, other: object, depth: int = 0) -> bool:
-    """Return whether `other` can stand for `one`; values compared by identity need the same type only."""
+    """Return whether `other` can replace `one`; values compared by identity need only the same type."""
     if type(one) is not type(other) or depth > _COMPARE_DEPTH_MAX:
         return False
     if isinstance(one, BaseException) and isinstance(other, BaseException):
@@ -368,5 +369,6 @@ def _is_same(one: object, other: object, depth: int = 0) -> bool:
     if type(one).__eq__ is object.__eq__:
         return True
     equal: object = one == other
-    # Arrays answer with an array. A NaN is not equal to itself, and neither is a dict of objects without `__eq__`.
+    # Comparing arrays gives an array, not a bool. A NaN is not equal to itself. A dict of objects without `__eq__` is
+    # not equal to its copy.
     return equal is True or not isinstance(equal, bool) or _ADDRESS.sub("", repr(one)) == _ADDRESS.sub("", repr(other))

@@ -1,14 +1,17 @@
-"""The way to a zygote: enter cgroups, user namespace and mounts, become the user's interpreter.
+"""Enters cgroups, user namespace and mounts, then executes the user's interpreter as a zygote.
 
     agent ──▶ clean interpreter: this ── cgroups ── user namespace ── mounts ──▶ execve ──▶ the user's python, a zygote
 
-An interpreter runs the user's code (`.pth` files, `sitecustomize`) before the zygote's own first line. So a process
-that has run none makes its containment. Orphans of that code become children of the zygote. The plan comes in a memory
-file, because every process can list arguments and variables.
+An interpreter runs the user's code (`.pth` files, `sitecustomize`) before the first line of the zygote. A process that
+has run no user code therefore sets up the containment. Orphans of the user's start-up code become children of the
+zygote. The launcher reads its plan from a memory file, because every process can list arguments and environment
+variables.
 
-Failure cases: a cgroup does not let us in (the agent looks for descendants instead); a zygote that several runs would
-share gets no user namespace (the agent starts runs cold); the mounts are refused or the interpreter is not there (this
-process ends with a traceback in the agent's log).
+Failure cases:
+
+* The kernel refuses a cgroup. The agent then searches for descendants instead.
+* A zygote for several runs gets no user namespace. The agent then starts runs cold.
+* A mount fails or the interpreter is missing. The launcher ends with a traceback in the agent's log.
 """
 
 from __future__ import annotations
@@ -22,14 +25,14 @@ from .channel import Channel
 
 
 def main(plan_fd: int, channel_fd: int) -> None:
-    """Enter what contains a zygote and execute it; returns only where it must not be started.
+    """Enter the containment of a zygote and execute the zygote; return only if it must not start.
 
     `plan_fd` is a JSON file with ``cgroups``, ``namespace`` (``""``, ``"wanted"``, ``"required"``), ``mounts``,
-    ``argv`` (the program first) and ``environ``. Raises OSError for impossible mounts or programs.
+    ``argv`` (the program first) and ``environ``. Raises OSError when a mount or the program fails.
     """
     with open(plan_fd, encoding="utf-8") as file:
         plan = json.load(file)
-    linux.become_subreaper()  # kept by execve
+    linux.become_subreaper()  # execve keeps the subreaper setting.
     enter_cgroups(plan["cgroups"])
     if plan["namespace"]:
         problem = namespaces.probe_user_namespace()
@@ -45,7 +48,7 @@ def main(plan_fd: int, channel_fd: int) -> None:
 
 
 def enter_cgroups(cgroups: list[str]) -> list[str]:
-    """Move into cgroups and return those that let us in."""
+    """Move into cgroups; return those that the kernel accepted."""
     entered: list[str] = []
     for path in cgroups:
         with contextlib.suppress(OSError), open(f"{path}/cgroup.procs", "w", encoding="ascii") as file:

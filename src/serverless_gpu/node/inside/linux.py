@@ -1,18 +1,19 @@
-"""System calls that the standard library lacks (`prctl`, `tgkill`, Landlock), and walking descendants.
+"""System calls that the standard library lacks (`prctl`, `tgkill`, Landlock) and process-tree walks.
 
-Linux only; elsewhere every call here does nothing, and a caller that needs the effect asks first.
+This module works on Linux only.
 
-Landlock (`keep_signals_in`) keeps a rank from signalling any process but its own descendants: a Ray that makes a pool
-of several machines runs as the same user as ranks do, and `ray stop` ends every Ray it finds. From Linux 6.12 on it
-confines signals and debuggers to a domain; the supervisor's SIGTERM still arrives from outside. Files, sockets and
-mounts stay as they are.
+Landlock (`keep_signals_in`) lets a rank signal only its own descendants. Without Landlock, `ray stop` in a rank would
+end every Ray process of the same user. Ray pools of several machines run as that user too. From Linux 6.12 on, Landlock
+confines signals and debuggers to a domain. SIGTERM from the supervisor, outside the domain, still arrives. Files,
+sockets and mounts stay as they are.
 
-    root                        enters as it is
-    in a user namespace         enters; setuid programs, which do nothing for it any more, are given up for good
-    any other user              would have to give up setuid programs, such as the one that makes NVIDIA's devices: it
-                                does not enter, and `sgpu doctor` says so
+    root                        enters the domain
+    in a user namespace         enters the domain and gives up setuid programs, which have no effect there
+    any other user              does not enter, because it would lose setuid programs such as the one that makes
+                                NVIDIA's devices; `sgpu doctor` reports this
 
-Failure cases: an older kernel, or Landlock switched off (the reason is returned, the rank runs).
+Failure cases: On an older kernel, or with Landlock switched off, `keep_signals_in` returns the reason. The rank then
+runs without the restriction.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _FALLOC_FL_KEEP_SIZE = 1
 _DESCRIPTORS_MAX = 1 << 20
-_OOM_SCORE = 500  # the rank that grew is the kernel's choice, not the processes that look after it
-_OOM_SCORE_PROTECTED = -900  # only root may have that; without it the ranks' 500 must do
+_OOM_SCORE = 500  # The kernel ends the rank that grew before the processes that supervise it.
+# Only root may lower the OOM score. For other users, the higher score of the ranks must suffice.
+_OOM_SCORE_PROTECTED = -900
 _OOM_SCORE_FILE = "/proc/self/oom_score_adj"
 
 
-# Loaded once, in the zygote: a rank that opened it again would pay a millisecond.
+# The zygote loads libc once. A rank that loaded it again would lose a millisecond.
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -46,14 +48,14 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies; end it if that parent is gone already."""
+    """Have the kernel kill this process when its parent dies; exit if the parent is already gone."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies; end it if that parent is gone already.
+    """Have the kernel kill this process when its parent dies; exit if the parent is already gone.
 
     `parent` is a pidfd, so the parent may be in another pid namespace.
     """
@@ -63,10 +65,10 @@ def die_with(parent: int) -> None:
 
 
 def readable(fds: Iterable[int], timeout_s: float | None = None) -> set[int]:
-    """Wait until descriptors can be read, or are closed at their other end, and return which.
+    """Wait until descriptors are readable or their peers have closed; return the ready descriptors.
 
-    `select` knows no descriptor above 1023, and a caller's process may have more. A pidfd can be read when its process
-    has ended. `timeout_s` of None waits for ever.
+    `select` does not support descriptors above 1023, which a caller's process may have. A pidfd is readable once its
+    process has ended. A `timeout_s` of None waits without a limit.
     """
     poll = select.poll()
     for fd in fds:
@@ -75,13 +77,16 @@ def readable(fds: Iterable[int], timeout_s: float | None = None) -> set[int]:
 
 
 def become_subreaper() -> None:
-    """Become the parent of every orphaned descendant, however it detached itself (double fork, `setsid`)."""
+    """Become the parent of every orphaned descendant, even after a double fork or `setsid`."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def signal_main_thread(pid: int, number: int) -> None:
-    """Send a signal to a process's main thread; one to the process may go to any of its threads. OSError."""
-    if not hasattr(_libc, "tgkill"):  # glibc before 2.30, musl
+    """Send a signal to a process's main thread; raise OSError on failure.
+
+    A signal to the process could reach any of its threads.
+    """
+    if not hasattr(_libc, "tgkill"):  # glibc before 2.30 and musl have no tgkill.
         os.kill(pid, number)
     elif _libc.tgkill(pid, pid, number) != 0:
         code = ctypes.get_errno()
@@ -89,7 +94,10 @@ def signal_main_thread(pid: int, number: int) -> None:
 
 
 def leave_descriptors() -> None:
-    """Close every descriptor, so that no output or channel is held open; the first three lead nowhere."""
+    """Close every descriptor, so that this process holds no output or channel open.
+
+    Descriptors 0 to 2 then lead to /dev/null.
+    """
     null = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
         os.dup2(null, fd)
@@ -98,9 +106,9 @@ def leave_descriptors() -> None:
 
 
 def allocate_behind(fd: int, offset: int, size: int) -> None:
-    """Allocate disk space behind a file from `offset`, without changing its size.
+    """Allocate disk space behind a file from `offset`, without changing the file's size.
 
-    Raises OSError when the disk is full, or its file system cannot do that.
+    Raises OSError when the disk is full or the file system does not support fallocate.
     """
     if _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE, ctypes.c_long(offset), ctypes.c_long(size)) != 0:
         code = ctypes.get_errno()
@@ -108,25 +116,25 @@ def allocate_behind(fd: int, offset: int, size: int) -> None:
 
 
 def set_name(name: str) -> None:
-    """Set the name `ps` and `top` show (15 bytes)."""
+    """Set the process name that `ps` and `top` show (at most 15 bytes)."""
     buffer = ctypes.create_string_buffer(name.encode()[:15])
     _libc.prctl(_PR_SET_NAME, buffer, 0, 0, 0)
 
 
 def limit_harm() -> None:
-    """Write no core dumps, and be the kernel's first choice when memory runs out; children inherit both."""
+    """Disable core dumps and make this process the first OOM victim; children inherit both."""
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
     _change_oom_score(lambda score: min(1000, max(0, score) + _OOM_SCORE))
 
 
 def outlive_ranks() -> None:
-    """Make this process the last victim when memory runs out, where permitted; children inherit it."""
+    """Make this process the last OOM victim where permitted; children inherit the score."""
     _change_oom_score(lambda score: min(score, _OOM_SCORE_PROTECTED))
 
 
 def be_ordinary() -> None:
-    """Make this process an ordinary victim when memory runs out: restartable, or running user code."""
+    """Make this process an ordinary OOM victim, for processes that can restart or that run user code."""
     _change_oom_score(lambda score: max(0, score))
 
 
@@ -138,7 +146,7 @@ def _change_oom_score(change: Callable[[int], int]) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the pids of all living descendants of a process, parents first."""
+    """Return the pids of all descendants of a process, parents first."""
     found: list[int] = []
     queue = [pid]
     while queue:
@@ -150,9 +158,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_descendants(pid: int) -> int:
-    """Send SIGKILL to every descendant of a process and return how many there were.
+    """Send SIGKILL to every descendant of a process; return the number of descendants.
 
-    A process may fork between the look and the kill, so the caller repeats this until it returns 0.
+    A process may fork between the listing and the kill, so the caller repeats this call until it returns 0.
     """
     pids = descendants(pid)
     for child in pids:
@@ -162,8 +170,8 @@ def kill_descendants(pid: int) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Return the pids of a process's children, also of those that have ended and were not reaped."""
-    # One file per thread: a child belongs to the thread that forked it.
+    """Return the pids of a process's children, including ended children that are not reaped."""
+    # The kernel keeps one file per thread, because a child belongs to the thread that forked it.
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -173,7 +181,7 @@ def children(pid: int) -> list[int]:
 
 
 SIGNALS_SINCE_ABI = 6
-_CREATE_RULESET, _RESTRICT_SELF = 444, 446  # the same number on every architecture
+_CREATE_RULESET, _RESTRICT_SELF = 444, 446  # System call numbers, the same on every architecture.
 _LANDLOCK_VERSION = 1
 _SCOPE_SIGNAL = 2
 _PR_SET_NO_NEW_PRIVS = 38
@@ -185,7 +193,7 @@ class _Ruleset(ctypes.Structure):
 
 
 def keep_signals_in() -> str:
-    """Keep this process and its descendants from signalling others; return "", or why not."""
+    """Keep this process and its descendants from signalling other processes; return "" or the reason."""
     why = landlock_refusal()
     if why:
         return why
@@ -202,12 +210,12 @@ def keep_signals_in() -> str:
 
 
 def landlock_refusal() -> str:
-    """Return why this process cannot keep its signals in, or ""; nothing is changed."""
+    """Return the reason that this process cannot enter a Landlock signal domain, or ""."""
     abi = _libc.syscall(_CREATE_RULESET, None, 0, _LANDLOCK_VERSION)
     if abi < SIGNALS_SINCE_ABI:
         return "Linux 6.12 or newer is needed, with Landlock"
     if os.geteuid() != 0 and not _in_user_namespace():
-        return "who is not root would have to do without setuid programs"
+        return "a user other than root would lose setuid programs"
     return ""
 
 

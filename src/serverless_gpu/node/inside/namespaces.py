@@ -1,24 +1,31 @@
-"""User and mount namespaces of this process: containment of a principal's processes, and restored environments.
+"""User and mount namespaces of a process: isolation of principals and restored environments.
 
     enter_user_namespace · become_member + admit      unshare ─▶ the parent writes uid_map, gid_map ─▶ the same ids
     enter_mounts
-      unshare ─ root: mount namespace · others, also root without CAP_SYS_ADMIN: user namespace too
-        └ / becomes a slave: what is mounted here stays here
-           └ overlays, in order, outer ones first
-              └ capabilities of the user namespace are given up
+      unshare ─ root: mount namespace · other users and root without CAP_SYS_ADMIN: user namespace too
+        └ / becomes a slave mount: new mounts stay in this namespace
+           └ overlays, in order, outer overlays first
+              └ the process drops its capabilities in the user namespace
 
-User namespace: the kernel lets a process of the same uid write another one's memory, but not when the other one is in a
-user namespace above, or beside. Files, signals and mounts stay as they are. Root maps every id it has, and stays root
-within. Others map their own uid and gid: other owners of files look like `nobody`, setuid programs do nothing.
+User namespaces: The kernel lets a process write the memory of other processes with the same uid. A process in a user
+namespace cannot write the memory of processes in parent or sibling namespaces. Files, signals and mounts stay as they
+are. Root maps all its ids and stays root inside the namespace. Other users map their own uid and gid. For these users,
+files of other owners show the overflow uid 65534, and setuid programs have no effect.
 
-Mounts: only processes that are forked or executed after `enter_mounts` see them, and they end with the last one. A
-later `enter_mounts` can mount over the same place, in a child too. A mount is a mapping, as it comes out of JSON:
-``at`` (where), ``layers`` (names, the top one first), ``directory`` (where the names are). The kernel takes all names
-of an overlay on one page of 4 KB, so names are short, mostly links.
+Mounts: Only processes that are forked or executed after `enter_mounts` see the mounts. The mounts end with the last of
+these processes. A later `enter_mounts`, also in a child, can mount over the same place. A mount is a mapping decoded
+from JSON: ``at`` (mount point), ``layers`` (names, top layer first) and ``directory`` (location of the names). The
+kernel takes all layer names of an overlay on one page of 4 KB. Layer names are therefore short, and most are links.
 
-Failure cases, each an OSError that names step and place, or a sentence: user namespaces are switched off or used up
-(EPERM, ENOSPC), more than one thread (EINVAL), a layer that is gone (ENOENT), too many layers (ENAMETOOLONG, before the
-kernel is asked). After a failure the process may be half way in: it must end, or use nothing of the environment.
+Failure cases: Each failure is an OSError that names step and place, or a returned reason.
+
+* User namespaces are switched off (EPERM) or used up (ENOSPC).
+* The process has more than one thread (EINVAL).
+* A layer is gone (ENOENT).
+* An overlay has too many layers (ENAMETOOLONG, raised before the system call).
+
+A failure can leave the process partly inside its namespaces. The process must then end, or use nothing of the
+environment.
 """
 
 from __future__ import annotations
@@ -39,9 +46,9 @@ _REASON_BYTES_MAX = 4096
 
 
 def become_member(parent: socket.socket) -> None:
-    """Move this process into a user namespace of its own, together with a parent that calls `admit`.
+    """Move this process into its own user namespace, together with a parent that calls `admit`.
 
-    Raises OSError when the kernel refuses, or the parent, which knows why, is gone.
+    Raises OSError when the kernel refuses, or when the parent refuses or ends.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     _make_dumpable(libc)
@@ -53,16 +60,16 @@ def become_member(parent: socket.socket) -> None:
     parent.sendall(_DONE)
     answer = parent.recv(_REASON_BYTES_MAX)
     if answer != _DONE:
-        raise OSError(answer.decode("utf-8", "replace") or "the ids of a user namespace were not mapped")
+        raise OSError(answer.decode("utf-8", "replace") or "the parent did not map the ids of the user namespace")
     if os.geteuid() != 0:
         drop_capabilities()
 
 
 def admit(child: socket.socket, pid: int) -> str:
-    """Wait for a child that calls `become_member`, write its maps; return "", or why without namespace."""
+    """Wait for a child in `become_member` and write its id maps; return "" or the reason of a failure."""
     asked = child.recv(_REASON_BYTES_MAX)
     if asked != _DONE:
-        return asked.decode("utf-8", "replace") or "the process ended while it made a user namespace"
+        return asked.decode("utf-8", "replace") or "the process ended while it created a user namespace"
     try:
         _write_maps(pid)
         child.sendall(_DONE)
@@ -72,7 +79,10 @@ def admit(child: socket.socket, pid: int) -> str:
 
 
 def enter_user_namespace() -> None:
-    """Move this process into a user namespace of its own; a short-lived child writes the maps. OSError."""
+    """Move this process into its own user namespace; raise OSError on failure.
+
+    A short-lived child writes the id maps.
+    """
     ours, theirs = socket.socketpair()
     me = os.getpid()
     pid = os.fork()
@@ -92,7 +102,10 @@ def enter_user_namespace() -> None:
 
 
 def probe_user_namespace() -> str:
-    """Return why this process cannot have a user namespace of its own, or ""; nothing of it remains."""
+    """Return the reason that this process cannot have its own user namespace, or "".
+
+    A short-lived child makes the attempt, so this process does not change.
+    """
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
@@ -108,11 +121,11 @@ def probe_user_namespace() -> str:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability of this process in its user namespace; raises OSError."""
+    """Drop every capability of this process in its user namespace; raise OSError on failure."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     none = (ctypes.c_uint32 * 6)()
-    _check(libc.capset(header, none), "capabilities cannot be given up")
+    _check(libc.capset(header, none), "cannot drop capabilities")
 
 
 def _write_maps(pid: int) -> None:
@@ -121,21 +134,21 @@ def _write_maps(pid: int) -> None:
         uids, gids = _own_ids("uid_map"), _own_ids("gid_map")
     else:
         uids, gids = f"{uid} {uid} 1\n", f"{gid} {gid} 1\n"
-        with contextlib.suppress(FileNotFoundError):  # kernels before 3.19
+        with contextlib.suppress(FileNotFoundError):  # Kernels before 3.19 have no setgroups file.
             _write_map(f"/proc/{pid}/setgroups", "deny")
     _write_map(f"/proc/{pid}/uid_map", uids)
     _write_map(f"/proc/{pid}/gid_map", gids)
 
 
 def _own_ids(name: str) -> str:
-    """Return a map that gives each id of this process's namespace the same number in one below it."""
+    """Return a map that keeps every id of this process's namespace in a child namespace."""
     with open(f"/proc/self/{name}", encoding="ascii") as file:
         extents = [line.split() for line in file]
     return "".join(f"{first} {first} {count}\n" for first, _, count in extents)
 
 
 def _write_map(path: str, text: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)  # one write, or the kernel refuses
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)  # The kernel accepts an id map only as a single write.
     try:
         os.write(fd, text.encode())
     finally:
@@ -148,18 +161,18 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 0x1, 0x2, 0x4, 0x8
 _MS_REC, _MS_SLAVE = 0x4000, 0x80000
 _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4
 _OPTION_BYTES_MAX = 4000
-_LAYERS_MIN = 2  # the kernel refuses an overlay of one
+_LAYERS_MIN = 2  # The kernel refuses an overlay of one layer.
 
 Mount = Mapping[str, object]
 
 
 def enter_mounts(mounts: Sequence[Mount]) -> None:
-    """Mount overlays, outer ones first, for this process and its descendants only. Raises OSError.
+    """Mount overlays, outer overlays first, for this process and its descendants; raise OSError.
 
-    Root needs no user namespace and keeps its rights. Root of a container, without CAP_SYS_ADMIN, gets one in which
-    every id is what it was. Other users keep their ids, and gain no rights. The current directory stays.
+    Root needs no user namespace and keeps its rights. Root of a container without CAP_SYS_ADMIN gets a user namespace
+    that keeps every id. Other users keep their ids and gain no rights. The current directory stays.
     """
-    wanted = [_mount_options(mount) for mount in mounts]  # refused before anything is changed
+    wanted = [_mount_options(mount) for mount in mounts]  # Invalid mounts raise an error before anything changes.
     libc = ctypes.CDLL(None, use_errno=True)
     if os.geteuid() != 0:
         _unshare_as_user(libc, _CLONE_NEWNS)
@@ -171,7 +184,7 @@ def enter_mounts(mounts: Sequence[Mount]) -> None:
         for at, options, directory in wanted:
             os.chdir(directory)
             flags = _MS_RDONLY | _MS_NOSUID | _MS_NODEV
-            _check(libc.mount(b"sgpu", at, b"overlay", flags, options), "cannot be mounted", os.fsdecode(at))
+            _check(libc.mount(b"sgpu", at, b"overlay", flags, options), "cannot mount an overlay", os.fsdecode(at))
     finally:
         os.fchdir(here)
         os.close(here)
@@ -180,7 +193,10 @@ def enter_mounts(mounts: Sequence[Mount]) -> None:
 
 
 def unshare_namespaces(flags: int) -> None:
-    """Make namespaces (CLONE_NEW… flags), within a user namespace if mounting needs it. Raises OSError."""
+    """Create namespaces (CLONE_NEW… flags), in a user namespace if mounting needs one.
+
+    Raises OSError when the kernel refuses.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if os.geteuid() != 0:
         _unshare_as_user(libc, flags)
@@ -189,23 +205,24 @@ def unshare_namespaces(flags: int) -> None:
 
 
 def mount_proc() -> None:
-    """Mount the /proc of this pid namespace for this process and its descendants; give up capabilities.
+    """Mount the /proc of this pid namespace for this process and its descendants; drop capabilities.
 
-    Raises OSError where the kernel refuses, as it does where parts of the present /proc are hidden (most containers).
+    Raises OSError when the kernel refuses. The kernel refuses where parts of the present /proc are hidden, as in most
+    containers.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.unshare(_CLONE_NEWNS), "a mount namespace cannot be made")
     _keep_mounts(libc)
     flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
-    _check(libc.mount(b"proc", b"/proc", b"proc", flags, None), "cannot be mounted", "/proc")
+    _check(libc.mount(b"proc", b"/proc", b"proc", flags, None), "cannot mount a file system", "/proc")
     if os.geteuid() != 0:
         drop_capabilities()
 
 
 def probe_mounts(directory: str = "") -> str:
-    """Return why this process could not `enter` anything, or ""; leaves nothing behind.
+    """Return the reason that this process cannot mount overlays, or ""; leave nothing behind.
 
-    `directory` is on the file system to try; "" means that of temporary files.
+    `directory` is on the file system to test; "" selects the file system of temporary files.
     """
     if sys.platform != "linux":
         return "only Linux can mount overlays"
@@ -237,14 +254,14 @@ def _try_in_child(place: str) -> str:
     with open(reading, "rb") as answer:
         text = answer.read(1024).decode()
     os.waitpid(pid, 0)
-    return "" if text == "ok" else text or "the process that tried to mount was ended"
+    return "" if text == "ok" else text or "the process that tried to mount ended without an answer"
 
 
 def _try_mount(place: str) -> str:
     view = os.path.join(place, "view")
     try:
         enter_mounts([{"at": view, "layers": ["0", "1"], "directory": place}])
-        return "ok" if os.listdir(view) == ["seen"] else "an overlay was mounted and does not show its layers"
+        return "ok" if os.listdir(view) == ["seen"] else "a mounted overlay does not show its layers"
     except OSError as error:
         return error.strerror or str(error)
 
@@ -255,7 +272,7 @@ def _mount_options(mount: Mount) -> tuple[bytes, bytes, str]:
         raise OSError(errno.EINVAL, f"no mount: {mount}")
     names = [str(layer) for layer in layers]
     if len(names) < _LAYERS_MIN or any(not name or set(name) & set(":,\\") for name in names):
-        raise OSError(errno.EINVAL, f"no layers of an overlay: {names[:4]}", at)
+        raise OSError(errno.EINVAL, f"not valid layers of an overlay: {names[:4]}", at)
     options = b"lowerdir=" + b":".join(os.fsencode(name) for name in names)
     if len(options) > _OPTION_BYTES_MAX:
         raise OSError(errno.ENAMETOOLONG, f"the names of {len(names)} layers are too long", at)
@@ -263,7 +280,7 @@ def _mount_options(mount: Mount) -> tuple[bytes, bytes, str]:
 
 
 def _keep_mounts(libc: ctypes.CDLL) -> None:
-    _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None), "mounts cannot be kept to this process")
+    _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None), "cannot make mounts private to this process")
 
 
 def _unshare_as_root(libc: ctypes.CDLL, flags: int, what: str) -> None:
@@ -284,14 +301,14 @@ def _unshare_as_user(libc: ctypes.CDLL, flags: int) -> None:
     uid, gid = os.geteuid(), os.getegid()
     _make_dumpable(libc)
     _check(libc.unshare(_CLONE_NEWUSER | flags), "a user namespace cannot be made")
-    with contextlib.suppress(FileNotFoundError):  # kernels before 3.19
+    with contextlib.suppress(FileNotFoundError):  # Kernels before 3.19 have no setgroups file.
         _write("/proc/self/setgroups", "deny")
     _write("/proc/self/uid_map", f"{uid} {uid} 1")
     _write("/proc/self/gid_map", f"{gid} {gid} 1")
 
 
 def _write(path: str, text: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)  # one write, or the kernel refuses
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)  # The kernel accepts only a single write to these files.
     try:
         os.write(fd, text.encode())
     except OSError as error:
@@ -301,7 +318,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _make_dumpable(libc: ctypes.CDLL) -> None:
-    """Let a process that came from another user by setuid() write its own /proc files."""
+    """Let a process that changed its user with setuid() write its own /proc files."""
     if libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 0:
         libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
 

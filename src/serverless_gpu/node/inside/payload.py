@@ -1,16 +1,23 @@
-"""Python values in files, and the only module that unpickles.
+"""Files of pickled Python values, in the only module that unpickles.
 
-File: magic, one JSON line `{python, cloudpickle, stream, buffers}` (the last two are sizes in bytes), the pickle
-stream, then each out-of-band buffer at the next multiple of 64. Arrays and CPU tensors travel as buffers: they are
-written from the memory they live in, and read back as pages of a private mapping, so neither side copies them.
+A file holds a magic string, one JSON line, the pickle stream and the out-of-band buffers. The JSON line is `{python,
+cloudpickle, stream, buffers}`, where `stream` and `buffers` are sizes in bytes. Each buffer starts at the next multiple
+of 64. Arrays and CPU tensors are buffers. `dump` writes buffers from their own memory, and `load` maps them as private
+pages, so neither side copies them.
 
-A pickle is written in one process and read in another that knows this package by another name. So the vendored
-cloudpickle is one module per process, `_sgpu_cloudpickle`, and streams refer to it by that name; functions of ours that
-a stream refers to are `portable`: they live in `_sgpu_portable`, whatever this file is called.
+The writer and the reader of a pickle know this package by different names. Each process therefore has one vendored
+cloudpickle module, `_sgpu_cloudpickle`, and pickle streams use this name. Functions of this package that a stream
+refers to are `portable`. These functions belong to the module `_sgpu_portable`, whatever the name of this file is.
 
-Failure cases: another Python or cloudpickle (`PayloadMismatch`), over the limit (`PayloadTooLarge`, nothing written),
-cut short or not ours (`PayloadDamaged`), a full disk (`PayloadNotWritten`, no file left). The pickler's own errors pass
-through. A tensor read from a file cannot be resized beyond its storage, as any tensor on foreign memory.
+Failure cases:
+
+* Another Python or cloudpickle wrote the file (`PayloadMismatch`).
+* The value is over the limit (`PayloadTooLarge`), and nothing was written.
+* The file is cut short or not a payload (`PayloadDamaged`).
+* The disk is full (`PayloadNotWritten`), and no file remains.
+
+The pickler's own errors pass through. torch cannot resize a loaded tensor beyond its storage, as with any tensor on
+foreign memory.
 """
 
 from __future__ import annotations
@@ -42,26 +49,28 @@ _PORTABLE_NAME = "_sgpu_portable"
 
 _MAGIC = b"SGPU\x01\n"
 _ALIGNMENT = 64
-_HEADER_SIZE_MAX = 1 << 28  # a header has about 10 bytes per buffer
-# Below a page an array is cheaper inside the stream than as an entry of the header and of the vector written.
+_HEADER_SIZE_MAX = 1 << 28  # A header has about 10 bytes per buffer.
+# An array below one page is cheaper in the stream than as an entry in the header and the write vector.
 _BUFFER_SIZE_MIN = 4096
-# Ctrl-C is heard between two writes.
+# Python handles Ctrl-C between two writes.
 _WRITE_SIZE_MAX = 8 << 20
-_WRITE_COUNT_MAX = 512  # the kernel takes 1024
+_WRITE_COUNT_MAX = 512  # The kernel's limit is 1024 (IOV_MAX).
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _ARGUMENTS = ("transformers.training_args", "TrainingArguments")
-_set_up = operator.attrgetter("_setup_devices")  # a cached property, which makes what is in `_OF_ONE_PROCESS`
+# `_setup_devices` is a cached property that creates the entries of `_OF_ONE_PROCESS`.
+_set_up = operator.attrgetter("_setup_devices")
 _late: list[weakref.ref[object]] = []
-# What `TrainingArguments` keeps of the process in which it was made: others would take themselves for that one.
+# Attributes of `TrainingArguments` that identify the process that created them. Another process must not take them
+# over.
 _OF_ONE_PROCESS = frozenset({"_setup_devices", "__cached__setup_devices", "_n_gpu", "distributed_state"})
 
 
 class PayloadError(Exception):
-    """A payload could not be written or read."""
+    """Base class of errors in writing or reading a payload."""
 
 
 class PayloadTooLarge(PayloadError):
-    """The value is over the size limit, in bytes; nothing was written."""
+    """The value is over the size limit in bytes; nothing was written."""
 
     def __init__(self, size: int, limit: int) -> None:
         super().__init__(size, limit)
@@ -73,15 +82,15 @@ class PayloadTooLarge(PayloadError):
 
 
 class PayloadNotWritten(PayloadError, OSError):
-    """The file could not be written, and none is left; the same errno as the operating system gave."""
+    """The file could not be written and no part of it remains; has the operating system's errno."""
 
 
 class PayloadMismatch(PayloadError):
-    """The payload was made by a Python or a cloudpickle whose pickles this process cannot read."""
+    """This process cannot read the pickles of the Python or cloudpickle that made the payload."""
 
 
 class PayloadDamaged(PayloadError):
-    """The file is not a payload, or is cut short."""
+    """The file is not a payload or is cut short."""
 
 
 def _load_vendored() -> ModuleType:
@@ -119,12 +128,13 @@ def _code_globals(code: CodeType) -> dict[str, None]:
 
 
 def _read_by_class_body(code: CodeType) -> Iterator[str]:
-    """Yield the names that a class body reads and may not have bound before."""
-    bound: set[str] = {"__name__", "__annotations__"}  # every module has its own
+    """Yield the names that a class body may read before it binds them."""
+    bound: set[str] = {"__name__", "__annotations__"}  # Every module defines these names.
     is_straight, last = True, None
     for step in dis.get_instructions(code):
         if step.opname == "LOAD_NAME" and step.argval == "__annotations__" and isinstance(last, str):
-            with contextlib.suppress(SyntaxError, ValueError):  # with `from __future__ import annotations`
+            # Annotations are strings with `from __future__ import annotations`.
+            with contextlib.suppress(SyntaxError, ValueError):
                 tree = ast.parse(last, mode="eval")
                 yield from [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
         last = step.argval
@@ -136,7 +146,7 @@ def _read_by_class_body(code: CodeType) -> Iterator[str]:
             is_straight = False
 
 
-vars(_cloudpickle)["_extract_code_globals"] = _code_globals  # its own does not look into bodies of classes
+vars(_cloudpickle)["_extract_code_globals"] = _code_globals  # cloudpickle's own function ignores the bodies of classes.
 
 if TYPE_CHECKING:
     from _pickle import _ReducedType
@@ -160,7 +170,7 @@ class _Device(Protocol):
 
 
 class _UntypedStorage(Protocol):
-    """The part of `torch.UntypedStorage` in use here; torch itself may not be there."""
+    """The part of `torch.UntypedStorage` that this module uses; torch may not be installed."""
 
     device: _Device
 
@@ -169,14 +179,14 @@ class _UntypedStorage(Protocol):
 
 
 class _TypedStorage(Protocol):
-    """The part of `torch.TypedStorage` in use here: a temporary wrapper of the one untyped storage."""
+    """The part of `torch.TypedStorage` that this module uses: a wrapper of one untyped storage."""
 
     _untyped_storage: _UntypedStorage
     dtype: object
 
 
 def portable(function: _F) -> _F:
-    """Make `function` loadable by any process that loaded this package, under whichever name."""
+    """Make `function` loadable by any process that loaded this package, under any name."""
     home = sys.modules.setdefault(_PORTABLE_NAME, ModuleType(_PORTABLE_NAME))
     function.__module__ = _PORTABLE_NAME
     canonical: _F = home.__dict__.setdefault(function.__name__, function)
@@ -187,9 +197,9 @@ def portable(function: _F) -> _F:
 
 
 def dump(value: object, path: str, *, limit: int | None = None, reducer: Reducer | None = None) -> int:
-    """Write `value` to `path`, whole or not at all, and return the size of the file in bytes.
+    """Write `value` to `path`, whole or not at all; return the size of the file in bytes.
 
-    Raises PayloadTooLarge before anything is written, or PayloadNotWritten, an `OSError`.
+    Raises PayloadTooLarge before writing anything, or PayloadNotWritten, an `OSError`.
     """
     parts = _serialise(value, limit, reducer)
     write_whole(path, parts)
@@ -197,22 +207,22 @@ def dump(value: object, path: str, *, limit: int | None = None, reducer: Reducer
 
 
 def dumps(value: object, *, limit: int | None = None, reducer: Reducer | None = None) -> bytes:
-    """Return `value` as bytes in the file format; for small values, since everything is copied.
+    """Return `value` as bytes in the file format; meant for small values, because it copies them.
 
-    `reducer` comes first for each object, as `reducer_override` of the standard pickler does.
+    The pickler asks `reducer` first for each object, as it asks `reducer_override` of the standard pickler.
     """
     return b"".join(_serialise(value, limit, reducer))
 
 
 def measure(value: object, reducer: Reducer | None = None) -> int:
-    """Return about how many bytes `dump` would write, keeping none of them."""
+    """Return about how many bytes `dump` would write, without keeping them."""
     sink = _Sink(limit=0)
     _Pickler(sink, reducer).dump(value)
     return sink.size
 
 
 class _Sink:
-    """The pickler's output: keeps references, not copies; past the limit it only counts."""
+    """Collects the pickler's output as references, not copies; beyond the limit, only counts bytes."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
@@ -227,8 +237,8 @@ class _Sink:
         return view.nbytes
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
-        """Take a buffer out of band; True leaves it to the stream (the contract of `buffer_callback`)."""
-        view = buffer.raw()  # one with gaps never gets here: the pickler itself refuses it
+        """Take a buffer out of band, or return True to leave it in the stream, as `buffer_callback` requires."""
+        view = buffer.raw()  # The pickler itself refuses a buffer with gaps.
         if view.nbytes < _BUFFER_SIZE_MIN:
             return True
         self.size += view.nbytes
@@ -244,13 +254,13 @@ class _Sink:
 
 
 class _Pickler(_CloudPickler):
-    """cloudpickle, with CPU tensors out of band."""
+    """Extends cloudpickle to write CPU tensors out of band."""
 
     def __init__(self, sink: _Sink, reducer: Reducer | None = None) -> None:
         super().__init__(sink, protocol=5, buffer_callback=sink.take)
         _share_by_value_registry()
         self._reducer = reducer
-        # A torch that is still being imported, or a stand-in of that name, has no storages.
+        # A partly imported torch, or another module of that name, has no storages.
         torch = sys.modules.get("torch")
         self._untyped: object = getattr(torch, "UntypedStorage", None)
         self._typed: object = getattr(torch, "TypedStorage", None)
@@ -275,7 +285,8 @@ class _Pickler(_CloudPickler):
             function = cast("FunctionType", value)
             module = function.__globals__.get("__name__")
             if function.__name__ == "open" and module == "IPython.core.interactiveshell":
-                return getattr, (builtins, "open")  # IPython's guards the kernel; ranks get Python's
+                # IPython's `open` protects the kernel's own descriptors. Ranks get Python's `open`.
+                return getattr, (builtins, "open")
         if self._arguments is not None and isinstance(value, self._arguments):
             return _reduce_arguments(value)
         reduced = _reduce_by_value(value)
@@ -286,29 +297,29 @@ class _Pickler(_CloudPickler):
 
 
 def _with_slots(kind: type, reduced: Reduced) -> Reduced:
-    """Make a class that travels by value with its slots, which cloudpickle adds as a mere attribute.
+    """Keep the slots of a class that is pickled by value; cloudpickle adds them only as an attribute.
 
-    Instances would have a dictionary as well in the rank, and those that it returns could not be loaded in the caller.
+    Without this, instances in the rank would also have a dictionary, and the caller could not load returned instances.
     """
     slots = kind.__dict__.get("__slots__")
-    if not isinstance(slots, (str, tuple, list, dict)):  # none, or an iterator that has been used up
+    if not isinstance(slots, (str, tuple, list, dict)):  # no slots, or a used-up iterator
         return reduced
     if isinstance(reduced, tuple) and reduced[0] is _cloudpickle._make_skeleton_class:
         made_by, name, bases, namespace, *_ = cast("_ClassArguments", reduced[1])
         kind_of_kind, *_ = prepare_class(name, resolve_bases(bases), {"metaclass": made_by})
-        # Others, such as that of NamedTuple, make slots of their own and allow none.
+        # Other metaclasses, such as that of NamedTuple, make their own slots and accept none.
         if kind_of_kind in (type, ABCMeta):
             namespace["__slots__"] = slots
     return reduced
 
 
 def _reduce_by_value(value: object) -> Reduced:
-    """Reduce what functools makes of a function that travels by value; else NotImplemented."""
+    """Reduce functools wrappers of a function that is pickled by value; else return NotImplemented."""
     if type(value) is functools._lru_cache_wrapper:
         found = _cloudpickle._lookup_module_and_qualname(value)
         if found is None or _cloudpickle._is_registered_pickle_by_value(found[0]):
             return _cached_function, (value.__wrapped__, value.cache_parameters())
-    if type(value) is functools.cached_property:  # it has a lock before Python 3.12
+    if type(value) is functools.cached_property:  # Before Python 3.12, a cached_property holds a lock.
         return _cached_property, (value.func, value.attrname)
     return cast("Reduced", NotImplemented)
 
@@ -332,12 +343,13 @@ def _storage_memory(storage: _UntypedStorage) -> Buffer | None:
     if storage.nbytes() == 0:
         return bytearray()
     address = storage.data_ptr()
-    if address == 0:  # a storage without memory, as of fake tensors
+    if address == 0:  # a storage without memory, such as a fake tensor's
         return None
-    # ctypes and not numpy: torch does not need numpy, so neither do we.
+    # torch does not require numpy, so this function uses ctypes.
     memory = (ctypes.c_char * storage.nbytes()).from_address(address)
-    # The storage may be a passing one, made while its owner was reduced; it must last until the memory is written.
-    memory._storage = storage  # type: ignore[attr-defined]  # ctypes instances take attributes
+    # The storage may be temporary, made while the pickler reduced its owner. The attribute keeps the storage until the
+    # memory is written.
+    memory._storage = storage  # type: ignore[attr-defined]  # ctypes instances accept attributes
     return memory
 
 
@@ -359,20 +371,20 @@ def _typed_storage(untyped: object, dtype: object) -> object:
 
 
 def _share_by_value_registry() -> None:
-    """Honour what the user registered with their own cloudpickle, if they have one."""
+    """Use the by-value modules that the user registered with their own cloudpickle, if any."""
     own = getattr(sys.modules.get("cloudpickle"), "list_registry_pickle_by_value", None)
     if own is not None:
         vars(_cloudpickle)["_PICKLE_BY_VALUE_MODULES"] = own()
 
 
 def is_by_value(value: FunctionType | type | ModuleType) -> bool:
-    """Return whether a function, class or module would travel as its definition and not as its name."""
+    """Return whether cloudpickle pickles a function, class or module by definition and not by name."""
     _share_by_value_registry()
     return not _cloudpickle._should_pickle_by_reference(value)
 
 
 def referenced_globals(function: FunctionType) -> dict[str, object]:
-    """Return the globals that travel with `function` when it travels by value."""
+    """Return the globals that cloudpickle pickles with `function` by value."""
     names = _cloudpickle._extract_code_globals(function.__code__)
     return {name: function.__globals__[name] for name in names if name in function.__globals__}
 
@@ -399,7 +411,7 @@ def _serialise(value: object, limit: int | None, reducer: Reducer | None = None)
 
 
 def write_whole(path: str, parts: Sequence[memoryview]) -> None:
-    """Create or replace the file at `path`, whole or not at all; raises `PayloadNotWritten`."""
+    """Create or replace the file at `path`, whole or not at all; raise `PayloadNotWritten`."""
     temporary = f"{path}.{os.urandom(4).hex()}.tmp"
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -438,11 +450,11 @@ def _write_batch(descriptor: int, batch: list[memoryview]) -> None:
             batch[0] = batch[0][written:]
 
 
-# --- what transformers' arguments know of their process ---------------------------------------------------------------
+# --- process state of transformers' arguments -------------------------------------------------------------------------
 
 
 def _reduce_arguments(value: object) -> Reduced:
-    """Take `TrainingArguments` apart, without the device and the process group of this process."""
+    """Reduce `TrainingArguments` without the device and the process group of this process."""
     reduced = value.__reduce_ex__(5)
     if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
         return reduced
@@ -452,19 +464,19 @@ def _reduce_arguments(value: object) -> Reduced:
 
 @portable
 def _training_arguments(make: Callable[..., object], args: tuple[object, ...]) -> object:
-    """Return arguments that look for their device and process group on first use."""
+    """Return arguments that find their device and process group on first use."""
     made = make(*args)
     for kind in type(made).__mro__:
         if (kind.__module__, kind.__name__) == _ARGUMENTS and "distributed_state" not in vars(kind):
-            kind.distributed_state = _LateState()  # type: ignore[attr-defined]  # of transformers
+            kind.distributed_state = _LateState()  # type: ignore[attr-defined]  # an attribute of transformers' class
     _late[:] = [reference for reference in _late if reference() is not None] + [weakref.ref(made)]
     return made
 
 
 def join_late() -> bool:
-    """Have the `TrainingArguments` of the call join the process group late; return whether there were any.
+    """Make the call's `TrainingArguments` join the process group; return whether there are any.
 
-    transformers joins the process group when it makes them, and a Trainer relies on that.
+    transformers joins the process group when it creates the arguments, and a Trainer relies on that.
     """
     made = [value for value in (reference() for reference in _late) if value is not None]
     _late.clear()
@@ -474,9 +486,10 @@ def join_late() -> bool:
 
 
 class _LateState:
-    """`TrainingArguments.distributed_state` until transformers sets it on the instance.
+    """Stands in for `TrainingArguments.distributed_state` until transformers sets it on the instance.
 
-    transformers sets it together with the device, which it looks for when that is first read. So this reads the device.
+    transformers sets this attribute together with the device, on the first read of the device. This descriptor
+    therefore reads the device.
     """
 
     def __get__(self, instance: object, owner: type | None = None) -> object:
@@ -491,10 +504,10 @@ class _LateState:
 
 
 def load(path: str) -> object:
-    """Return the value in the file at `path`; raises PayloadMismatch, PayloadDamaged or OSError.
+    """Return the value in the file at `path`; raise PayloadMismatch, PayloadDamaged or OSError.
 
-    Its arrays and tensors are pages of a private mapping of the file: writable, copied by the kernel when written to,
-    and good for as long as they are used, even when the file is removed.
+    Arrays and tensors of the value are pages of a private mapping of the file. The pages are writable, and the kernel
+    copies a page on its first write. The pages remain valid while they are in use, even after the file is removed.
     """
     with open(path, "rb") as file:
         header = _read_header(file, os.fstat(file.fileno()).st_size, path)
@@ -505,7 +518,7 @@ def load(path: str) -> object:
 
 
 def loads(data: bytes) -> object:
-    """Return the value in `data`, which `dumps` made."""
+    """Return the value in `data`, the result of `dumps`."""
     file = io.BytesIO(data)
     header = _read_header(file, len(data), "data")
     return _Unpickler(file, [bytearray(data[start:end]) for start, end in header.spans()]).load()
@@ -543,7 +556,9 @@ def _read_header(file: IO[bytes], size: int, name: str) -> _Header:
     if cloudpickle.split(".")[:2] != _CLOUDPICKLE_VERSION.split(".")[:2]:
         raise PayloadMismatch(f"function made with cloudpickle {cloudpickle}, this rank runs {_CLOUDPICKLE_VERSION}")
     if header.end() != size:
-        raise PayloadDamaged(f"{name} has {size} bytes, its header says {header.end()}; it was cut short or changed")
+        raise PayloadDamaged(
+            f"{name} has {size} bytes, but its header says {header.end()}: the file was cut short or changed"
+        )
     return header
 
 
@@ -552,21 +567,21 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Leaves classes alone that this process had before.
+    """Leaves classes unchanged that this process already has.
 
-    A class of `__main__` comes back from a rank with its definition. It is recognised as the caller's own class;
-    without this, the definition would be written over it, and its methods would see the rank's globals.
+    A class of `__main__` comes back from a rank with its definition. The unpickler recognizes the class as the caller's
+    own. Otherwise the rank's definition would overwrite the class, and its methods would see the rank's globals.
     """
 
     def __init__(self, file: IO[bytes], buffers: Sequence[Buffer]) -> None:
         super().__init__(file, buffers=buffers)
         with _cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK:
-            # The classes and not their ids, which a class made later could get.
+            # Keep the classes and not only their ids, because a later class could get the id of a deleted class.
             self._known: dict[int, type] = {id(known): known for known in _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS}
 
     def find_class(self, module_name: str, global_name: str, /) -> object:
         if module_name == _CLOUDPICKLE_NAME and global_name == "_class_setstate":
-            # Not a bound method: the memo would hold it, and with it this unpickler and all that was loaded.
+            # Do not return a bound method: the memo would keep this unpickler and all loaded values.
             return partial(_set_class_state, self._known)
         if module_name == "torch._utils" and global_name == "_rebuild_tensor_v3":
             return _rebuild_tensor_v3
@@ -582,8 +597,8 @@ def _set_class_state(known: dict[int, type], cls: type, state: object) -> type:
 def _rebuild_tensor_v3(storage: object, *rest: object) -> object:
     """Rebuild a tensor of one of the newer dtypes, such as uint16.
 
-    torch pickles these with a bare untyped storage, and then reads them as if it had been wrapped: by itself it can
-    only do that with `torch.save`.
+    torch pickles these tensors with an untyped storage, but its reader expects a wrapped one. torch itself wraps the
+    storage only in `torch.save`.
     """
     import torch
 

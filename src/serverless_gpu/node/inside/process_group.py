@@ -1,15 +1,18 @@
-"""torch's process group around a rank's function: the gate before it, joining and leaving it, who trained alone.
+"""torch's process group around a rank's function: gate, join, leave and a check for lone training.
 
     pass_gate() ──▶ join() ──▶ function(*args) ──▶ store the result ──▶ others have returned ──▶ leave()
                     init="nccl" or "gloo" only     trained_alone()
 
-The gate: `init_process_group` has rank 0 listen on MASTER_PORT and the others connect to it. torch retries a refused
-connection after about half a second: a launch of 30 ms becomes one of 500, for one call in fifty. So the others of its
-node wait at a pipe until rank 0 has entered, and then until the port listens, 20 ms at most. On other nodes the port
-cannot be seen, and ranks wait only at the pipe.
+The gate prevents a retry in torch. In `init_process_group`, rank 0 listens on MASTER_PORT and the other ranks connect
+to it. torch retries a refused connection only after about half a second. Without the gate, one launch in fifty took 500
+ms instead of 30 ms. The node's other ranks therefore wait at a pipe until rank 0 has entered. They then wait until the
+port listens, at most 20 ms. Ranks on other nodes cannot see the port and wait only at the pipe.
 
-Failure cases: torch is not installed (its ImportError, with a note); the function destroys the group itself (`leave`
-does nothing); the function fails (the group stays as it is: the peers may stand in a collective, and the process ends).
+Failure cases:
+
+* torch is not installed. The ImportError gets a note.
+* The function destroys the group itself. `leave` then does nothing.
+* The function fails. The group stays, because peers may be in a collective and the process ends anyway.
 """
 
 from __future__ import annotations
@@ -24,27 +27,29 @@ import sys
 from . import protocol
 
 PROCESS_GROUP_VARIABLE = "SGPU_PROCESS_GROUP"
-_NO_TORCH = "init= makes a process group of torch: install torch in this environment, or leave init= out"
+_NO_TORCH = "init= creates a process group of torch: install torch in this environment, or remove init="
 
 
 _GATE_WAIT_NS = 20_000_000
 _GATE_LOOK_S = 0.0005
 ALONE_NOTE_SWITCH = "SERVERLESS_GPU_ALONE_NOTE"
-# By these ranks meet without torch's process group.
+# Libraries that let ranks communicate without torch's process group.
 _MEETING = ("mpi4py.MPI", "ray", "horovod.torch", "torch_xla.core.xla_model", "hivemind", "optuna")
 
 
 def pass_gate(gate: int | None, local_rank: int, local_world_size: int, *, has_store: bool) -> None:
     """Return when this rank may enter the function; `has_store` says that rank 0 is on this node.
 
-    `gate` is a pipe: the node's first rank has its writing end, the others the reading end; None needs no wait.
+    `gate` is a pipe. The node's first rank has the writing end, and the other ranks have the reading end. A `gate` of
+    None means no wait.
     """
     if gate is None:
         return
     if local_rank == 0:
         os.write(gate, protocol.now_ns().to_bytes(8, "big") * (local_world_size - 1))
     else:
-        entered = os.read(gate, 8)  # empty when the first is gone: then there is nothing to wait for
+        # The read returns nothing when the first rank is gone. A wait would then be useless.
+        entered = os.read(gate, 8)
         if entered and has_store and "torch" in sys.modules:
             until_ns, port = int.from_bytes(entered, "big") + _GATE_WAIT_NS, int(os.environ.get("MASTER_PORT", "0"))
             while protocol.now_ns() < until_ns and not _listening(port):
@@ -53,22 +58,23 @@ def pass_gate(gate: int | None, local_rank: int, local_world_size: int, *, has_s
 
 
 def _listening(port: int) -> bool:
-    """Return whether a port listens, without connecting, which would disturb the store.
+    """Return whether a port listens, without a connection, which would disturb the store.
 
-    A port that is merely bound, as the supervisor keeps it, can be bound again with SO_REUSEADDR.
+    The supervisor keeps the port bound. With SO_REUSEADDR, a process can bind such a port again while the port does not
+    listen.
     """
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as sock:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(("::", port))
-    except OSError:  # also where there is no IPv6: better not to wait than to wait in vain
+    except OSError:  # Without IPv6 the check cannot work, so ranks do not wait.
         return True
     return False
 
 
 def join() -> bool:
-    """Join the process group that the call asks for; return whether this rank made one."""
+    """Join the process group that the call asks for; return whether this rank created it."""
     backend = os.environ.get(PROCESS_GROUP_VARIABLE)
     if not backend:
         return False
@@ -78,39 +84,40 @@ def join() -> bool:
     except ImportError as error:
         error.add_note(_NO_TORCH)
         raise
-    if dist.is_initialized():  # a module of the call did it on import
+    if dist.is_initialized():  # An imported module of the call has created the group.
         return False
     if backend == "nccl":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # else all ranks of a node share the first GPU
+        # Otherwise all ranks of a node would share the first GPU.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(backend)
     return True
 
 
 def leave() -> None:
-    """Destroy the process group, unless the function did."""
+    """Destroy the process group, unless the function already did."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
-        with contextlib.suppress(Exception):  # the result is stored: a peer that is gone changes nothing
+        with contextlib.suppress(Exception):  # The result is stored, so a lost peer changes nothing.
             dist.destroy_process_group()
 
 
 def trained_alone(world_size: int) -> bool:
-    """Return whether this rank of several has trained and has never met another one.
+    """Return whether this rank of several has trained without ever meeting another rank.
 
-    It trained when torch has made an optimizer in it. It met others when it has joined a process group of torch's, also
-    one that is gone again, or has loaded a library by which ranks meet. Both are looked up in what torch leaves behind:
-    nothing is watched while user code runs. Ranks that train nothing, and programs, are not judged.
+    A rank has trained if torch created an optimizer in it. A rank has met others if it ever joined a process group of
+    torch or loaded a library of `_MEETING`. The check reads only traces that torch leaves, and observes nothing while
+    user code runs. The check ignores programs and ranks that train nothing.
     """
     if world_size < 2 or os.environ.get(ALONE_NOTE_SWITCH, "1") == "0":
         return False
     try:
         return _has_trained() and not _has_met()
-    except Exception:  # noqa: BLE001 - user code may have put anything in the place of torch
+    except Exception:  # noqa: BLE001 - user code may have replaced torch by anything
         return False
 
 
 def _has_trained() -> bool:
-    """Return whether an optimizer was made: torch marks the `step` of its class then."""
+    """Return whether torch has created an optimizer, and therefore marked the `step` of its class."""
     base = getattr(sys.modules.get("torch.optim.optimizer"), "Optimizer", None)
     pending = [base] if isinstance(base, type) else []
     while pending:
@@ -127,7 +134,7 @@ def _has_met() -> bool:
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is None or not distributed.is_available():
         return False
-    # torch leaves its hook when a process group is destroyed.
+    # torch does not remove its exception hook when it destroys a process group.
     return bool(distributed.is_initialized()) or "_distributed_excepthook" in getattr(
         sys.excepthook, "__qualname__", ""
     )

@@ -1,23 +1,23 @@
 """Messages of zygote, stem and rank, and the version of their protocol.
 
     agent ──▶ zygote   {"op": "stem", "cgroups": [path, …], "ranks": n, "mounts": plan, "apart": bool}
-                                                   fork one stem, n ranks standing by; with a plan
-                                                   (`namespaces.py`) and a descriptor, in another environment;
-                                                   "apart": in a user namespace of its own
-                       {"op": "hold"} + descriptors                    kept open until the zygote and its stems end
+                                                   fork one stem with n standby ranks; a plan
+                                                   (`namespaces.py`) and a descriptor select another
+                                                   environment; "apart" adds a user namespace
+                       {"op": "hold"} + descriptors                    the zygote and its stems keep them open
     zygote ─▶ agent    {"event": "ready", "modules": [path, …], "packages": {name: path},
                         "names": [name, …], "libraries": [path, …]}
-                       {"event": "cold", "reason": text}              it cannot be forked from; ends
+                       {"event": "cold", "reason": text}              the zygote cannot fork safely and ends
                        {"event": "stem", "pid": n} + descriptor of the stem's channel
     supervisor ─▶ stem {"op": "rank", "rank": n, "local_rank": n, "env": {…}} + stdout and stderr descriptors
-                                                                       "rank" is its number in the gang, here and below
-                       {"op": "hold"} + lock descriptors              kept open until the stem ends
+                                                                       "rank" is the number in the gang, here and below
+                       {"op": "hold"} + lock descriptors              the stem keeps them open until it ends
                        {"op": "go", "directory": …, "cwd": …, …}      start all ranks; with "command": [argument, …]
-                                                                       each runs that instead of the call;
+                                                                       each rank runs that program, not the call;
                                                                        "tracked": MLflow knows the job's run;
-                                                                       "ray": the rank's share of a cluster
-                                                                       (`raycluster/share.py`), which it makes
-                       {"op": "release"}                              all have returned: ranks may exit
+                                                                       "ray": the rank's share of a Ray cluster
+                                                                       (`raycluster/share.py`), which it starts
+                       {"op": "release"}                              all ranks have returned and may exit
                        {"op": "signal", "signal": n, "ranks": [n, …]} · {"op": "kill"}
     stem ─▶ supervisor {"event": "standby", "version": n, "pid": n, "cgroups": [path, …]}
                        {"event": "forked", "pids": {"0": n}} · {"event": "problem", "detail": text}
@@ -27,10 +27,10 @@
                        {"event": "returned", "rank": n, "at": ns, "size": bytes, "alone": bool}
                        {"event": "failed", "rank": n, "at": ns, "failure": {…}}
                        {"event": "say", "rank": n, "at": ns, "text": …, "note": bool}
-                                                                       for watchers, and the receipt
+                                                                       for attached clients and the receipt
 
-`at` is CLOCK_BOOTTIME in nanoseconds; all processes of a node share that clock. Both sides send the version first
-thing, and a side that does not know the other's version refuses: agent and runtime may come from different installs.
+`at` is CLOCK_BOOTTIME in nanoseconds; all processes of a node share that clock. Each side sends its protocol version
+first. A side refuses a peer with an unknown version, because agent and runtime may come from different installations.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from collections.abc import Callable
 
 VERSION = 8
 
-# A rank answers both by writing its Python stack to its memfd of that name: the first, SIGRTMAX-7, in C, wherever it
-# is; the second once its main thread runs Python, with PASSED at the end. Not SIGUSR1 or SIGUSR2, which user code and
-# Lightning take; C libraries and runtimes use the real-time signals at both ends.
+# A rank answers both signals by writing its Python stack to its memfd STACK_FILE. A C handler answers STACK_SIGNAL
+# (SIGRTMAX-7) at any time. A Python handler answers PASS_SIGNAL when the main thread next runs Python, and ends its
+# answer with PASSED. User code and Lightning use SIGUSR1 and SIGUSR2. C libraries and runtimes use both ends of the
+# range of real-time signals.
 STACK_SIGNAL = 57
 PASS_SIGNAL = 58
 LOOK_SIGNALS = frozenset({STACK_SIGNAL, PASS_SIGNAL})
@@ -51,18 +52,18 @@ PASSED = b"passed\n"
 STACK_FILE = "sgpu-stacks"
 
 UNSTORED = ("pkl", "json")
-"""Endings of the files that a failed rank could not write, in the order in which to write them."""
+"""Extensions of the files that a failed rank could not write, in the order of writing."""
 UNSTORED_BYTES_MAX = 48 << 10
 
-UNSHARED = "runs get no user namespace of their own here, so none shares an interpreter with another"
-"""Why runs of a server's principals start cold on a node; what the kernel said follows in parentheses."""
+UNSHARED = "this node cannot give each run its own user namespace, so runs do not share an interpreter"
+"""Reason for cold starts of a server's runs on a node; the kernel's error follows in parentheses."""
 
 _INTEGER_MAX = 2**63 - 1
 _SHOWN_MAX = 100
 
 Message = dict[str, object]
 Report = Callable[[Message], None]
-"""Says something to the supervisor."""
+"""Sends a message to the supervisor."""
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
@@ -73,12 +74,12 @@ def now_ns() -> int:
 
 
 def encode(message: Message) -> bytes:
-    """Return a message as bytes."""
+    """Return a message as JSON bytes."""
     return json.dumps(message, separators=(",", ":")).encode()
 
 
 def decode(body: bytes) -> Message:
-    """Return the message in bytes; raises ValueError unless they are a JSON object."""
+    """Decode a message; raise ValueError unless the bytes hold a JSON object."""
     try:
         message = json.loads(body)
     except RecursionError:

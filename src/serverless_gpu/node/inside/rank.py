@@ -1,20 +1,20 @@
-"""One rank: takes on the caller's context, calls the function, stores the outcome for the caller.
+"""One rank: takes on the caller's context, calls the function and stores the outcome.
 
-The same `execute` runs in a rank forked from a zygote, in one started cold, and under `torchrun <run
-directory>/_air.py`.
+The same `execute` runs in a rank forked from a zygote, in a cold rank, and under `torchrun <run directory>/_air.py`.
 
     stand by ──▶ exec ──▶ load call.pkl ──▶ enter ──▶ function(*args) ──▶ results/<rank>.pkl  ──▶ returned
                  (user code starts here)                         └─ raises ─▶ failures/<rank>.json, .pkl ─▶ failed
 
-A rank with a program runs that instead (`command.py`); one with a Ray cluster calls the function as the cluster's
-driver, in a child (`raycluster/task.py`).
+A rank with a program runs the program instead (`command.py`). A rank with a Ray cluster calls the function in a child,
+which is the cluster's driver (`raycluster/task.py`).
 
-An outcome is durable in the run directory before the rank reports it: a supervisor that hears `returned` finds the
-whole file. Then a rank ends as a Python process does (threads joined, `atexit` run), but without tearing the
-interpreter down. Failure cases: a result that cannot be pickled, is over the limit, or does not fit on the disk is a
-failure of its own kind: the user's function did finish, and the record says so. SIGTERM keeps its default action until
-user code registers for the checkpoint contract (`serverless_gpu/runtime.py`): a Python-level handler would not run
-inside a blocked collective.
+The rank stores an outcome durably in the run directory before it reports the outcome. A supervisor that receives
+`returned` therefore finds the whole file. The rank then ends as a Python process does (threads joined, `atexit` run),
+but does not tear down the interpreter. SIGTERM keeps its default action until user code registers for the checkpoint
+contract (`serverless_gpu/runtime.py`). A Python-level handler would not run inside a blocked collective.
+
+Failure cases: A result has its own failure kind if it cannot be pickled, is over the limit or does not fit on the disk.
+The failure record then says that the user's function finished.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from . import actor as actor  # a call may refer to `serve_actor`
+from . import actor as actor  # A pickled call may refer to `serve_actor`.
 from . import blas, command, linux, process_group, protocol
 from .call import RankCall, fill_rank, load_call
 from .channel import Channel
@@ -63,23 +63,23 @@ from .process_group import pass_gate, trained_alone
 from .raycluster import task
 from .raycluster.share import read_share
 
-_STAY_S = 5.0  # how long a rank other than 0 waits for the others after it returned
-_SETTLE_FAILED_S = 1.0  # for the last points before a failure; the end of the other ranks waits for that
-_SPARE = 4  # descriptors kept back for the files of the outcome
+_STAY_S = 5.0  # A rank other than 0 waits this long for its peers after it returned.
+_SETTLE_FAILED_S = 1.0  # Seconds for the last metric points after a failure, while the end of the other ranks waits.
+_SPARE = 4  # Descriptors that the rank reserves for the files of its outcome.
 _spare: list[int] = []
-_FRAMES_MAX = 100  # as faulthandler
+_FRAMES_MAX = 100  # The limit that faulthandler uses.
 _REPR_CHARACTERS_MAX = 10_000
-_MESSAGE_CHARACTERS_MAX = 4_000  # in the event; the file has all of it
+_MESSAGE_CHARACTERS_MAX = 4_000  # Limit for a message in the event. The file holds the whole message.
 
 
 class RankOutput(NamedTuple):
-    """Output places and numbers of a rank.
+    """Output paths, descriptors and numbers of one rank.
 
-    `gate` is a pipe that holds the others of its node back until the first of them has entered the function: that one
-    has its writing end.
+    `gate` is a pipe that holds the node's other ranks back until its first rank has entered the function. The first
+    rank has the writing end.
 
-    `release` is a pipe that ends when every rank has returned. `stack` is where Python stacks go when the supervisor
-    asks for them. `copies` are directories of code that were captured, with the originals.
+    `release` is a pipe that closes when every rank has returned. `stack` is the descriptor for Python stacks that the
+    supervisor requests. `copies` maps directories of captured code to their originals.
     """
 
     directory: str
@@ -95,15 +95,16 @@ class RankOutput(NamedTuple):
 
 
 def main(channel: Channel, events: Channel) -> int:
-    """Run one rank in a process forked from the stem: stand by, get a number, run; return the exit code.
+    """Run one rank in a process forked from the stem; return the exit code.
 
-    The stem sends one message on `channel`, or none when this rank is not needed; `events` go to the supervisor.
+    The rank stands by until the stem sends a message on `channel`. The stem closes `channel` if it does not need this
+    rank. `events` leads to the supervisor.
     """
     linux.set_name("sgpu-rank")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-    os.setpgid(0, 0)  # `os.killpg(0, ...)` in user code reaches this rank's own processes only
+    os.setpgid(0, 0)  # `os.killpg(0, ...)` in user code reaches only this rank's own processes.
     _rehearse()
     stack = _offer_stacks()
     received = channel.receive()
@@ -118,7 +119,8 @@ def main(channel: Channel, events: Channel) -> int:
         world_size=protocol.integer(message, "world_size"),
         result_bytes_max=protocol.integer(message, "result_bytes_max"),
         gate=gate,
-        release=None if message.get("ray") is not None else release,  # other nodes return once the driver has ended
+        # The other nodes of a Ray cluster return only after the driver has ended.
+        release=None if message.get("ray") is not None else release,
         stack=stack,
         copies=copies if isinstance(copies := message.get("copies"), dict) else {},
         local_rank=protocol.integer(message, "local_rank"),
@@ -126,10 +128,10 @@ def main(channel: Channel, events: Channel) -> int:
     )
     linux.set_name(f"sgpu-rank{place.rank}")
     if message.get("fenced") is True:
-        linux.keep_signals_in()  # where that is not possible, `sgpu doctor` says so
+        linux.keep_signals_in()  # `sgpu doctor` reports nodes that cannot confine signals.
 
     def report(event: protocol.Message) -> None:
-        with contextlib.suppress(OSError):  # the supervisor is gone: the stem ends us
+        with contextlib.suppress(OSError):  # The supervisor is gone, and the stem ends this rank.
             events.send(protocol.encode({"at": protocol.now_ns(), **event, "rank": place.rank}))
 
     with _stack_on_signal(place):
@@ -157,9 +159,10 @@ def _call(place: RankOutput, *, tracked: bool) -> Callable[[protocol.Report], in
 
 
 def _with_threads(call: Callable[[protocol.Report], int], count: int) -> Callable[[protocol.Report], int]:
-    """Return the call for a driver, a fork of the rank: libraries may start threads only there.
+    """Return the call for a driver, a fork of the rank, where libraries may start threads.
 
-    A process with threads gets no user namespace, and a fork of it would wait for threads that it does not have.
+    The kernel gives no user namespace to a process with threads. A fork of such a process would wait for threads that
+    it does not have.
     """
 
     def drive(report: protocol.Report) -> int:
@@ -197,7 +200,7 @@ def execute(place: RankOutput, report: protocol.Report) -> int:
         made_group = process_group.join()
         joined = join_late()
         value = call.function(*call.args, **kwargs)
-    except BaseException as error:  # noqa: BLE001 - the boundary to user code: whatever it raises is its outcome
+    except BaseException as error:  # noqa: BLE001 - any exception of user code is its outcome
         _free_spare()
         if os.getpid() != process and not isinstance(error, SystemExit):
             sys.excepthook(*sys.exc_info())
@@ -220,13 +223,13 @@ def execute(place: RankOutput, report: protocol.Report) -> int:
 
 
 def _free_spare() -> None:
-    """Give the spare descriptors back: user code may have used up all others, and the outcome needs files."""
+    """Close the spare descriptors for the outcome's files; user code may have used up all others."""
     while _spare:
         os.close(_spare.pop())
 
 
 def _leave_if_forked(process: int, code: int) -> None:
-    """End a child that user code forked and let run on: the outcome is its parent's to tell."""
+    """End a child that user code forked; only its parent reports the outcome."""
     if os.getpid() != process:
         os._exit(code)
 
@@ -251,18 +254,17 @@ def _return(place: RankOutput, value: object, report: protocol.Report) -> int:
     else:
         report({"event": "returned", "size": size, "alone": trained_alone(place.world_size)})
         if place.release is not None:
-            # Peers may still be talking to this rank, or waiting for it to go, so that is bounded. All depend on rank 0
-            # and its store, which stays until the last has returned, on several nodes, too.
-            with contextlib.suppress(
-                BaseException
-            ):  # a signal handler of the user's may raise here; the outcome stands
+            # Peers may still communicate with this rank or wait for its end, so the wait is bounded. All ranks depend
+            # on rank 0 and its store. Rank 0 therefore waits until the last rank has returned, also on several nodes.
+            # A user's signal handler may raise here, after the rank has stored the outcome.
+            with contextlib.suppress(BaseException):
                 select.select([place.release], [], [], _STAY_S if place.rank else None)
         return 0
     return 1
 
 
 def _fail(place: RankOutput, error: BaseException, report: protocol.Report, **extra: object) -> int:
-    """Store a failure, report it, and return the exit code."""
+    """Store and report a failure; return the exit code."""
     tell_of_copies(error, place.copies)
     record = describe(error)
     record.update({f"value_{key}" if key in ("type", "repr") else key: value for key, value in extra.items()})
@@ -272,12 +274,13 @@ def _fail(place: RankOutput, error: BaseException, report: protocol.Report, **ex
 def _store_failure(
     place: RankOutput, record: protocol.Message, error: BaseException | None, report: protocol.Report
 ) -> int:
-    """Store and report a failure; one without an exception replaces what was stored before."""
+    """Store and report a failure in place of an earlier one; return the exit code."""
     record = {**record, "rank": place.rank, "pickled": False}
     path = os.path.join(place.directory, "failures", str(place.rank))
     with contextlib.suppress(OSError):
         os.unlink(f"{path}.pkl")
-    unstored: dict[str, str] = {}  # a full disk must not hide the failure: who looks after this rank has a reserve
+    # The supervisor reserves disk space for these files, so that a full disk does not hide the failure.
+    unstored: dict[str, str] = {}
     pickled = None if error is None else pickle_exception(error)
     if pickled is not None:
         record["pickled"] = _is_stored(pickled, f"{path}.pkl", unstored)
@@ -291,7 +294,7 @@ def _store_failure(
 
 
 def _is_stored(data: bytes, path: str, unstored: dict[str, str]) -> bool:
-    """Write a file, or keep its data in `unstored`, to be reported; return whether either worked."""
+    """Write a file, or keep its data in `unstored` for the report; return whether either worked."""
     try:
         write_whole(path, [memoryview(data)])
     except PayloadNotWritten:
@@ -302,11 +305,11 @@ def _is_stored(data: bytes, path: str, unstored: dict[str, str]) -> bool:
 
 
 def _finish() -> None:
-    """End as an interpreter does, except for freeing its memory: the kernel is faster at that."""
-    for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # CPython's own end, not in its stubs
+    """End as an interpreter does, but leave its memory to the kernel, which frees it faster."""
+    for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # private functions of CPython, not in its stubs
         try:
             step()
-        except BaseException:  # noqa: BLE001 - user code in atexit; the interpreter prints and goes on, and so do we
+        except BaseException:  # noqa: BLE001 - atexit runs user code; like the interpreter, print the error and continue
             sys.excepthook(*sys.exc_info())
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -314,7 +317,7 @@ def _finish() -> None:
 
 
 def _rehearse() -> None:
-    """Run once what every call runs, so that its pages are copied before a call waits for them."""
+    """Run the code of every call once, so that the kernel copies its pages before a call waits."""
     loads(dumps((_rehearse, {"": b""})))
     protocol.decode(protocol.encode({"": 0}))
     os.environ.update(os.environ.copy())
@@ -325,34 +328,35 @@ def _take_output(stdout: int, stderr: int) -> None:
     for fd, target in ((null, 0), (stdout, 1), (stderr, 2)):
         os.dup2(fd, target)
         os.close(fd)
-    # As PYTHONUNBUFFERED=1 would have it: what was printed before a crash is not lost.
+    # The streams write through, as with PYTHONUNBUFFERED=1, so that a crash loses no printed output.
     for name, fd in (("stdout", 1), ("stderr", 2)):
-        raw = open(fd, "wb", 0, closefd=False)  # noqa: SIM115 - lives as long as the process
+        raw = open(fd, "wb", 0, closefd=False)  # noqa: SIM115 - stays open until the process ends
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
 
 def _offer_stacks() -> int:
-    """Have a signal make this process write its Python stack to a memfd, which is returned, or -1.
+    """Make two signals write this process's Python stack to a memfd; return the memfd, or -1.
 
-    While the main thread runs Python, a handler in Python answers. While it is in a call, such as a blocked collective,
-    only faulthandler (C) can, and only as the second answer: it would read frames while Python changes them, which has
-    ended processes by SIGSEGV (Python 3.11). Either writes the stack of the main thread alone. After either handler the
-    kernel goes on with the interrupted call, except for poll, select, nanosleep and the like, which Python calls again
-    itself, but for `signal.pause()`.
+    While the main thread runs Python, a Python handler answers. While the main thread is in a call, such as a blocked
+    collective, only faulthandler (C) can answer. The supervisor asks faulthandler only second, because faulthandler may
+    read frames while Python changes them. Such reads have ended processes of Python 3.11 by SIGSEGV. Either handler
+    writes the stack of the main thread alone. After either handler, the kernel continues most interrupted calls. Python
+    itself repeats poll, select, nanosleep and similar calls, but not `signal.pause()`.
     """
     try:
         fd = os.memfd_create(protocol.STACK_FILE, os.MFD_CLOEXEC)
-        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # the reader truncates it afterwards
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # The reader truncates the file after reading.
         made = os.fstat(fd)
         faulthandler.register(protocol.STACK_SIGNAL, file=fd, all_threads=False, chain=False)
-    except (OSError, AttributeError):  # a system without one of them: then there are no stacks
+    except (OSError, AttributeError):  # A system without memfd or faulthandler has no stacks.
         return -1
 
     def pass_by(_number: int, frame: types.FrameType | None) -> None:
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(fd), made):  # user code may have closed it, and have a file there
+            # User code may have closed the descriptor and opened another file with its number.
+            if os.path.samestat(os.fstat(fd), made):
                 os.write(fd, _written(frame) + protocol.PASSED)
 
     signal.signal(protocol.PASS_SIGNAL, pass_by)
@@ -361,7 +365,7 @@ def _offer_stacks() -> int:
 
 
 def _written(frame: types.FrameType | None) -> bytes:
-    """Return a stack as faulthandler writes it."""
+    """Return a stack in faulthandler's format."""
     lines = ["Stack (most recent call first):"]
     while frame is not None and len(lines) <= _FRAMES_MAX:
         code = frame.f_code
@@ -373,8 +377,8 @@ def _written(frame: types.FrameType | None) -> bytes:
 
 
 @contextlib.contextmanager
-def _stack_on_signal(place: RankOutput):  # type: ignore[no-untyped-def]  # the stub's generator type would need typing at run time
-    """Leave the Python stack in a file if a signal ends this rank, nothing otherwise."""
+def _stack_on_signal(place: RankOutput):  # type: ignore[no-untyped-def]  # the stub's generator type would require an import of typing at run time
+    """Keep the Python stack in a file if a signal ends this rank; keep no file otherwise."""
     path = os.path.join(place.directory, "failures", f"{place.rank}.stack")
     try:
         file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - faulthandler keeps the descriptor until the process ends
@@ -390,13 +394,13 @@ def _stack_on_signal(place: RankOutput):  # type: ignore[no-untyped-def]  # the 
 
 
 def _take_context(message: protocol.Message) -> None:
-    """Take on the caller's context; raises OSError when its working directory is gone."""
+    """Take on the caller's context; raise OSError when the working directory is gone."""
     os.environ.clear()
     os.environ.update(_environment(message))
     time.tzset()
     before = locale.setlocale(locale.LC_CTYPE)
-    with contextlib.suppress(locale.Error):  # this machine lacks it
-        if locale.setlocale(locale.LC_CTYPE, "") in ("C", "POSIX"):  # Python takes UTF-8 in place of these
+    with contextlib.suppress(locale.Error):  # This machine lacks the caller's locale.
+        if locale.setlocale(locale.LC_CTYPE, "") in ("C", "POSIX"):  # Python replaces these locales by UTF-8.
             locale.setlocale(locale.LC_CTYPE, before)
     os.umask(protocol.integer(message, "umask"))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -404,7 +408,7 @@ def _take_context(message: protocol.Message) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
     sys.argv[:] = protocol.strings(message, "argv")
     sys.path[:] = protocol.strings(message, "sys_path")
-    sys.path_importer_cache.clear()  # directories may have changed since the zygote looked
+    sys.path_importer_cache.clear()  # Directories may have changed since the zygote read them.
     _forget(message.get("packages"))
     main_module = types.ModuleType("__main__")
     main_module.__dict__["__builtins__"] = __builtins__
@@ -416,10 +420,10 @@ def _take_context(message: protocol.Message) -> None:
 
 
 def _forget(callers: object) -> None:
-    """Forget modules of this runtime that the caller imports from a file of its own.
+    """Forget modules of this runtime that the caller imports from another file.
 
-    The runtime keeps its own. An interpreter that has preloaded a module of such a name is not used at all, because its
-    preloaded modules would still hold the other one.
+    The runtime keeps its own references to these modules. The agent does not use an interpreter that preloaded a module
+    of such a name. Preloaded modules would still refer to the zygote's copy.
     """
     for name, file in callers.items() if isinstance(callers, dict) else ():
         loaded = getattr(sys.modules.get(name), "__file__", None)
@@ -429,7 +433,7 @@ def _forget(callers: object) -> None:
 
 
 def _reseed() -> None:
-    """Give this rank its own random numbers where a library keeps a generator that was seeded at import.
+    """Give this rank its own random numbers where a library seeded its generator on import.
 
     The standard library's `random` reseeds itself after a fork. CUDA's generators do not exist yet.
     """
@@ -442,9 +446,9 @@ def _reseed() -> None:
 
 
 def _set_threads(count: int) -> None:
-    """Share the cores among the node's ranks, unless the user decided.
+    """Divide the cores among the node's ranks, unless the user has set the thread count.
 
-    Loaded libraries have read their variables already, so their own calls set the count.
+    Loaded libraries have already read their environment variables, so their own functions set the count.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
@@ -457,7 +461,7 @@ def _set_threads(count: int) -> None:
 
 
 def _fill_main(call: RankCall) -> None:
-    """Put what travelled with a `__main__` function where `pickle` and `multiprocessing` look it up."""
+    """Put the globals of a `__main__` function where `pickle` and `multiprocessing` look them up."""
     function = call.function
     names = getattr(function, "__globals__", None)
     if getattr(function, "__module__", None) == "__main__" and isinstance(names, dict):
@@ -468,12 +472,12 @@ def _fill_main(call: RankCall) -> None:
 def _environment(message: protocol.Message) -> dict[str, str]:
     variables = message.get("env")
     if not isinstance(variables, dict):
-        raise ValueError("a rank needs its environment")
+        raise ValueError('field "env" of a rank message must be an object')
     return variables
 
 
 def _safe_repr(value: object) -> str:
     try:
         return repr(value)[:_REPR_CHARACTERS_MAX]
-    except BaseException as error:  # noqa: BLE001 - the user's __repr__
+    except BaseException as error:  # noqa: BLE001 - the user's __repr__ may raise anything
         return f"<repr raised {type(error).__name__}>"

@@ -1,4 +1,4 @@
-"""A rank under `torchrun <run directory>/_air.py`: the same call by hand, results printed."""
+"""Runs one rank under `torchrun <run directory>/_air.py`: the same call by hand, with printed results."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from .rank import RankOutput, execute
 
 
 def main(directory: str, *, world_size: int) -> int:
-    """Run the call of a run directory as the rank the environment names, and return its exit code.
+    """Run the call of a run directory as the rank that the environment names; return its exit code.
 
-    Nothing is written to the directory. A `world_size` that differs from the original's is reported on stderr and used.
+    The rank writes nothing to the directory. `world_size` is the number of ranks of the original run. If WORLD_SIZE
+    differs, rank 0 reports this on stderr, and the ranks use WORLD_SIZE.
     """
     rank = int(os.environ.get("RANK", "0"))
     here = int(os.environ.get("WORLD_SIZE", "1"))
     if here != world_size and rank == 0:
-        print(f"this run had {world_size} ranks, now there are {here}", file=sys.stderr)
+        print(f"the original run had {world_size} ranks, this one has {here}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="sgpu-reproduce-") as scratch:
         for name in ("results", "failures"):
             os.mkdir(os.path.join(scratch, name))
@@ -28,7 +29,8 @@ def main(directory: str, *, world_size: int) -> int:
         def report(event: protocol.Message) -> None:
             if event["event"] == "returned":
                 value = load(os.path.join(scratch, "results", f"{rank}.pkl"))
-                sys.stdout.write(f"rank {rank} returned {value!r}\n")  # one write: the other ranks print, too
+                # A single write does not mix with the output of other ranks.
+                sys.stdout.write(f"rank {rank} returned {value!r}\n")
                 sys.stdout.flush()
             elif event["event"] == "failed":
                 failure = event["failure"]

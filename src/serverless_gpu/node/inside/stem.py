@@ -1,22 +1,23 @@
-"""The stem: parent of one attempt's ranks, forked from the zygote, standing by for a supervisor.
+"""The parent process of one attempt's ranks, forked from the zygote to stand by for a supervisor.
 
-    supervisor ◀── channel ──▶ stem ── own channel each ──▶ rank 0 … n-1
+    supervisor ◀── channel ──▶ stem ── one channel each ──▶ rank 0 … n-1
                       ▲                                        │
                       └──────────── events ────────────────────┘
 
-It sits in a cgroup of its own from the start (moving there costs 5-20 ms, so it happens while standing by) and is the
-sub-reaper of everything its ranks start: a grandchild that double-forked, called `setsid` or emptied its environment
-becomes *our* child when its parent dies, and dies with the run. Ranks stand by, too, as many as the last run had: a
-fork and the page faults after it cost a rank 5-10 ms. What is missing is forked when the work comes, what is left over
-ends.
+The stem moves into its own cgroup while it stands by, because the move takes 5-20 ms. The stem is the subreaper of its
+ranks. The kernel therefore makes every orphaned descendant a child of the stem, even after a double fork, `setsid` or
+an emptied environment. Such orphans end with the run. The stem also forks standby ranks, as many as the last run had.
+Without standby, the fork and its page faults would cost a rank 5-10 ms. When the work arrives, the stem forks the
+missing ranks and ends surplus ones.
 
 Failure cases:
-- the supervisor dies (end of file): everything below ends at once, then the stem, which removes the directory of the
-  run's Ray cluster where there is one;
-- a rank dies: said with its wait status, the moment it is reaped;
-- the environment it is to be in cannot be mounted: said, then it ends;
-- the stem itself dies: ranks follow through PR_SET_PDEATHSIG, their children through the cgroup, which the supervisor
-  empties.
+
+* The supervisor dies (end of file). The stem ends all descendants, removes the directory of the run's Ray
+  cluster and exits.
+* A rank dies. The stem reports the wait status as soon as it reaps the rank.
+* The stem cannot mount the environment. The stem reports the problem and exits.
+* The stem dies. The kernel ends the ranks (PR_SET_PDEATHSIG), and the supervisor ends their children by
+  emptying the cgroup.
 """
 
 from __future__ import annotations
@@ -40,25 +41,25 @@ _EMPTYING_PAUSE_MS = 10
 
 
 class _Child(NamedTuple):
-    """A forked rank that has not been told yet which one it is."""
+    """A forked standby rank without a rank number."""
 
     pid: int
     channel: Channel
 
 
 class _Work(NamedTuple):
-    """Message for one rank, and the descriptors for its output."""
+    """The message for one rank and the descriptors for its output."""
 
     message: protocol.Message
     fds: tuple[int, ...]
 
 
 def main(channel: Channel, request: protocol.Message, zygote: socket.socket | None = None) -> NoReturn:
-    """Stand by, run one attempt, end with it; never returns into the zygote's code.
+    """Stand by, run one attempt and end; never return into the zygote's code.
 
-    `channel` leads to the agent, then to a supervisor. `request` names the cgroups to move into, the ranks to fork
-    ahead, and the mounts before that. `zygote` maps the ids of this process's own user namespace; None where it gets
-    none.
+    `channel` leads first to the agent and then to a supervisor. `request` names the cgroups to enter, the number of
+    ranks to fork in advance and the mounts. `zygote` is a socket to the zygote, which maps the ids of the stem's own
+    user namespace. A `zygote` of None means that the stem gets no user namespace.
     """
     code = 1
     try:
@@ -80,18 +81,19 @@ class _Stem:
     def __init__(self, channel: Channel, cgroups: list[str]) -> None:
         self.channel = channel
         self.cgroups = cgroups
-        self.ranks: dict[int, int] = {}  # pid → rank
+        self.ranks: dict[int, int] = {}  # Rank numbers by pid.
         self.children: list[_Child] = []
         self.work: list[_Work] = []
         self.held: list[int] = []
         self.release = -1
-        self.cluster = ""  # the directory of a Ray cluster
+        self.cluster = ""  # Directory of the run's Ray cluster, or empty.
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def mount(self, plan: object) -> bool:
-        """Put another environment in place of the zygote's, for this process and its forks; report a failure.
+        """Mount another environment over the zygote's for this process and its forks; report a failure.
 
-        Modules that the zygote has loaded stay: the agent knows that both environments have the same.
+        Modules that the zygote has loaded stay loaded. The agent chooses only environments that contain the same copies
+        of these modules.
         """
         if not isinstance(plan, list) or not plan:
             return True
@@ -100,7 +102,8 @@ class _Stem:
         except OSError as error:
             self._say({"event": "problem", "detail": f"the environment cannot be mounted: {error}"})
             return False
-        importlib.invalidate_caches()  # what was listed there, metadata too, may be another file by now
+        # Cached directory listings and metadata may name other files in the new environment.
+        importlib.invalidate_caches()
         return True
 
     def serve(self, standby: int) -> None:
@@ -112,7 +115,8 @@ class _Stem:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
         for _ in range(standby):
-            self.children.append(self._fork())  # one by one: each child closes its elder siblings' channels
+            # Fork one by one, because each child closes the channels of its elder siblings.
+            self.children.append(self._fork())
         self._say({"event": "standby", "version": protocol.VERSION, "pid": os.getpid(), "cgroups": self.cgroups})
         poll = select.poll()
         poll.register(self.channel, select.POLLIN)
@@ -144,7 +148,7 @@ class _Stem:
                 self.cluster = protocol.text(share, "directory") if isinstance(share, dict) else ""
                 try:
                     self._start_ranks(message)
-                except OSError as error:  # no more processes, or no more descriptors
+                except OSError as error:  # The kernel allows no more processes or descriptors.
                     self._say({"event": "problem", "detail": f"a rank could not be started: {error}"})
             case "release":
                 if self.release >= 0:
@@ -159,12 +163,13 @@ class _Stem:
         return True
 
     def _start_ranks(self, go: protocol.Message) -> None:
-        """Tell every rank who it is; the others of a node wait until its first has entered the function.
+        """Send each rank its number; the node's other ranks wait until the first has entered the function.
 
-        A rank that connects to rank 0's store before it listens is refused and tries again only after half a second.
+        Torch retries a refused connection to rank 0's store only after half a second.
         """
         while len(self.children) < len(self.work):
-            self.children.append(self._fork())  # before the pipes are made: only who is given an end may have it
+            # Fork before creating the pipes, so that no rank inherits an end that another rank receives.
+            self.children.append(self._fork())
         gate_read, gate_write = os.pipe2(os.O_CLOEXEC)
         release_read, self.release = os.pipe2(os.O_CLOEXEC)
         pids: dict[str, int] = {}
@@ -178,7 +183,7 @@ class _Stem:
         for fd in (gate_read, gate_write, release_read, *(fd for work in self.work for fd in work.fds)):
             os.close(fd)
         for child in self.children:
-            child.channel.close()  # not needed this time: it reads end of file and ends
+            child.channel.close()  # A surplus rank reads end of file and exits.
         self.children.clear()
         self._say({"event": "forked", "pids": pids})
 
@@ -197,7 +202,7 @@ class _Stem:
         try:
             linux.die_with_parent(parent)
             signal.set_wakeup_fd(-1)
-            # A lock descriptor that leaked into a rank would hold a GPU for as long as any of its children lives.
+            # A lock descriptor that leaked into a rank would hold a GPU until the rank's last child ends.
             for fd in (*self.held, self.wake_read, self.wake_write, *(fd for work in self.work for fd in work.fds)):
                 os.close(fd)
             for sibling in self.children:
@@ -209,9 +214,10 @@ class _Stem:
             os._exit(code)
 
     def _signal(self, number: int, ranks: object) -> None:
-        for pid, rank_number in self.ranks.items():  # what is in here has not been reaped: its pid is still its own
+        # Ranks in this table are not reaped, so the kernel has not reused their pids.
+        for pid, rank_number in self.ranks.items():
             if isinstance(ranks, list) and rank_number in ranks:
-                # Stacks are the main thread's to write; that of another thread would be another, or none.
+                # Only the main thread answers with the right stack. Another thread would write its own stack or none.
                 send = linux.signal_main_thread if number in protocol.LOOK_SIGNALS else os.kill
                 with contextlib.suppress(ProcessLookupError):
                     send(pid, number)
@@ -223,7 +229,7 @@ class _Stem:
                 if not pid:
                     return
                 for child in self.children:
-                    if child.pid == pid:  # reaped while standing by
+                    if child.pid == pid:  # The standby rank ended before it received a number.
                         child.channel.close()
                 self.children = [child for child in self.children if child.pid != pid]
                 number = self.ranks.pop(pid, None)
@@ -233,7 +239,7 @@ class _Stem:
                     self._say(event)
 
     def _empty(self) -> bool:
-        """End every descendant and reap it; return whether the kernel says that there is no child left."""
+        """End and reap every descendant; return True when the kernel reports no child left."""
         pause = select.poll()
         for _ in range(_EMPTYING_TRIES_MAX):
             linux.kill_descendants(os.getpid())
@@ -246,6 +252,6 @@ class _Stem:
         return False
 
     def _say(self, event: protocol.Message) -> None:
-        # A supervisor that is gone cannot be told; the closed channel is noticed in the loop.
+        # The supervisor may be gone. The main loop notices the closed channel.
         with contextlib.suppress(OSError):
             self.channel.send(protocol.encode(event))

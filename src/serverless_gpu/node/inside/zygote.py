@@ -1,33 +1,36 @@
-"""The zygote: a warm interpreter of one principal and one environment, from which stems are forked.
+"""The zygote: a warm interpreter of one principal and one environment that forks stems.
 
     agent ◀── channel ──▶ zygote (torch imported, no CUDA, one thread)
                              └─ fork ─▶ stem ─ fork ─▶ ranks
 
-Why fork at all: `import torch` costs a second, a fork of a process that has done it 3 ms. What makes it safe, and is
-kept here:
+A fork saves the import of torch: `import torch` takes a second, and a fork of a process with torch takes 3 ms. The
+zygote keeps these rules, which make the fork safe:
 
-- **No parallel region ever runs in this process.** The OpenMP runtime's thread pool does not survive a fork: a child
-  that enters a parallel region after its parent did waits for threads that do not exist, for ever.
-- **CUDA is never touched.** A CUDA context cannot be used after a fork.
-- **Exactly one thread when a stem is forked.** Another thread could hold a lock (malloc's, the importer's) at that
-  moment, and the child would wait for it for ever. numpy's OpenBLAS starts threads on import but ends them in its own
-  fork handler: hence one trial fork, then the count.
-- **No other process is left by what it imported**: start-up code of the user's (`.pth` files, `sitecustomize`) runs
-  here, and what that starts would be no run's.
-- **Random generators are reseeded in every rank** (`rank.py`): a copied generator would give all ranks the same
-  numbers.
+* **The zygote never runs a parallel region.** The thread pool of the OpenMP runtime does not survive a fork. A child
+  that enters a parallel region after its parent did would wait forever for missing threads.
+* **The zygote never touches CUDA.** A process cannot use a CUDA context after a fork.
+* **The zygote has exactly one thread when it forks a stem.** Another thread could hold a lock, such as malloc's or
+  the importer's. The child would then wait for that lock forever. The OpenBLAS of numpy starts threads on import and
+  ends them in its own fork handler. The zygote therefore makes one trial fork and then counts its threads.
+* **Imports leave no other process behind.** The user's start-up code (`.pth` files, `sitecustomize`) runs in the
+  zygote, and its child processes would belong to no run.
+* **Every rank reseeds its random generators** (`rank.py`). A copied generator would give all ranks the same numbers.
 
-Where a server has several principals, each stem has a user namespace of its own: a rank cannot write the memory of the
-process that the next run's ranks are forked from.
+Where a server has several principals, each stem has its own user namespace. A rank then cannot write the memory of the
+zygote, from which later ranks are forked.
 
-Once its first run has ended, and whenever nothing else is to be done, it puts its memory into huge pages, one after the
-other: a fork copies one entry where it would copy 512, and a cold start does not wait for it. Where the kernel cannot
-do it (before Linux 6.1, no memory in one piece, transparent huge pages forbidden) nothing changes.
+After its first run has ended, an idle zygote moves its memory into huge pages, one at a time. A fork then copies one
+page-table entry instead of 512. Cold starts do not wait for this work. Memory stays in small pages before Linux 6.1,
+where memory is fragmented, or where transparent huge pages are forbidden.
 
-Ends when the agent's end of the channel closes. Stems it forked live on: their life hangs on their supervisor, not on
-us. Everything else that is left of it is ended by the agent (`node/agent/zygotes.py`). Failure cases: a module
-cannot be imported, threads or processes are left after the trial fork, or a stem gets no user namespace (each said to
-the agent, which then starts runs cold); the agent is of another protocol version (exit code 4).
+The zygote ends when the agent closes its end of the channel. Forked stems continue and depend only on their
+supervisors. The agent ends all other remaining descendants of the zygote (`node/agent/zygotes.py`).
+
+Failure cases:
+
+* A module cannot be imported, the trial fork leaves threads or processes, or a stem gets no user namespace. The
+  zygote reports each case, and the agent then starts runs cold.
+* The agent has another protocol version. The zygote ends with exit code 4.
 """
 
 from __future__ import annotations
@@ -52,9 +55,9 @@ _MADV_COLLAPSE = 25
 
 
 def main(channel_fd: int, version: int, preload: list[str]) -> None:
-    """Preload, then fork a stem whenever the agent asks, until the agent is gone.
+    """Preload modules, then fork a stem for each request until the agent is gone.
 
-    `version` is the agent's protocol version. Modules that are not installed are left out of `preload`.
+    `version` is the agent's protocol version. The zygote skips modules in `preload` that are not installed.
     """
     if version != protocol.VERSION:
         raise SystemExit(4)
@@ -63,38 +66,43 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     linux.set_name("sgpu-zygote")
     linux.be_ordinary()
-    gc.disable()  # importing torch makes a million objects and no garbage; looking for it is 15 %
+    gc.disable()  # Importing torch creates a million objects and no garbage. Collection would take 15 % of the time.
     problem = _preload(preload)
     if problem:
         channel.send(protocol.encode({"event": "cold", "reason": problem}))
         return
     blas.find()
-    if (pid := os.fork()) == 0:  # every library's fork handler runs before threads are counted
+    # The trial fork runs every library's fork handler before the zygote counts its threads.
+    if (pid := os.fork()) == 0:
         os._exit(0)
     os.waitpid(pid, 0)
     for finalizer in list(getattr(weakref.finalize, "_registry", {})):
-        finalizer.atexit = False  # the objects are this process's; torch's cost each rank 25 ms at its end
-    sys.path_importer_cache.clear()  # each rank does: here it copies no page, and there a thousand
+        # The zygote owns these objects. torch's finalizers would cost each rank 25 ms at exit.
+        finalizer.atexit = False
+    # Each rank clears the importer cache too. Clearing it here copies no page, while a rank would copy a thousand.
+    sys.path_importer_cache.clear()
     gc.enable()
-    gc.freeze()  # copied pages stay shared: the collector will not write to these objects in a child
+    gc.freeze()  # The collector does not write to frozen objects, so children keep sharing their pages.
     threads = os.listdir("/proc/self/task")
-    if len(threads) != 1 and preload:  # without preload this is the cold start itself: the last resort
+    if len(threads) != 1 and preload:  # Without preload, this process is itself the cold start, the last resort.
         found = ", ".join(_name_of(f"/proc/self/task/{thread}") for thread in threads)
         channel.send(protocol.encode({"event": "cold", "reason": f"preloading leaves threads behind ({found})"}))
         return
     if preload:
         _reap()
-    left = linux.children(os.getpid()) if preload else []  # orphans have become children of this process
+    # Orphans of start-up code have become children of this process.
+    left = linux.children(os.getpid()) if preload else []
     if left:
         found = ", ".join(_name_of(f"/proc/{pid}") for pid in left)
         channel.send(protocol.encode({"event": "cold", "reason": f"start-up code leaves processes behind ({found})"}))
         return
-    names = sorted({name.partition(".")[0] for name in list(sys.modules)})  # also of modules without a file
+    names = sorted({name.partition(".")[0] for name in list(sys.modules)})  # The names include modules without a file.
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     found_files = {name: file for name, file in files.items() if isinstance(file, str)}
     ready = {
-        "modules": sorted(set(found_files.values())),  # the agent notices when one of them changes
-        "packages": {name: file for name, file in found_files.items() if "." not in name},  # a caller may have others
+        "modules": sorted(set(found_files.values())),  # The agent watches these files for changes.
+        # A caller may import other copies of these packages.
+        "packages": {name: file for name, file in found_files.items() if "." not in name},
         "names": names,
         "libraries": mapped_libraries(),
     }
@@ -103,7 +111,7 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
 
 
 def _preload(names: list[str]) -> str:
-    """Import what is installed, and return what went wrong, or ""."""
+    """Import the installed modules of `names`; return the reason of a failure, or ""."""
     for name in names:
         if importlib.util.find_spec(name.partition(".")[0]) is None:
             continue
@@ -132,7 +140,7 @@ def _serve(channel: Channel) -> None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake_read, 4096)
                 _reap()
-                if ranges is None:  # the first stem has ended: a cold start does not wait for this
+                if ranges is None:  # The first stem has ended, so no cold start waits for the huge pages.
                     ranges = huge_page_ranges()
             elif not _answer(channel, (wake_read, wake_write)):
                 return
@@ -144,11 +152,11 @@ def _answer(channel: Channel, own_fds: tuple[int, ...]) -> bool:
         return False
     request = protocol.decode(received[0])
     if request.get("op") == "hold":
-        return True  # an environment is in use while any process has this descriptor, and stems inherit it
+        return True  # An environment is in use while a process holds the descriptor. Stems inherit the descriptor.
     if request.get("op") == "stem":
         _fork_stem(channel, request, own_fds)
     for fd in received[1]:
-        os.close(fd)  # the stem has its own, of the environment that it is in
+        os.close(fd)  # The stem holds its own copy of the descriptors.
     return True
 
 
@@ -191,7 +199,7 @@ def _name_of(process: str) -> str:
 
 
 def mapped_libraries(maps: str = "/proc/self/maps") -> list[str] | None:
-    """Return the files mapped into this process, by libraries outside of Python, too; None if unknown."""
+    """Return the files mapped into this process, also by libraries outside of Python; None if unknown."""
     try:
         with open(maps, encoding="utf-8", errors="surrogateescape") as file:
             return sorted({line.split(None, 5)[5].rstrip("\n") for line in file if line.count("/")} - {""})
@@ -200,10 +208,10 @@ def mapped_libraries(maps: str = "/proc/self/maps") -> list[str] | None:
 
 
 def huge_page_ranges(maps: str = "/proc/self/maps") -> list[int]:
-    """Return the addresses of the writable anonymous memory that could be one huge page each.
+    """Return the addresses of writable anonymous memory that can become one huge page each.
 
-    Copying page tables dominates a fork of a process with torch in it, and each call has three such forks. A process
-    that writes to a huge page gets its own copy of 4 KiB of it, as without.
+    Copying page tables takes most of the time of forking a process with torch. Each call has three such forks. A
+    process that writes to a huge page still copies only 4 KiB of it.
     """
     found: list[int] = []
     with contextlib.suppress(OSError), open(maps, encoding="utf-8", errors="surrogateescape") as file:
@@ -218,6 +226,6 @@ def huge_page_ranges(maps: str = "/proc/self/maps") -> list[int]:
 
 
 def collapse_huge_page(address: int) -> bool:
-    """Put one range into a huge page; return whether the kernel did."""
+    """Move one range into a huge page; return True if the kernel did."""
     libc = ctypes.CDLL(None)
     return bool(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(_HUGE_PAGE_BYTES), _MADV_COLLAPSE) == 0)

@@ -1,21 +1,21 @@
-"""Watchers of an attempt: the client that launched it, others that attached; and the queue of each.
+"""Attached clients of an attempt, and the outgoing queue of each client.
 
     first client ──┐
     attach ────────┼──▶ Watchers ──▶ one Watcher each ──▶ its Outbox
     a new agent ───┘    (listens on <sockets>/<run>.sock)
 
-A watcher that does not read loses output only: messages queue up to a bound, output is left out first, everything else
-is kept, there is little of it. A watcher that goes away is forgotten; the run goes on. One too many is refused with a
-sentence.
+A client that does not read loses output only. Messages queue up to a bound, and output is left out first. All other
+messages are kept, because they are few. When a client disconnects, the supervisor forgets it and the run continues. The
+supervisor refuses a client over the limit with a message.
 
     put  ──────────────────────────▶ ┌───────────────────────────────┐
-    show ──▶ the rank has room? yes ▶ │ Started · rank 0 · rank 1 · … │ ──▶ first, sent
+    show ──▶ below the share?  yes ─▶ │ Started · rank 0 · rank 1 · … │ ──▶ first, sent
                         │             └───────────────────────────────┘
                         └─ no: counted, and its last lines kept ──▶ queued once half of the rank's share was read, or
-                                                                   before the next thing that is no output
+                                                                   before the next message that is not output
 
-Every rank has the same share of an outbox, so that one rank's flood costs only its own lines. Neighbouring pieces of
-one stream become one message; between ranks they may change places by as much, within a rank never.
+All ranks have equal shares of an outbox, so that the flood of one rank only costs its own lines. Adjacent pieces of one
+stream become one message. This merge may reorder output of different ranks slightly, but never output of one rank.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ from serverless_gpu.node.inside.channel import Channel, close_all
 
 WATCHERS_MAX = 64
 QUEUED_CHARACTERS_MAX = 16 << 20
-RANK_CHARACTERS_MAX = 4 << 20  # a pager, a stopped terminal, a slow line: minutes of an ordinary program
-WAITING_MAX = 8_192  # messages, before the reasons for waiting are left out
-_MERGED_CHARACTERS_MAX = 8 << 10  # as JSON it still fits into one packet
-_MESSAGE_CHARACTERS = 512  # what a message takes beside its text
+# A pager, a stopped terminal or a slow connection: enough for minutes of ordinary output.
+RANK_CHARACTERS_MAX = 4 << 20
+WAITING_MAX = 8_192  # Messages in the queue, before reasons for waiting are left out.
+_MERGED_CHARACTERS_MAX = 8 << 10  # Encoded as JSON, the message still fits into one packet.
+_MESSAGE_CHARACTERS = 512  # Size of a message without its text.
 _END_CHARACTERS = 4 << 10
-_FULL_HINT = "try again when one of them has gone"
+_FULL_HINT = "try again after one of them has detached"
 _BREATH_S = 0.05
 _LAST_WORDS_S = 5.0
 
 
 class Watchers:
-    """All watchers of one attempt, and the socket on which more of them connect.
+    """All attached clients of one attempt, and the socket on which clients connect.
 
-    `greet` returns the first messages for those that connect; `obey` gets each message and its watcher.
+    `greet` returns the first message for a new client; `obey` gets each message and its client.
     """
 
     def __init__(
@@ -70,57 +71,57 @@ class Watchers:
 
     @property
     def waiting(self) -> bool:
-        """Return whether something is queued for a watcher that does not read."""
+        """Return True if messages are queued for a client that does not read."""
         return any(watcher.waiting for watcher in self._watchers)
 
     @property
     def watching(self) -> bool:
-        """Return whether anybody watches."""
+        """Return True while a client is attached."""
         return bool(self._watchers)
 
     @property
     def dropped_bytes(self) -> int:
-        """Return how much output was not shown to watchers that did not read."""
+        """Return the bytes of output that were not shown to clients that did not read."""
         return sum(watcher.dropped_bytes for watcher in self._watchers)
 
     def listen(self) -> str:
-        """Let others attach; return why that is not possible, or ""."""
+        """Accept further clients; return why that is not possible, or ""."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             sock.bind(str(self._path))
             sock.listen(128)
         except OSError as error:
             sock.close()
-            return f"attach is not possible: {self._path}: {error.strerror}"
+            return f"clients cannot attach: {self._path}: {error.strerror}"
         self._listener = sock
         self._selector.register(sock, selectors.EVENT_READ, self._accept)
         return ""
 
     def add(self, channel: Channel) -> Watcher:
-        """Let a connection watch."""
+        """Add a client connection."""
         watcher = Watcher(channel)
         self._watchers.append(watcher)
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._hear(watcher))
         return watcher
 
     def tell(self, message: protocol.Sendable) -> None:
-        """Say something to every watcher."""
+        """Send a message to every client."""
         for watcher in self._watchers:
             watcher.send(message)
 
     def output(self, rank: int, stream: str, text: str, *, size: int, lost: bool) -> None:
-        """Show every watcher what a rank wrote."""
+        """Send output of a rank to every client."""
         message = protocol.Output(rank=rank, stream=stream, text=text)
         for watcher in self._watchers:
             watcher.show(message, size, lost)
 
     def skipped(self, rank: int, stream: str, size: int, *, lost: bool) -> None:
-        """Tell every watcher how much is missing at this point."""
+        """Report a gap in the output to every client."""
         for watcher in self._watchers:
             watcher.skip(rank, stream, size, lost)
 
     def tend(self) -> None:
-        """Forget watchers that are gone, send the others what they will take now."""
+        """Remove disconnected clients, and send queued messages to the others."""
         for watcher in [watcher for watcher in self._watchers if watcher.gone]:
             self._watchers.remove(watcher)
             with contextlib.suppress(KeyError, ValueError):
@@ -130,12 +131,12 @@ class Watchers:
             watcher.flush()
 
     def drain(self) -> None:
-        """Send everything that is queued, waiting for slow readers a while."""
+        """Send all queued messages, waiting a limited time for slow clients."""
         for watcher in self._watchers:
             watcher.drain(_LAST_WORDS_S)
 
     def close(self) -> None:
-        """Refuse further watchers."""
+        """Stop accepting clients."""
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
@@ -145,13 +146,14 @@ class Watchers:
         try:
             sock, _ = self._listener.accept()
         except OSError:
-            select.select([], [], [], _BREATH_S)  # no descriptors: a pending connection would wake it at once
+            # Without free descriptors, accept would return at once in a busy loop.
+            select.select([], [], [], _BREATH_S)
             return
         channel = Channel(sock)
         if len(self._watchers) < WATCHERS_MAX:
             self.add(channel).send(self._greet())
             return
-        message = f"{WATCHERS_MAX} others are connected to {self._path.stem}, and more it does not take"
+        message = f"run {self._path.stem} already has {WATCHERS_MAX} attached clients, its maximum"
         with contextlib.suppress(OSError):
             protocol.send(channel, protocol.Refused(code=AgentUnavailable.code, message=message, hint=_FULL_HINT))
         channel.close()
@@ -162,7 +164,7 @@ class Watchers:
 
 
 class Watcher:
-    """One connection and what still has to be sent on it."""
+    """One attached client and its queue of unsent messages."""
 
     def __init__(self, channel: Channel) -> None:
         channel.sock.setblocking(False)
@@ -173,12 +175,12 @@ class Watcher:
 
     @property
     def waiting(self) -> bool:
-        """Return whether something is queued for when the peer reads again."""
+        """Return True if messages are queued until the client reads again."""
         return len(self._outbox) > 0
 
     @property
     def dropped_bytes(self) -> int:
-        """Return how much output was left out because the peer did not read."""
+        """Return the bytes of output left out because the client did not read."""
         return self._outbox.dropped_bytes
 
     def send(self, message: protocol.Sendable) -> None:
@@ -188,38 +190,38 @@ class Watcher:
             self.flush()
 
     def show(self, message: protocol.Output, size: int, lost: bool) -> None:
-        """Send output, queue it, or leave it out; `lost` means that it is not in the rank's file."""
+        """Send output, queue it, or leave it out; `lost` means that the rank's file lacks it."""
         if not self._deaf:
             self._outbox.show(message, size, lost)
             self.flush()
 
     def skip(self, rank: int, stream: str, size: int, lost: bool) -> None:
-        """Say that output is missing here, now or later."""
+        """Report a gap in the output at this position."""
         if not self._deaf:
             self._outbox.skip(rank, stream, size, lost)
             self.flush()
 
     def flush(self) -> None:
-        """Send what the peer will take."""
+        """Send queued messages until the client stops reading."""
         while not self.gone and (message := self._outbox.first()) is not None:
             try:
                 protocol.send(self.channel, message)
             except BlockingIOError:
                 return
             except OSError:
-                # It does not listen any more; its last word, a cancel perhaps, may still be there to read.
+                # The client has closed its read side. Its last message, such as a cancel, may still be in the buffer.
                 self._deaf = True
                 self._outbox.clear()
                 return
             self._outbox.sent()
 
     def drain(self, timeout_s: float) -> None:
-        """Send what is queued, waiting for the peer up to a limit for each message."""
+        """Send queued messages, waiting up to a limit for each."""
         self.channel.sock.settimeout(timeout_s)
         self.flush()
 
     def receive(self, obey: Callable[[protocol.AnyMessage], None]) -> bool:
-        """Take one message and pass it on; return False when the peer is gone or talks nonsense."""
+        """Read one message and pass it on; return False at end of file or after an invalid message."""
         try:
             received = protocol.receive(self.channel)
         except BlockingIOError:
@@ -228,19 +230,19 @@ class Watcher:
             return False
         if received is None:
             return False
-        close_all(received[1])  # a supervisor takes no descriptors
+        close_all(received[1])  # A supervisor accepts no descriptors from clients.
         obey(received[0])
         return True
 
 
 class Outbox:
-    """The queue of one watcher that reads more slowly than ranks write. Pure."""
+    """The queue of one client that may read more slowly than ranks write; does no I/O."""
 
     def __init__(self) -> None:
-        self.dropped_bytes = 0  # output that was left out for good
+        self.dropped_bytes = 0  # bytes of output that were left out for good
         self._queue: deque[protocol.Sendable | _Piece] = deque()
-        self._growing: dict[int, _Piece] = {}  # the last piece of each rank, if more may be added to it
-        self._used: Counter[int] = Counter()  # characters, by rank
+        self._growing: dict[int, _Piece] = {}  # The last piece of each rank, if text may be added to it.
+        self._used: Counter[int] = Counter()  # Queued characters by rank.
         self._full: set[int] = set()
         self._gaps: dict[tuple[int, str], _Gap] = {}
 
@@ -248,7 +250,7 @@ class Outbox:
         return len(self._queue)
 
     def clear(self) -> None:
-        """Forget everything that was to be said."""
+        """Remove all messages."""
         self._queue.clear()
         self._growing.clear()
         self._used.clear()
@@ -256,7 +258,7 @@ class Outbox:
         self._gaps.clear()
 
     def put(self, message: protocol.Sendable) -> None:
-        """Queue a message that is no output, after every notice about output before it."""
+        """Queue a message that is not output, after all notices about gaps before it."""
         if isinstance(message, protocol.WaitingNote) and len(self._queue) >= WAITING_MAX:
             return
         for rank in dict.fromkeys(rank for rank, _ in self._gaps):
@@ -265,7 +267,7 @@ class Outbox:
         self._queue.append(message)
 
     def show(self, message: protocol.Output, size: int, lost: bool) -> None:
-        """Queue output of `size` bytes, or leave it out; `lost` means that it is not in the rank's file."""
+        """Queue output of `size` bytes, or leave it out; `lost` means that the rank's file lacks it."""
         if self._has_room(message.rank):
             self._add(message.rank, message.stream, message.text)
         else:
@@ -273,22 +275,22 @@ class Outbox:
             self.dropped_bytes += size
 
     def skip(self, rank: int, stream: str, size: int, lost: bool) -> None:
-        """Say that output is missing here, now or later."""
+        """Report a gap in the output at this position."""
         gap = self._gap(rank, stream)
         gap.leave_out("", size, lost)
-        gap.end = ""  # what was kept is not how it ended
+        gap.end = ""  # The kept text is not the end of the gap any more.
         if self._has_room(rank):
             self._own_up(rank)
 
     def first(self) -> protocol.Sendable | None:
-        """Return what is to be sent next, or None."""
+        """Return the next message to send, or None."""
         if not self._queue:
             return None
         head = self._queue[0]
         return protocol.Output(rank=head.rank, stream=head.stream, text=head.text) if isinstance(head, _Piece) else head
 
     def sent(self) -> None:
-        """Take what was first out of the queue."""
+        """Remove the first message from the queue."""
         head = self._queue.popleft()
         if not isinstance(head, (_Piece, protocol.Skipped)):
             return
@@ -304,7 +306,7 @@ class Outbox:
         return min(RANK_CHARACTERS_MAX, QUEUED_CHARACTERS_MAX // max(1, len(self._used)))
 
     def _has_room(self, rank: int) -> bool:
-        self._used[rank] += 0  # a rank that is known counts among those that share
+        self._used[rank] += 0  # Registers the rank, so that it counts in the shares.
         if self._used[rank] >= self._share():
             self._full.add(rank)
         return rank not in self._full
@@ -322,7 +324,7 @@ class Outbox:
         return self._gaps.setdefault((rank, stream), _Gap())
 
     def _own_up(self, rank: int) -> None:
-        """Queue what is missing of a rank, and how that ended."""
+        """Queue the notices about gaps of a rank, followed by the last lines of each gap."""
         for key in [key for key in self._gaps if key[0] == rank]:
             gap = self._gaps.pop(key)
             before = gap.size
@@ -348,7 +350,7 @@ class _Piece:
 
 @dataclass
 class _Gap:
-    """Missing output of one stream at this point, and how that ended."""
+    """Missing output of one stream at this position, and its last lines."""
 
     size: int = 0
     lost: int = 0
@@ -360,7 +362,7 @@ class _Gap:
         self.end = (self.end + text)[-_END_CHARACTERS:]
 
     def found(self) -> str:
-        """Return the last whole lines of what was left out, which is that much less now."""
+        """Return the last complete lines of the gap and reduce the gap by them."""
         whole = self.end if len(self.end) < _END_CHARACTERS else self.end[self.end.find("\n") + 1 :]
         self.end = ""
         size = min(self.size, len(whole.encode(errors="replace")))

@@ -1,24 +1,24 @@
-"""Output of ranks: read from pipes, stored byte-exact up to a bound, passed on to watchers.
+"""Reads output of ranks from pipes, stores it byte-exact up to a bound and shows it to clients.
 
     rank's fd 1, 2 ──pipe──▶ RankLog ─┬▶ logs/<rank>.stdout, .stderr   (every byte, up to a rate and a size per rank)
-                                      ├▶ OutputTail                    (last bytes as they came, for exceptions)
-                                      └▶ LiveOutput                    (text, while this rank is watched)
+                                      ├▶ OutputTail                    (last bytes as they arrived, for exceptions)
+                                      └▶ LiveOutput                    (text, while a client shows this rank)
 
-A flood costs one read per chunk and nothing else: what is over the bounds is counted, not looked at. In the file a line
-stands where bytes are missing, and the last bytes before the end are always there:
+A flood costs one read per chunk and nothing else: bytes over the bounds are counted, but not processed. In the file, a
+line marks missing bytes, and the last bytes before the end are always there:
 
-    head (byte-exact) ── "— 41.2 GB dropped until 12:01:03 (limit …) —" ── what came after, or the last 256 KiB
+    head (byte-exact) ── "— 41.2 GB dropped until 12:01:03 (limit …) —" ── later output, or the last 256 KiB
 
-Watchers see everything, unless it is a flood. A notice stands where output is missing, also when the rank falls silent
-in the middle of it:
+Attached clients see all output except floods. A notice marks missing output, even if the rank falls silent in the
+middle of it:
 
-    chunk ─▶ no watcher? done ──▶ bucket ──┬─ passes: decoded, in small pieces ──▶ viewer.output
+    chunk ─▶ no client? done ───▶ bucket ──┬─ passes: decoded, in small pieces ──▶ viewer.output
                                            └─ too much: counted, not decoded ────▶ viewer.skipped, once the bucket
                                                                                    opens again, then the last lines
 
-A pipe is drained until it would block or a bound per turn is reached, so that one rank's flood does not starve the
-others. The supervisor does not wait for the end of file: a grandchild may hold the pipe open for ever. A full disk
-loses log bytes, not the run.
+The supervisor reads a pipe until it would block, up to a bound per turn. One rank's flood therefore does not starve the
+others. The supervisor does not wait for the end of file, because a grandchild may hold the pipe open for ever. On a
+full disk, log bytes are lost but the run continues.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from serverless_gpu.units import format_bytes
 STREAMS = ("stdout", "stderr")
 STORED_BYTES_MAX = 1 << 30
 STORED_BYTES_PER_S = 10_000_000
-STORED_BURST_BYTES = 256 << 20  # a line of 100 MB is no flood
+STORED_BURST_BYTES = 256 << 20  # A single output of 100 MB is not a flood.
 _LIMIT = "limit 10 MB/s, 1 GiB per rank"
-_READ_BYTES = 1 << 16  # a pipe's capacity as it comes
-_FLOOD_BYTES = 1 << 18  # capacity and reads once a stream has filled its pipe; more is no faster
+_READ_BYTES = 1 << 16  # Default capacity of a pipe.
+_FLOOD_BYTES = 1 << 18  # Capacity and read size after a stream has filled its pipe; larger values are not faster.
 _TURN_BYTES = 1 << 20
 _READS_PER_TURN = 16
 _CLOSING_TURNS_MAX = 64
@@ -53,16 +53,16 @@ _HIDDEN_LINES = 20
 _HIDDEN_LINE_CHARACTERS_MAX = 500
 KEPT_BYTES = 256 << 10
 _PIECES_MAX = 512
-_SMALL_BYTES = 4096  # a piece below this grows instead of getting neighbours
+_SMALL_BYTES = 4096  # A smaller piece grows instead of starting a new one.
 SHOWN_BYTES_PER_S = 1_000_000
 SHOWN_BURST_BYTES = 2_000_000
-_LINE_COST_BYTES = 64  # what a line takes beside its bytes: a tag, a row of the screen, the time to print it
-_PIECE_BYTES = 8 << 10  # whatever it is, as JSON it fits into one packet
+_LINE_COST_BYTES = 64  # Cost of a line in addition to its bytes: a tag, a row of the screen, the time to print it.
+_PIECE_BYTES = 8 << 10  # Any content of this size fits into one packet as JSON.
 _LAST_LINES_BYTES = 4 << 10
 
 
 class RankLog:
-    """The output of one rank, shown live to `viewer` if there is one."""
+    """The output of one rank, shown live to `viewer` unless that is None."""
 
     def __init__(self, rank: int, directory: Path, viewer: Viewer | None, clock: Clock) -> None:
         self.rank = rank
@@ -74,22 +74,22 @@ class RankLog:
 
     @property
     def dropped_bytes(self) -> int:
-        """Return how much was not stored."""
+        """Return the bytes that were not stored."""
         return sum(stream.file.dropped_bytes for stream in self._streams.values())
 
     @property
     def unshown_bytes(self) -> int:
-        """Return how much live output was not shown, though this rank was watched."""
+        """Return the bytes of live output that were not shown to attached clients."""
         return 0 if self._live is None else self._live.skipped_bytes
 
     @property
     def shown(self) -> bool:
-        """Return whether this rank is shown live."""
+        """Return True if this rank is shown live."""
         return self._live is not None
 
     @property
     def behind(self) -> bool:
-        """Return whether `tend` has something to say soon."""
+        """Return True if live output was left out and `tend` must report it soon."""
         return self._live is not None and self._live.behind
 
     def write_ends(self) -> tuple[int, int]:
@@ -97,12 +97,12 @@ class RankLog:
         return self._streams["stdout"].write_fd, self._streams["stderr"].write_fd
 
     def close_write_ends(self) -> None:
-        """Close our copies once the rank has its own."""
+        """Close the supervisor's copies once the rank has its own."""
         for stream in self._streams.values():
             stream.close_write_end()
 
     def readers(self) -> list[tuple[int, Callable[[], bool]]]:
-        """Return descriptors to watch and what to call when they are readable (False: end of file)."""
+        """Return descriptors and their callbacks for readable data; a callback returns False at end of file."""
         return [(stream.read_fd, lambda s=stream: self._drain(s)) for stream in self._streams.values()]  # type: ignore[misc]  # mypy does not type a lambda's default
 
     def tail(self, lines: int = _TAIL_LINES, characters: int = _TAIL_LINE_CHARACTERS_MAX) -> str:
@@ -110,15 +110,15 @@ class RankLog:
         return self._tail.text(lines, characters)
 
     def tend(self) -> None:
-        """Tell watchers what was left out, once a flood is over."""
+        """Report left-out output to attached clients once a flood is over."""
         if self._live is not None and self._live.behind:
             self._live.tend(self._clock.boottime_ns())
 
     def close(self) -> None:
-        """Take what is in the pipes now and close everything."""
+        """Read the rest of the pipes and close everything."""
         for stream in self._streams.values():
             with contextlib.suppress(OSError):
-                for _ in range(_CLOSING_TURNS_MAX):  # a remaining writer may write faster than we read
+                for _ in range(_CLOSING_TURNS_MAX):  # A remaining writer may write faster than the supervisor reads.
                     if not self._drain(stream) or not stream.more:
                         break
             stream.file.end(self._tail.last(stream.name, min(KEPT_BYTES, stream.file.missing)), self._clock.wall_ns())
@@ -156,7 +156,7 @@ class RankLog:
 
 
 def hidden_tails(logs: Mapping[int, RankLog], first: Sequence[int]) -> dict[int, str]:
-    """Return the last output of a few ranks not shown live, `first` ones first, for a failed run."""
+    """Return the last output of a few ranks of a failed run that are not shown live, those in `first` first."""
     tails: dict[int, str] = {}
     for rank in dict.fromkeys([*first, *logs]):
         if rank in logs and not logs[rank].shown and len(tails) < _HIDDEN_RANKS_MAX:
@@ -166,23 +166,23 @@ def hidden_tails(logs: Mapping[int, RankLog], first: Sequence[int]) -> dict[int,
 
 
 def cut_output(logs: Sequence[RankLog], dropped_bytes: int | None) -> list[str]:
-    """Return the receipt's notes about output that was not shown, or not kept.
+    """Return the receipt's notes about output that was not shown or not stored.
 
-    `dropped_bytes` is what watchers missed because they did not read; None where a server shows it.
+    `dropped_bytes` counts output that attached clients missed because they did not read; None if a server shows it.
     """
     notes = []
     unshown = 0 if dropped_bytes is None else dropped_bytes + sum(log.unshown_bytes for log in logs)
     if unshown:
-        notes.append(f"{format_bytes(unshown)} of live output were not shown; what is kept is in logs/")
+        notes.append(f"{format_bytes(unshown)} of live output were not shown; logs/ has the stored output")
     for log in logs:
         if log.dropped_bytes:
             dropped = format_bytes(log.dropped_bytes)
-            notes.append(f"{dropped} of rank {log.rank}'s output were not kept; its log says where")
+            notes.append(f"{dropped} of rank {log.rank}'s output were not stored; its log marks the gaps")
     return notes
 
 
 class _Allowance:
-    """Storage quota that a rank has left, both streams together."""
+    """The remaining storage quota of a rank, for both streams together."""
 
     def __init__(self, now_ns: int) -> None:
         self.stored = 0
@@ -196,10 +196,10 @@ class _Allowance:
 
 
 class _File:
-    """One log file: made with the first byte, complete or with a line where bytes are missing."""
+    """One log file: made with the first byte; complete, or with lines that mark missing bytes."""
 
     def __init__(self, path: Path) -> None:
-        self.missing = 0  # since the last byte that was stored
+        self.missing = 0  # Missing bytes since the last stored byte.
         self._dropped = 0
         self._path = path
         self._fd = -1
@@ -210,7 +210,7 @@ class _File:
         return self._dropped + self.missing
 
     def store(self, data: bytes, allowed: int, clock: Clock) -> int:
-        """Append the part of a chunk that is allowed; return how much is in the file."""
+        """Append the allowed part of a chunk; return the number of stored bytes."""
         kept = 0
         if allowed and (not self.missing or self._mark(self.missing, clock.wall_ns())):
             kept = self._append(memoryview(data)[:allowed])
@@ -220,7 +220,7 @@ class _File:
         return kept
 
     def end(self, last: bytes, wall_ns: int) -> None:
-        """Complete the file with a line about missing output, then the last output of the stream."""
+        """Complete the file with a line about missing output and the last output of the stream."""
         if not self.missing:
             return
         missing = self.missing - len(last)
@@ -241,13 +241,13 @@ class _File:
         return True
 
     def _append(self, data: memoryview) -> int:
-        """Write to the file; return how much of it was taken."""
+        """Write to the file; return the number of written bytes."""
         written = 0
         try:
             if self._fd < 0:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
                 self._fd = os.open(self._path, flags, 0o600)
-            while written < len(data):  # less than asked for is what just fits on a disk
+            while written < len(data):  # A write may be short if only a part fits on the disk.
                 written += os.write(self._fd, data[written:])
         except OSError as error:
             self._why = error.strerror or type(error).__name__
@@ -264,7 +264,7 @@ class _Stream:
         self.file = _File(path)
 
     def expect_more(self) -> None:
-        """Read in larger pieces from a larger pipe; other pipes stay small, for a user's share is limited."""
+        """Enlarge the pipe and the reads; other pipes stay small because a user's pipe memory is limited."""
         self.read_bytes = _FLOOD_BYTES
         with contextlib.suppress(OSError):
             fcntl.fcntl(self.read_fd, fcntl.F_SETPIPE_SZ, _FLOOD_BYTES)
@@ -285,25 +285,25 @@ class Viewer(Protocol):
 
     @property
     def watching(self) -> bool:
-        """Return whether anybody does."""
+        """Return True while a client is attached."""
         ...
 
     def output(self, rank: int, stream: str, text: str, *, size: int, lost: bool) -> None:
-        """Take text; `size` in bytes, `lost`: it is not in the rank's file."""
+        """Accept text of `size` bytes; `lost` means that the rank's file lacks it."""
         ...
 
     def skipped(self, rank: int, stream: str, size: int, *, lost: bool) -> None:
-        """Take that so many bytes are missing here."""
+        """Accept a notice about missing bytes at this position."""
         ...
 
 
 class LiveOutput:
-    """The live view of one rank; `last` returns the last bytes of a stream, up to a number."""
+    """The live view of one rank; `last(stream, size)` returns the last bytes of a stream."""
 
     def __init__(
         self, rank: int, streams: Sequence[str], viewer: Viewer, last: Callable[[str, int], bytes], now_ns: int
     ) -> None:
-        self.skipped_bytes = 0  # what was left out so far
+        self.skipped_bytes = 0  # bytes left out so far
         self._rank = rank
         self._viewer = viewer
         self._last = last
@@ -314,7 +314,7 @@ class LiveOutput:
 
     @property
     def behind(self) -> bool:
-        """Return whether something was left out and not said yet."""
+        """Return True if left-out output has not been reported yet."""
         return any(view.size for view in self._views.values())
 
     def take(self, stream: str, data: bytes, kept: int, now_ns: int) -> None:
@@ -330,21 +330,21 @@ class LiveOutput:
             if b"\n" in before:
                 self._resume(stream, view, before, now_ns)
             else:
-                start = data.find(b"\n", 0, given) + 1  # from the beginning of a line
+                start = data.find(b"\n", 0, given) + 1  # Output resumes at the beginning of a line.
                 view.miss(start, min(kept, start))
                 self._own_up(stream, view)
         self._show(stream, view, data[start:given], lost=kept < given)
         view.miss(len(data) - given, max(0, kept - given))
 
     def tend(self, now_ns: int, *, closing: bool = False) -> None:
-        """Report what was left out if the flood is over or the stream is `closing`, and show how it ended."""
+        """Report left-out output once the flood is over or on `closing`, followed by its last lines."""
         for stream, view in self._views.items():
             if not view.size or not (closing or self._bucket.is_open(now_ns)):
                 continue
             self._resume(stream, view, self._last(stream, _LAST_LINES_BYTES), now_ns)
 
     def _resume(self, stream: str, view: _View, last: bytes, now_ns: int) -> None:
-        """Say what was left out, and show the last lines of it."""
+        """Report left-out output, and show its last lines."""
         lost = view.lost > 0
         end = last[-min(view.size, _LAST_LINES_BYTES) :]
         end = end[end.find(b"\n") + 1 :] if len(end) < view.size else end
@@ -354,7 +354,7 @@ class LiveOutput:
         self._show(stream, view, end, lost=lost)
 
     def _given(self, data: bytes, now_ns: int) -> int:
-        """Return how much of a chunk may be shown now; a flood's is not even looked at."""
+        """Return how many bytes of a chunk may be shown now; a flood is not even inspected."""
         if not self._bucket.is_open(now_ns):
             return 0
         cost = len(data) + _LINE_COST_BYTES * data.count(b"\n")
@@ -376,7 +376,7 @@ class LiveOutput:
 
 
 class _View:
-    """One stream's view: its decoder, and what was left out since it last was said."""
+    """One stream's view: its decoder, and the unreported left-out bytes."""
 
     def __init__(self) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -391,7 +391,7 @@ class _View:
             self.decoder.reset()
 
     def found(self, size: int) -> None:
-        """Count so many of the bytes left out as shown after all."""
+        """Count some of the left-out bytes as shown."""
         self.lost = max(0, self.lost - size)
         self.size -= size
         self.lost = min(self.lost, self.size)
@@ -402,12 +402,12 @@ class _View:
 
 
 class OutputTail:
-    """The last bytes a rank wrote, kept as they came and decoded on demand.
+    """The last bytes that a rank wrote, kept in order of arrival and decoded on demand.
 
         stdout  [chunk 1]      [chunk 4][chunk 5]     each stream has its own bound, so that a flood on one does not
-        stderr        [chunk 2][chunk 3]              push the other's last words out; numbers: order of arrival
+        stderr        [chunk 2][chunk 3]              remove the end of the other; numbers: order of arrival
 
-    Chunks are kept by reference: keeping them costs no copy, and memory is bounded by bytes and by pieces.
+    Chunks are kept by reference, which costs no copy. Memory is limited by the number of bytes and of pieces.
     """
 
     def __init__(self, streams: Sequence[str]) -> None:
@@ -415,7 +415,7 @@ class OutputTail:
         self._number = 0
 
     def add(self, stream: str, data: bytes) -> None:
-        """Take what a stream wrote."""
+        """Add output of a stream."""
         pieces = self._pieces[stream]
         if pieces.newest == self._number and len(data) < _SMALL_BYTES:
             pieces.grow(data)
@@ -424,13 +424,13 @@ class OutputTail:
         pieces.add(self._number, data)
 
     def last(self, stream: str, size: int) -> bytes:
-        """Return the last bytes of one stream, fewer where fewer are kept."""
+        """Return the last bytes of one stream, fewer if fewer are kept."""
         return b"".join(data for _, data in self._pieces[stream].kept)[-size:] if size > 0 else b""
 
     def text(self, lines: int, characters: int) -> str:
-        """Return the last lines of all streams in order of completion, then unfinished ones.
+        """Return the last lines of all streams in order of completion, then unfinished lines.
 
-        One unfinished line per stream comes on top of `lines`; a longer line is cut to its last `characters`.
+        One unfinished line per stream is added to the `lines`. A longer line is cut to its last `characters`.
         """
         whole: deque[str] = deque(maxlen=lines)
         unfinished = dict.fromkeys(self._pieces, "")
@@ -440,12 +440,12 @@ class OutputTail:
             *ended, unfinished[stream] = (unfinished[stream] + decoders[stream].decode(data)).split("\n")
             whole.extend(ended[-lines:])
         found = [*whole, *(line for line in unfinished.values() if line)]
-        # What is left to see of a line that was rewritten with carriage returns, as progress bars do.
+        # Carriage returns rewrite a line, as in progress bars; only its last state remains visible.
         return "\n".join(line.rstrip("\r").rpartition("\r")[2][-characters:] for line in found)
 
 
 class _Pieces:
-    """One stream's chunks, oldest first, each with its place in the order of arrival."""
+    """One stream's chunks, oldest first, each with its number in the order of arrival."""
 
     def __init__(self) -> None:
         self.kept: deque[tuple[int, bytes]] = deque()
@@ -453,7 +453,7 @@ class _Pieces:
 
     @property
     def newest(self) -> int:
-        """Return the number of a last piece that may grow, or -1."""
+        """Return the number of the last piece if it may grow, or -1."""
         return self.kept[-1][0] if self.kept and len(self.kept[-1][1]) < _SMALL_BYTES else -1
 
     def grow(self, data: bytes) -> None:
@@ -464,6 +464,6 @@ class _Pieces:
     def add(self, number: int, data: bytes) -> None:
         self.kept.append((number, data))
         self._size += len(data)
-        # The last one stays, whatever its size; its reader bounds that.
+        # The last piece always stays; its reader limits its size.
         while len(self.kept) > 1 and (len(self.kept) > _PIECES_MAX or self._size - len(self.kept[0][1]) >= KEPT_BYTES):
             self._size -= len(self.kept.popleft()[1])

@@ -1,6 +1,6 @@
-"""Runs the ranks of a stem: starts and stops them, turns their messages into lifecycle events.
+"""Starts and stops the ranks of one node and turns their messages into lifecycle events.
 
-It holds descriptors and sends messages; `model/lifecycle/attempt_lifecycle.py` decides.
+This module only holds descriptors and sends messages. `model/lifecycle/attempt_lifecycle.py` makes the decisions.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from serverless_gpu.node.supervisor.ray_cluster import AttemptCluster
 from serverless_gpu.units import format_bytes
 
 RESULT_BYTES_MAX = 16 << 30
-_HOLDS_AT_ONCE = 200  # a packet carries 253 descriptors at most
+_HOLDS_AT_ONCE = 200  # Linux accepts at most 253 descriptors per message (SCM_MAX_FD).
 _SENTENCE_CHARACTERS_MAX = 1_000
 _SENTENCES_MAX = 50
 _DETAIL_CHARACTERS_MAX = 10_000
@@ -74,7 +74,7 @@ _OF_A_CLUSTER = frozenset({Reason.ENGINE_HEAD_LOST, Reason.START_FAILED})
 class LocalGang:
     """All ranks of one attempt on this node.
 
-    `context` replaces the caller's where it differs.
+    `context` replaces the caller's context if paths differ in the restored environment.
     """
 
     def __init__(
@@ -95,35 +95,35 @@ class LocalGang:
         self.environment = RankEnvironment(launch, self.context, checkpoints)
         self._stop_file = Path(launch.directory) / STOP_FILE
         self._failed: set[int] = set()
-        self._alone: set[int] = set()  # those that trained and never met another rank
+        self._alone: set[int] = set()  # ranks that trained without communicating with another rank
         self.logs: dict[int, RankLog] = {}
         self.pids: dict[int, int] = {}
-        self.devices: tuple[Device, ...] = ()  # by rank, once they are started
-        self.stacks: dict[int, int] = {}  # the descriptor in each rank that it writes its stacks to
-        self.on_said: Callable[[str], None] = lambda sentence: None  # a rank's own sentence for watchers
+        self.devices: tuple[Device, ...] = ()  # By LOCAL_RANK; set when the ranks start.
+        self.stacks: dict[int, int] = {}  # Per rank, the number of its descriptor for stack dumps.
+        self.on_said: Callable[[str], None] = lambda sentence: None  # Called with messages of ranks.
         self._sentences_left = _SENTENCES_MAX
-        self._cluster: AttemptCluster | None = None  # of Ray's
+        self._cluster: AttemptCluster | None = None  # this node's part of the run's Ray cluster
         self.stem_pid = 0
         self.stem_pidfd = -1
         self.memory: MemoryWatch | None = None
         self._cgroups: tuple[Path, ...] = ()
-        self._cgroup: Path | None = None  # the one by which all can be ended
-        self.proven = False  # the kernel has said that no process of the attempt is left
+        self._cgroup: Path | None = None  # The cgroup whose cgroup.kill file ends all processes of the attempt.
+        self.proven = False  # True once it is certain that no process of the attempt exists.
 
     @property
     def cgroup(self) -> Path | None:
-        """Return the directory of the cgroup by which all can be ended, or None."""
+        """Return the cgroup directory through which all processes can be killed, or None."""
         return self._cgroup
 
     @property
     def standby(self) -> bool:
-        """Return whether the stem has said that it is ready."""
+        """Return True once the stem has reported that it is ready."""
         return self.stem_pidfd >= 0
 
     def hear(self) -> list[Event] | None:
-        """Return the meaning of one message from the stem or a rank; None when all have hung up.
+        """Read one message of the stem or a rank and return its events, or None at end of file.
 
-        Raises OSError when the message cannot be read, ValueError when it makes no sense.
+        Raises OSError if the message cannot be read, and ValueError if it is not valid.
         """
         received = self.channel.receive()
         if received is None:
@@ -131,7 +131,7 @@ class LocalGang:
         close_all(received[1])
         try:
             return list(self._events(inside.decode(received[0])))
-        except (TypeError, OverflowError) as error:  # what should be a number is a list, or has a thousand digits
+        except (TypeError, OverflowError) as error:  # A field has the wrong type, or a number is out of range.
             raise ValueError(str(error)) from None
 
     def _events(self, message: inside.Message) -> Iterator[Event]:
@@ -168,9 +168,10 @@ class LocalGang:
                 self.proven = True
 
     def start(self, devices: Sequence[Device], network: Network, holds: tuple[int, ...], viewer: Viewer) -> None:
-        """Fork all ranks, on one device each in LOCAL_RANK order; the stem keeps `holds` until it ends.
+        """Fork all ranks, one per device in LOCAL_RANK order.
 
-        Raises NoDirectory (none for the files of Ray) or OSError (the stem is gone, or no descriptors are left).
+        The stem keeps the descriptors in `holds` open until it exits. Raises NoDirectory without a directory for Ray's
+        files. Raises OSError if the stem has exited or no descriptor is free.
         """
         spec, directory = self.launch.spec, Path(self.launch.directory)
         self.devices = tuple(devices)
@@ -193,31 +194,31 @@ class LocalGang:
             self._pass_on(self._cluster.note, note=True)
 
     def release(self) -> None:
-        """Let the ranks, which have all returned, exit."""
+        """Let the ranks exit after all of them have returned."""
         with contextlib.suppress(OSError):
             self._say({"op": "release"})
 
     def terminate(self, why: str) -> None:
-        """Ask every rank to end; one that returns after that, having saved, need not wait for the others.
+        """Send SIGTERM to every rank; a rank that returns then exits without waiting for the others.
 
-        Ranks read `why` from a file that is written before the signal: commands read it, too, and no variable can be
-        set in a running process.
+        The reason `why` goes into a file before the signal. Commands can read the file, and a running process cannot
+        receive a new environment variable.
         """
         try:
             write_text(self._stop_file, f"{why}\n")
         except OSError as error:
-            self.account.notes.append(f"ranks could not be told why they were to stop: {error.strerror}")
+            self.account.notes.append(f"could not write the stop reason for the ranks: {error.strerror}")
         self.release()
         self.signal(signal.SIGTERM, self.numbers)
 
     def signal(self, number: int, ranks: Collection[int]) -> None:
-        """Have a signal sent to those of some ranks that have not ended."""
+        """Ask the stem to send a signal to those of `ranks` that are still running."""
         with contextlib.suppress(OSError):
             if ranks:
                 self._say({"op": "signal", "signal": int(number), "ranks": list(ranks)})
 
     def kill(self) -> None:
-        """End everything below the stem, and the stem."""
+        """Kill the stem and every process below it."""
         if self._cgroup is not None:
             kill_cgroup(self._cgroup)
             return
@@ -225,7 +226,7 @@ class LocalGang:
             self._say({"op": "kill"})
 
     def empty(self) -> bool:
-        """Return whether the wait is over; `proven` says whether surely no process is left."""
+        """Return True when the wait is over; `proven` is True if certainly no process remains."""
         if not self.standby:
             self.proven = True
         elif self._cgroup is not None:
@@ -233,7 +234,8 @@ class LocalGang:
         else:
             poll = select.poll()
             poll.register(self.stem_pidfd, select.POLLIN)
-            if poll.poll(0):  # an escaped process may hold the socket open: the last messages, without waiting
+            # An escaped process may hold the socket open, so the last messages are read without blocking.
+            if poll.poll(0):
                 self.channel.sock.setblocking(False)
                 with contextlib.suppress(OSError, ValueError):
                     while self.hear() is not None:
@@ -242,30 +244,30 @@ class LocalGang:
         return self.proven
 
     def left(self) -> tuple[ProcessIdentity, ...]:
-        """Return processes of the attempt that are still there."""
+        """Return the processes of the attempt that still exist."""
         return left_in(self._cgroup, [*self.pids.values(), *descendants(self.stem_pid)] if self.stem_pid else [])
 
     def processes(self) -> set[int]:
-        """Return the pids of the attempt's processes on this node, as far as they are known."""
+        """Return the known pids of the attempt's processes on this node."""
         known = {*self.pids.values(), *(descendants(self.stem_pid) if self.stem_pid else ())}
         return known if self._cgroup is None else known.union(cgroup_pids(self._cgroup))
 
     @property
     def behind(self) -> bool:
-        """Return whether `tend` has something to say soon."""
+        """Return True if a log has left out live output and `tend` must report it soon."""
         return any(log.behind for log in self.logs.values())
 
     def tend(self) -> None:
-        """Do for the logs what no descriptor announces."""
+        """Report left-out output of all logs; no descriptor signals when this is due."""
         for log in self.logs.values():
             log.tend()
 
     def out_of_memory(self) -> bool:
-        """Return whether the kernel ended a process of this attempt for memory."""
+        """Return True if the kernel killed a process of this attempt because memory ran out."""
         return self.memory is not None and self.memory.out_of_memory()
 
     def close(self) -> None:
-        """Take the last output, and close everything."""
+        """Read the last output, add the final notes to the receipt and close all descriptors."""
         for log in self.logs.values():
             log.close()
         if self.memory is not None:
@@ -276,8 +278,8 @@ class LocalGang:
         if self._alone.issuperset(self.numbers):
             count = place_of(self.launch, 0).world_size
             self.account.notes.append(
-                f"its {count} ranks trained, and none has met another one (no process group, Ray or MPI): {count} "
-                f"models. Where that is meant, {ALONE_NOTE_SWITCH}=0 leaves this out"
+                f"its {count} ranks trained without communicating (no process group, Ray or MPI), so they made "
+                f"{count} separate models. If you intend this, set {ALONE_NOTE_SWITCH}=0 to omit this note"
             )
         if self._cluster is not None:
             note = self._cluster.close()
@@ -288,7 +290,9 @@ class LocalGang:
 
     def _meet_stem(self, message: inside.Message) -> None:
         if message.get("version") != inside.VERSION:
-            raise ValueError(f"the stem speaks version {message.get('version')}, this supervisor {inside.VERSION}")
+            raise ValueError(
+                f"the stem uses protocol version {message.get('version')}, this supervisor uses {inside.VERSION}"
+            )
         self.stem_pid = inside.integer(message, "pid")
         self.stem_pidfd = os.pidfd_open(self.stem_pid)
         self._cgroups = tuple(Path(path) for path in inside.strings(message, "cgroups"))
@@ -296,7 +300,7 @@ class LocalGang:
         self.account.mark("stem")
 
     def _pass_on(self, text: str, *, note: bool) -> None:
-        """Send a rank's sentence about the run to watchers; with a note the receipt has it, too."""
+        """Send a rank's message to attached clients; with `note`, also add it to the receipt."""
         if self._sentences_left > 0:
             self._sentences_left -= 1
             sentence = "".join(c if c.isprintable() else " " for c in text[:_SENTENCE_CHARACTERS_MAX]).strip()
@@ -304,16 +308,16 @@ class LocalGang:
             self.account.notes += [sentence] if note else []
 
     def _go_message(self) -> inside.Message:
-        """Return the message that has the stem fork all ranks."""
+        """Return the message that makes the stem fork all ranks."""
         launch, context = self.launch, self.context
         argv: list[str] | None = None
         if self._command is not None:
             program, *arguments = self._command.argv
-            if program == original(launch.context.python):  # where an environment was restored, it is that one's
+            if program == original(launch.context.python):  # A restored environment has its own interpreter.
                 program = original(context.python)
             argv = [program, *arguments]
         share = share_of_cores(len(os.sched_getaffinity(0)), launch.world_size, launch.of_type)
-        # A driver of Ray mostly waits; its own computation may use what the run has.
+        # A Ray driver mostly waits, so its own computation may use all cores of the run.
         threads = threads_per_rank(launch.spec.resources.cpus or share, 1 if launch.spec.ray else launch.world_size)
         return {
             "op": "go",
@@ -346,14 +350,14 @@ class LocalGang:
         return RankExited(rank=rank, signal=number, out_of_memory=killed_for_memory, detail=detail)
 
     def _rank(self, message: inside.Message) -> int:
-        """Return which of the run's ranks a message is about, or raise ValueError."""
+        """Return the rank that a message names; raise ValueError if this node does not run it."""
         rank = inside.integer(message, "rank")
         if rank not in self.numbers:
-            raise ValueError(f"there is no rank {rank}")
+            raise ValueError(f"this node has no rank {rank}")
         return rank
 
     def _store(self, message: inside.Message) -> None:
-        """Write what a rank raised and could not write itself, for the disk is full; never looked into."""
+        """Store a failure that a rank could not write to a full disk, without interpreting its content."""
         rank, unstored = self._rank(message), message.get("unstored")
         for ending, text in unstored.items() if isinstance(unstored, dict) else ():
             if ending in inside.UNSTORED and isinstance(text, str):
@@ -362,20 +366,21 @@ class LocalGang:
                     write_bytes(path, base64.b64decode(text), Path(self.launch.directory))
 
     def _explained(self, failure: Failure) -> Failure:
-        """Return a rank's failure as what is known on this side makes of it."""
-        if failure.reason is Reason.START_FAILED and self.stacks:  # user code has begun, whatever the rank says
+        """Return a rank's failure, corrected by facts that only the supervisor knows."""
+        # User code has begun, so a failed start is not possible any more.
+        if failure.reason is Reason.START_FAILED and self.stacks:
             failure = msgspec.structs.replace(failure, reason=Reason.ENGINE_HEAD_LOST)
         if failure.reason in _OF_A_CLUSTER and self.out_of_memory():
             return msgspec.structs.replace(failure, reason=Reason.HOST_OOM, detail=self.memory_text())
         return failure
 
     def memory_text(self) -> str:
-        """Return what is known about an end for memory, to follow "was" or "were"."""
+        """Describe an end for lack of memory; the text follows "was" or "were"."""
         limit = self.launch.spec.resources.memory_bytes
         peak = self.memory.peak_bytes() if self.memory is not None else None
         parts = [f"limit {format_bytes(limit)}"] if limit is not None else []
         parts += [f"peak {format_bytes(peak)}"] if peak is not None else []
-        return f"ended by the kernel because host memory ran out{' (' + ', '.join(parts) + ')' if parts else ''}"
+        return f"killed by the kernel because host memory ran out{' (' + ', '.join(parts) + ')' if parts else ''}"
 
     def _say(self, message: inside.Message, fds: tuple[int, ...] = ()) -> None:
         self.channel.send(inside.encode(message), fds)

@@ -1,17 +1,17 @@
-"""Reacts at once to failing GPUs of this node, as the kernel's log reports them.
+"""Reacts to failing GPUs of this node as soon as the kernel log reports them.
 
-    kernel_log ─▶ model/xid ─▶ Fault ─┬─ ends the attempt that has the GPU     AttemptFaults, in its supervisor
-                                      ├─ quarantine, kept over a restart of ours, not lifted before the next boot
-                                      └─ a hit in `<uuid>.xids` beside the GPU's lock, where it is the user's own
-                                         code: principals are counted, on the whole machine
-    NodeFaults, in agent and uplink, reads the whole log: an unused GPU that fails is not lent either.
+    kernel_log ─▶ model/xid ─▶ Fault ─┬─ ends the attempt that uses the GPU (AttemptFaults, in its supervisor)
+                                      ├─ quarantines the GPU, also across restarts of our processes, until it reboots
+                                      └─ counts a hit in `<uuid>.xids` beside the GPU's lock if user code caused it;
+                                         hits are counted per principal, for the whole machine
 
-Both may see the same line; the second finds the note written and leaves it. A note that was lifted after the line was
-written (a GPU that was reset) stays lifted.
+`NodeFaults` runs in the agent and the uplink and reads the whole log, so it also quarantines unused GPUs. Both classes
+may read the same line. The second one finds the quarantine note and leaves it unchanged. A note that was lifted after
+the line was written, for example after a GPU reset, stays lifted.
 
-Failure cases: the log cannot be read (nothing is known: `problem`, reported by the doctor); the lock directory cannot
-be written (the attempt ends all the same, and the next look at the GPU refuses it, if it does not answer); a file of
-hits that is not written by us counts as nothing.
+Failure cases: If the log cannot be read, no fault is known and the doctor reports `problem`. If the lock directory
+cannot be written, the attempt still ends, and the next check refuses a GPU that does not answer. An invalid file of
+hits counts as empty.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _USERS_OWN = frozenset(
     {Reason.RANK_RAISED, Reason.RANK_SIGNAL, Reason.NO_RESULT, Reason.COMMAND_FAILED, Reason.GPU_OOM}
 )
 _HITS_MAX = 16
-_PRINCIPAL_MAX = 100  # so many of so long names fit into what is read of a note
+_PRINCIPAL_MAX = 100  # Sixteen hits with names of this length fit into the part of a note that readers read.
 
 
 class AttemptFaults:
-    """The driver's reports about the GPUs of one attempt; adds to `notes` of the receipt."""
+    """Reads driver reports about the GPUs of one attempt and adds them to the receipt's `notes`."""
 
     def __init__(self, launch: Launch, home: Home, clock: Clock, notes: list[str]) -> None:
         self.hint = ""  # probable cause of a failure of user code, or ""
@@ -65,22 +65,22 @@ class AttemptFaults:
 
     @property
     def fd(self) -> int | None:
-        """Return a descriptor that says when there is more to hear."""
+        """Return a descriptor that becomes readable when the log has new lines."""
         return None if self._log is None else self._log.fd
 
     @property
     def pause_s(self) -> float:
-        """Return how long to wait at most before it is asked again, in seconds."""
+        """Return the longest time between two reads of the log, in seconds."""
         return AGAIN_S if self._kind is DeviceKind.FAKE else math.inf
 
     def hear(self, attempt: Attempt, devices: Sequence[Device]) -> list[GpuFailed]:
-        """Read and act on new reports about the attempt's devices; return the event that ends it, if any."""
+        """Read new reports about the attempt's devices; return the events that end the attempt."""
         if self._log is None:
             return []
         events: list[GpuFailed] = []
         for line, fault in faults_of(self._log.lines(), devices, self._home):
             if (fault.uuid, fault.number) in self._told:
-                continue  # the driver likes to say it again
+                continue  # The driver repeats its reports.
             self._told[fault.uuid, fault.number] = fault
             if fault.kind is XidKind.USER:
                 self._hit(attempt, fault)
@@ -92,17 +92,17 @@ class AttemptFaults:
         return events
 
     def verdicts(self, devices: Iterable[Device]) -> dict[str, Verdict]:
-        """Return the devices that need no look to be known as not fit to be lent."""
+        """Return verdicts for the devices that are known to be broken without another check."""
         broken = {fault.uuid: fault for fault in self._told.values() if fault.kind in QUARANTINES}
         return {device.uuid: Verdict(False, broken[device.uuid].what) for device in devices if device.uuid in broken}
 
     def close(self) -> None:
-        """Listen no more."""
+        """Close the kernel log."""
         if self._log is not None:
             self._log.close()
 
     def _hit(self, attempt: Attempt, fault: Fault) -> None:
-        """Note that user code failed on a GPU, unless ranks are already being ended for another reason."""
+        """Record that user code failed on a GPU, unless the attempt is already stopping for another reason."""
         if attempt.state is not State.RUNNING and attempt.reason not in _USERS_OWN:
             return
         self.hint = self.hint or f"{fault.sentence}: {xid.HINT}"
@@ -115,7 +115,7 @@ class AttemptFaults:
 
 
 class NodeFaults:
-    """The driver's reports about any GPU of this node, since its boot."""
+    """Reads driver reports about all GPUs of this node since its boot."""
 
     def __init__(self, home: Home, clock: Clock) -> None:
         self._home = home
@@ -124,7 +124,7 @@ class NodeFaults:
         self._known: dict[str, Device] = {}
 
     def look(self, devices: Iterable[Device]) -> None:
-        """Quarantine GPUs that failed; one that fell off the bus is known from an earlier look."""
+        """Quarantine GPUs that failed, including known ones that fell off the bus."""
         self._known |= {device.uuid: device for device in devices if device.kind is not DeviceKind.CPU}
         for kind in {device.kind for device in self._known.values()}:
             if kind not in self._logs:
@@ -134,7 +134,7 @@ class NodeFaults:
                 quarantine(kind, self._home, fault, line, self._clock)
 
     def findings(self) -> tuple[str, ...]:
-        """Return what a person should know of the GPUs, a sentence each."""
+        """Return the findings about GPUs for the operator, one message each."""
         found: list[str] = []
         for kind in {device.kind for device in self._known.values()}:
             with contextlib.suppress(StorageError):
@@ -143,9 +143,9 @@ class NodeFaults:
 
 
 def suspects(directory: Path, uuids: Iterable[str], now_ns: int) -> list[str]:
-    """Return a sentence for each GPU that may be broken though only user code failed on it.
+    """Return a message for each GPU that may be broken although only user code failed on it.
 
-    `now_ns` is since 1970. Raises StorageError when the lock directory cannot be used.
+    `now_ns` is the time since 1970. Raises StorageError if the lock directory cannot be used.
     """
     hits = read_hits(directory, uuids)
     said = {uuid: xid.suspicion(of_one, now_ns) for uuid, of_one in hits.items()}
@@ -155,7 +155,7 @@ def suspects(directory: Path, uuids: Iterable[str], now_ns: int) -> list[str]:
 def faults_of(
     lines: Iterable[KernelLogLine], devices: Sequence[Device], home: Home
 ) -> Iterable[tuple[KernelLogLine, Fault]]:
-    """Yield the Xids of these devices, as this node takes them."""
+    """Yield the Xids of these devices, classified by this node's configuration."""
     by_address = {device.pci: device.uuid for device in devices if device.pci}
     own: Mapping[int, XidKind] | None = None
     for line in lines:
@@ -164,13 +164,13 @@ def faults_of(
             continue
         if own is None:
             own = {}
-            with contextlib.suppress(InvalidValue):  # a request for devices reports what is wrong with it
+            with contextlib.suppress(InvalidValue):  # A request for devices reports an invalid configuration.
                 own = read_configuration(home).xids
         yield line, xid.fault(said, by_address[said.pci], own)
 
 
 def quarantine(kind: DeviceKind, home: Home, fault: Fault, line: KernelLogLine, clock: Clock) -> None:
-    """Keep a GPU that failed from being lent, unless it was noted, or lifted, after the line was written."""
+    """Quarantine a GPU that failed, unless its note was written or lifted after the log line."""
     if fault.kind not in QUARANTINES:
         return
     with contextlib.suppress(StorageError):
@@ -180,7 +180,7 @@ def quarantine(kind: DeviceKind, home: Home, fault: Fault, line: KernelLogLine, 
 
 
 def note_hit(directory: Path, uuid: str, hit: UserFault) -> None:
-    """Note that a principal's own code failed on a GPU, keeping each one's last; raises StorageError."""
+    """Record that a principal's code failed on a GPU, one hit per principal; raises StorageError."""
     own = msgspec.structs.replace(hit, principal=_plain(hit.principal))
     with opened_directory(directory) as opened_at, opened(opened_at, f"{uuid}.xids") as fd:
         others = [other for other in _read(fd) if other.principal != own.principal]
@@ -190,7 +190,7 @@ def note_hit(directory: Path, uuid: str, hit: UserFault) -> None:
 
 
 def read_hits(directory: Path, uuids: Iterable[str]) -> dict[str, tuple[UserFault, ...]]:
-    """Return whose own code failed on GPUs lately, by uuid; raises StorageError."""
+    """Return recent failures of user code by GPU uuid; raises StorageError."""
     found: dict[str, tuple[UserFault, ...]] = {}
     with opened_directory(directory) as opened_at:
         for uuid in uuids:

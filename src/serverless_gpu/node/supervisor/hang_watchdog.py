@@ -1,37 +1,39 @@
 """Watchdogs of one attempt on one node: hang detection, idle devices, failing GPUs.
 
     output, events ──heard──▶ Watchdogs ─▶ HangWatchdog or GangHangReporter, IdleWatchdog
-    the loop ────────look───▶    │
-    kernel's log ────────────────┴──faults──▶ AttemptFaults ─▶ GpuFailed, at once
+    event loop ──────look───▶    │
+    kernel log ──────────────────┴──faults──▶ AttemptFaults ─▶ GpuFailed, at once
 
-`HangWatchdog` asks `model/hangs/hang_detection.py` what to do, and does it:
+`HangWatchdog` follows the decisions of `model/hangs/hang_detection.py`:
 
-    output, events ──heard──▶ HangWatchdog ──tell──▶ watchers, receipt, hang-<n>.txt
-    the loop ────────look───▶     │ └──────────────▶ HangConfirmed, where `hang_timeout` was asked for
+    output, events ──heard──▶ HangWatchdog ──tell──▶ attached clients, receipt, hang-<n>.txt
+    event loop ──────look───▶     │ └──────────────▶ HangConfirmed, if the run has a `hang_timeout`
                                   └── an inspection of the ranks (`rank_inspection.py`), polled until it is complete
 
-For a gang on several nodes, each crew reports its ranks and the server judges:
+For a gang on several nodes, the supervisor of each node reports its ranks and the server judges:
 
-    output, events ──heard──▶ GangHangReporter ──silent since──▶ server ◀── the other crews
-    the loop ────────look───▶    │  ▲  └────what it saw────────▶   │
-                                 │  └───────look at them───────────┤
-    hang-<node>-<n>.txt, ◀───────┴───────who waits for whom────────┘
+    output, events ──heard──▶ GangHangReporter ──silent since──▶ server ◀── supervisors of the other nodes
+    event loop ──────look───▶    │  ▲  └─────observation───────▶   │
+                                 │  └──────inspection request──────┤
+    hang-<node>-<n>.txt, ◀───────┴──────waiting ranks──────────────┘
     HangConfirmed
 
-A crew alone cannot tell a hang from ranks that rightly wait for those on another node. So it reports only how long its
-ranks were silent; once all nodes are silent, the server asks each to inspect its ranks, over the same time.
+One supervisor alone cannot tell a hang from ranks that correctly wait for ranks on another node. It reports only how
+long its ranks were silent. Once all nodes are silent, the server asks every supervisor to inspect its ranks during the
+same period.
 
-`IdleWatchdog` asks `model/hangs/idleness.py`:
+`IdleWatchdog` follows the decisions of `model/hangs/idleness.py`:
 
-    telemetry ───────seen──▶ IdleWatchdog ──tell──▶ watchers        at four fifths of the limit
-    output, events ─heard──▶     └───────────────▶ StopRequested    at the limit: ranks may save first, as at any stop
-    a client attaches heard──┘
+    telemetry ───────seen──▶ IdleWatchdog ──tell──▶ attached clients    at four fifths of the limit
+    output, events ─heard──▶     └───────────────▶ StopRequested        at the limit: ranks may save first, as always
+    new client ─────heard──▶
 
-None blocks: an inspection takes several turns of the loop, and output goes on meanwhile. Failure cases: a full disk
-loses the file, not the sentence; a sign of progress during an inspection makes it void; the server does not answer (no
-judgement); no limit or no telemetry (nothing is stopped: unobserved devices do not count as idle). The node that is
-judged first ends its ranks, and those of another one fail for it before that one's own judgement arrives: the
-inspection is written all the same.
+No watchdog blocks: an inspection takes several turns of the event loop, and output continues meanwhile.
+
+Failure cases: A full disk loses the file of stacks, but not the message. A sign of progress makes a running inspection
+void. Without an answer from the server there is no judgement. Without a limit or telemetry nothing is stopped, because
+unobserved devices do not count as idle. The first node that receives a judgement ends its ranks, which makes ranks on
+the other nodes fail before their judgement arrives. Those nodes still write their inspection.
 """
 
 from __future__ import annotations
@@ -72,48 +74,49 @@ from serverless_gpu.node.supervisor.rank_inspection import POLL_NS, RankInspecto
 from serverless_gpu.node.supervisor.rendezvous import Peers
 from serverless_gpu.units import format_duration_ms
 
-_LAST_WORDS_NS = 10_000_000_000  # who fails so soon after a sign of progress has not got on: that was its traceback
+_LAST_WORDS_NS = 10_000_000_000  # A rank that fails this soon after a sign of progress only printed its traceback.
 _UNEXPLAINED = Hang(waiting=(), elsewhere=())
 
 
 class Watchdogs:
-    """Watchdogs of one attempt; they add to `notes` of the receipt."""
+    """All watchdogs of one attempt; they add to the receipt's `notes`."""
 
     def __init__(self, launch: Launch, home: Home, clock: Clock, say: Callable[[str], None], notes: list[str]) -> None:
         directory = Path(launch.directory)
         self.hangs: HangWatchdog | GangHangReporter = HangWatchdog(directory, clock, say, notes)
-        if len(launch.all_crews) > 1:  # a rank may rightly wait for one on another node, which this node does not see
+        # A rank may correctly wait for a rank on another node, which this node cannot observe.
+        if len(launch.all_crews) > 1:
             self.hangs = GangHangReporter(directory, launch.crews[launch.crew], clock, say, notes)
         self.idleness = IdleWatchdog(launch.spec, clock, say, notes)
         self.gpus = AttemptFaults(launch, home, clock, notes)
 
     @property
     def said(self) -> str:
-        """Return what stands of what was said, or ""."""
+        """Return the warning that is still in force, or ""."""
         return self.hangs.said or self.idleness.said
 
     def judged_by(self, peers: Peers) -> None:
-        """Send observations to the other crews, and act on their judgement; does nothing on one node."""
+        """Send observations to the other nodes' supervisors and follow their judgement; no-op on one node."""
         if isinstance(self.hangs, GangHangReporter):
             self.hangs.tell_server = self.idleness.tell_server = peers.tell
             peers.judge = self._judged
 
     def heard(self, event: Event | None = None) -> None:
-        """Record progress or use of the run: an event, or output where that is None."""
+        """Record a sign of progress: an event, or output if `event` is None."""
         self.hangs.heard(event)
         self.idleness.heard()
 
     def faults(self, attempt: Attempt, devices: Sequence[Device]) -> list[GpuFailed]:
-        """Return which of its devices failed since the last look."""
+        """Return the attempt's devices that failed since the last call."""
         return self.gpus.hear(attempt, devices)
 
     def look(self, attempt: Attempt, gang: LocalGang | None) -> list[Event]:
-        """Do what is due now; return what ends the run."""
+        """Do the work that is due; return the events that end the run."""
         found: tuple[Event | None, ...] = (self.hangs.look(attempt, gang), self.idleness.look(attempt))
         return [event for event in found if event is not None]
 
     def ended(self) -> Hang | None:
-        """Return who waited for whom, now that the run has ended."""
+        """Return the ranks that waited for others when the run ended, or None."""
         if isinstance(self.hangs, GangHangReporter):
             self.hangs.ended()
         return self.hangs.hang
@@ -129,12 +132,12 @@ class Watchdogs:
 
 
 class _HangDetector:
-    """Shares the parts of both ways of hang detection; writes files with stacks to `directory`, and adds to `notes`."""
+    """Base of both hang detectors; writes stack files to `directory` and adds to `notes`."""
 
     def __init__(self, directory: Path, clock: Clock, tell: Callable[[str], None], notes: list[str]) -> None:
-        self.said = ""  # the last sentence for watchers, "" once the ranks make progress again
-        self.hang: Hang | None = None  # the ranks that wait, and for which
-        self.wake_ns: int | None = None  # when it is next worth a look, or None
+        self.said = ""  # The last message to attached clients; "" after progress.
+        self.hang: Hang | None = None  # The waiting ranks and the ranks that they wait for.
+        self.wake_ns: int | None = None  # Time of the next useful `look`, or None.
         self._directory = directory
         self._clock = clock
         self._tell = tell
@@ -145,7 +148,7 @@ class _HangDetector:
         self._early_said = False
 
     def _write_file(self, path: Path, text: str) -> str:
-        """Write a file with stacks; return why that failed, or ""."""
+        """Write a file of stacks; return the error message, or ""."""
         try:
             path.write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
@@ -158,7 +161,7 @@ class _HangDetector:
             self._inspector = None
 
     def _returned_early(self, attempt: Attempt, now_ns: int) -> bool:
-        """Return, once, whether some ranks returned long before the others (F05)."""
+        """Return True, once, if some ranks returned long before the others (F05)."""
         if self._early_said or not hang_detection.returned_early(attempt, self._returned_ns, now_ns):
             return False
         self._early_said = True
@@ -170,25 +173,25 @@ class _HangDetector:
 
 
 class HangWatchdog(_HangDetector):
-    """Detects a hang of one attempt on one node."""
+    """Detects hangs of an attempt that runs on one node."""
 
     def __init__(self, directory: Path, clock: Clock, tell: Callable[[str], None], notes: list[str]) -> None:
         super().__init__(directory, clock, tell, notes)
         self._watch = hang_detection.begin(clock.boottime_ns())
         self._then = HangAction.LOOK
         self._numbers = itertools.count(1)
-        self._silent_ns: int | None = None  # since when, as long as a warning stands
+        self._silent_ns: int | None = None  # start of the silence while a warning is in force
         self._returned_at = ""
 
     def heard(self, event: Event | None = None) -> None:
-        """Record a sign of progress: an event, or output where that is None."""
+        """Record a sign of progress: an event, or output if `event` is None."""
         self._heard = True
         if isinstance(event, RankReturned) and self._returned_ns is None:
             self._returned_ns = self._clock.boottime_ns()
             self._returned_at = format_clock(self._clock.wall_ns())
 
     def look(self, attempt: Attempt, gang: LocalGang | None) -> HangConfirmed | None:
-        """Do the work that is due; return the event that ends a run that hangs for too long, if any."""
+        """Do the work that is due; return the event that ends a run after too long a hang."""
         self.wake_ns = None
         if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED or gang is None:
             self._stop_inspection()
@@ -237,11 +240,11 @@ class HangWatchdog(_HangDetector):
         if at_work:
             self._watch = hang_detection.spared(self._watch, now_ns)
             if self._watch.warned:
-                return None  # said already, and nothing else is to be done
+                return None  # The warning was already sent, and ranks still work.
         self._watch = hang_detection.warned(self._watch)
         path, problem = self._write(attempt, finding)
         told = sentence(finding)
-        # A receipt cuts what is long, so the file comes first there; its directory is the run's.
+        # The file name comes first because a receipt cuts long notes. The file is in the run's directory.
         self._notes.append(f"{path.name}{problem or ' has the stacks of all ranks'}: {told}")
         if self._then is HangAction.END and not at_work:
             return HangConfirmed(detail=told)
@@ -264,7 +267,7 @@ class HangWatchdog(_HangDetector):
         )
 
     def _write(self, attempt: Attempt, finding: HangFinding) -> tuple[Path, str]:
-        """Write the file with all stacks; return where it is, and why it is not or ""."""
+        """Write the file of all stacks; return its path and the error message or ""."""
         name = f"hang-{next(self._numbers)}.txt"
         self.hang = Hang(waiting=finding.waiting, elsewhere=finding.elsewhere, stacks=stacks(finding), file=name)
         title = f"run {attempt.run_id}, attempt {attempt.fence}, at {format_clock(self._clock.wall_ns())}"
@@ -272,16 +275,16 @@ class HangWatchdog(_HangDetector):
         return path, self._write_file(path, report(finding, title, attempt.numbers))
 
     def _say_progress(self, now_ns: int) -> None:
-        """Report progress after a warning, and take the warning back."""
+        """Report progress after a warning and withdraw the warning."""
         if self._silent_ns is None:
             return
         silent_ms = (now_ns - self._silent_ns) // 1_000_000
         self._silent_ns = None
-        self._say(f"the ranks get on again, after {format_duration_ms(silent_ms)} without output")
+        self._say(f"the ranks make progress again, after {format_duration_ms(silent_ms)} without output")
         self._say("")
 
     def _say_early_return(self, attempt: Attempt, now_ns: int) -> None:
-        """Explain an early return; the run goes on, because a long evaluation looks the same."""
+        """Report an early return; the run continues, because a long evaluation looks the same."""
         if not self._returned_early(attempt, now_ns):
             return
         running = sorted(set(attempt.numbers) - attempt.returned)
@@ -292,13 +295,13 @@ class HangWatchdog(_HangDetector):
 
 
 class GangHangReporter(_HangDetector):
-    """Reports the ranks of one crew of a gang; `hang` is what the server says."""
+    """Reports the ranks of one node of a gang; `hang` is the server's judgement."""
 
     def __init__(
         self, directory: Path, place: CrewPlace, clock: Clock, tell: Callable[[str], None], notes: list[str]
     ) -> None:
         super().__init__(directory, clock, tell, notes)
-        # called with changes: `silent`, `silent_since_ns`, `seen`
+        # Called with the changed fields: `silent`, `silent_since_ns`, `seen`.
         self.tell_server: Callable[..., None] = lambda **changes: None
         self._place = place
         self._attempt: Attempt | None = None
@@ -315,13 +318,13 @@ class GangHangReporter(_HangDetector):
         self._files = 0
 
     def heard(self, event: Event | None = None) -> None:
-        """Record a sign of progress: an event, or output where that is None."""
+        """Record a sign of progress: an event, or output if `event` is None."""
         self._heard = True
         if isinstance(event, RankReturned):
             self._returned_ns = self._clock.boottime_ns()
 
     def asked(self, ask: InspectionRequest) -> None:
-        """Take note that the ranks of all nodes are to be looked at now."""
+        """Start the inspection that the server requests on all nodes."""
         if ask == self._ask or self._heard:
             return
         self._ask = ask
@@ -331,14 +334,14 @@ class GangHangReporter(_HangDetector):
         self._until_ns = now_ns + window_ns
 
     def judged(self, judgement: Judgement) -> HangConfirmed | None:
-        """Take what the server says of all nodes; return the event that ends the run, if it is to end."""
+        """Apply the server's judgement of all nodes; return the event that ends the run, if any."""
         if judgement == self._judgement:
             return None
         self._judgement = judgement
         self._awaits_word = False
         if not judgement.sentence:
             if self.said:
-                self._say("the ranks get on again")
+                self._say("the ranks make progress again")
                 self._say("")
             return None
         self._files = max(judgement.number, self._files + 1)
@@ -346,19 +349,22 @@ class GangHangReporter(_HangDetector):
         self.hang = msgspec.structs.replace(who, file=where)
         path, problem = self._write(self._files, who, judgement.sentence)
         told = f"{path.name}{problem}" if problem else f"{where} have the stacks of all ranks"
-        self._notes.append(f"{told}: {judgement.sentence}")  # the same on all nodes, so that the receipt has it once
+        # The note is the same on all nodes, so the merged receipt shows it once.
+        self._notes.append(f"{told}: {judgement.sentence}")
         if judgement.ends:
             return HangConfirmed(detail=judgement.sentence)
         self._say(f"{judgement.sentence}; stacks of all ranks: {self._directory}/{where}{problem}")
         return None
 
     def ended(self) -> None:
-        """Write the inspection of ranks that hung until the end, where the server's judgement is late."""
+        """Write the last inspection if the ranks hung until the end and no judgement arrived."""
         moved_ns, now_ns = self._moved_ns, self._clock.boottime_ns()
         has_returned = self._attempt is not None and self._attempt.phase is Phase.RETURNED
         has_moved = moved_ns is not None and now_ns - moved_ns >= _LAST_WORDS_NS
         if self._awaits_word and not has_returned and not has_moved:
-            self._write(self._files + 1, _UNEXPLAINED, "the run ended before it was said here who waits for whom")
+            self._write(
+                self._files + 1, _UNEXPLAINED, "the run ended before the server reported which ranks wait for which"
+            )
         self._awaits_word = False
 
     def look(self, attempt: Attempt, gang: LocalGang | None) -> None:
@@ -368,7 +374,7 @@ class GangHangReporter(_HangDetector):
         now_ns = self._clock.boottime_ns()
         self._say_early_return(attempt, now_ns)
         due = hang_detection.due_of(hang_detection.begin(0), attempt.limits)
-        quiet_ns = None if due is None else due.at_ns - due.window_ns  # the silence before an inspection, if any
+        quiet_ns = None if due is None else due.at_ns - due.window_ns  # minimum silence before an inspection, if any
         if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED or gang is None or quiet_ns is None:
             self._stop_inspection()
             if attempt.state is not State.RUNNING:
@@ -398,7 +404,7 @@ class GangHangReporter(_HangDetector):
             kinds = {device.kind for device in gang.devices}
             spins = hang_detection.may_spin(
                 attempt.world_size + 1, kinds
-            )  # one alone on its node waits for those on others
+            )  # A single rank on this node may wait for ranks on other nodes.
             self._round = hang_detection.noted(self._round, looks, now_ns, spins=spins)
             if self._is_last:
                 self._tell_seen(attempt)
@@ -436,10 +442,10 @@ class GangHangReporter(_HangDetector):
         )
 
     def _write(self, number: int, who: Hang, told: str) -> tuple[Path, str]:
-        """Write the file with this node's stacks; return where it is, and why it is not or ""."""
+        """Write the file of this node's stacks; return its path and the error message or ""."""
         path = self._directory / f"hang-{self._place.number}-{number}.txt"
         if self._attempt is None:
-            return path, " could not be written (no rank was seen yet)"
+            return path, " could not be written (no rank has been inspected yet)"
         attempt = self._attempt
         at = format_clock(self._clock.wall_ns())
         title = f"run {attempt.run_id}, attempt {attempt.fence}, node {self._place.node}, at {at}"
@@ -448,7 +454,7 @@ class GangHangReporter(_HangDetector):
         )
 
     def _forget(self) -> None:
-        """Leave what a silence has led to: there was a sign of progress."""
+        """Discard the state of a silence after a sign of progress."""
         self._stop_inspection()
         self._until_ns = 0
         if self._moved_ns is None:
@@ -462,22 +468,22 @@ class GangHangReporter(_HangDetector):
             self.wake_ns = at_ns if self.wake_ns is None else min(self.wake_ns, at_ns)
 
     def _say_early_return(self, attempt: Attempt, now_ns: int) -> None:
-        """Explain to watchers why nothing happens on a node; this ends nothing."""
+        """Tell attached clients why a node is quiet after its ranks returned; nothing ends."""
         if not self._returned_early(attempt, now_ns):
             return
         running = sorted(set(attempt.numbers) - attempt.returned)
-        others = ranks_text(running) if running else "those on other nodes"
+        others = ranks_text(running) if running else "ranks on other nodes"
         told = f"{ranks_text(sorted(attempt.returned))} returned a minute ago, {others} still running"
         self._notes.append(told)
         self._say(told)
 
 
 class IdleWatchdog:
-    """Detects that one attempt does not use its devices; adds to `notes` of the receipt."""
+    """Detects that an attempt does not use its devices; adds to the receipt's `notes`."""
 
     def __init__(self, spec: RunSpec, clock: Clock, tell: Callable[[str], None], notes: list[str]) -> None:
-        self.said = ""  # the warning, as long as it stands
-        # of a gang on several nodes, called with this crew's `idle`; None on one node, which decides itself
+        self.said = ""  # the warning while it is in force
+        # Called with this node's `idle` state if the gang has several nodes. None on one node, which decides itself.
         self.tell_server: Callable[..., None] | None = None
         self._level = IdleVerdict.GO_ON
         self._spec = spec
@@ -488,13 +494,13 @@ class IdleWatchdog:
         self._begun = False
 
     def heard(self) -> None:
-        """Record that the run is in use: output, an event, a client that attached."""
+        """Record that the run is in use: output, an event or a newly attached client."""
         if self._idle is not None:
             self._idle = idleness.used(self._idle, self._clock.boottime_ns())
-            self._take_back("the run gets on again")
+            self._take_back("the run makes progress again")
 
     def seen(self, busy: bool) -> None:
-        """Take note of what telemetry saw since it was last asked."""
+        """Record if telemetry saw a busy device since the last sample."""
         if self._idle is not None:
             self._idle = idleness.seen(self._idle, self._clock.boottime_ns(), busy=busy)
             if busy:
@@ -502,10 +508,11 @@ class IdleWatchdog:
 
     def look(self, attempt: Attempt) -> StopRequested | None:
         """Do the work that is due; return the event that stops a run with idle devices, if any."""
-        if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED:  # it waits for other nodes
+        # A run whose ranks returned waits for other nodes.
+        if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED:
             self._idle = None
             return None
-        if not self._begun:  # user code has just started
+        if not self._begun:  # User code has just started.
             self._begun = True
             self._idle = idleness.begin(self._spec, self._clock.boottime_ns())
         if self._idle is None:
@@ -522,22 +529,22 @@ class IdleWatchdog:
             return None
         idle_for = format_duration_ms(self._idle.idle_ns // 1_000_000)
         limit = f"{self._idle.limit_ns / 1e9:g}"
-        self._idle = None  # ranks that end are no sign that it gets on
-        self._notes.append(f"stopped because no device did anything for {idle_for} (idle_timeout={limit})")
+        self._idle = None  # Messages from ending ranks must not count as progress.
+        self._notes.append(f"stopped because no device was busy for {idle_for} (idle_timeout={limit})")
         return StopRequested(StopReason.IDLE)
 
     def judged(self, verdict: IdleVerdict) -> None:
-        """Take what the server says of all nodes; that it is to stop is an order like any other."""
+        """Apply the server's judgement of all nodes; a stop arrives as an ordinary cancel request."""
         if verdict is IdleVerdict.GO_ON:
-            self._take_back("devices of the run work again, on another node")
+            self._take_back("devices of the run on another node work again")
         elif self._idle is not None and not self.said:
             self._warn(self._idle, "no device of any node")
 
     def _warn(self, idle: idleness.Idle, who: str) -> None:
         idle_for, left = (format_duration_ms(ns // 1_000_000) for ns in (idle.idle_ns, idle.left_ns))
         self._say(
-            f"{who} has done anything for {idle_for}: the run is stopped in {left} (idle_timeout); "
-            "work, output or `attach` keeps it"
+            f"{who} has been busy for {idle_for}: the run will stop in {left} (idle_timeout); work, output or "
+            "`attach` keeps it running"
         )
 
     def _take_back(self, told: str) -> None:

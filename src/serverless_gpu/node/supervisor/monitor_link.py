@@ -3,15 +3,17 @@
     supervisor ──Observe, Ranks, EndingNote, Settled──▶ monitor      sent again, in this order, to a restarted one
                ◀──TrackedNote, Untracked, AttemptSample, UserSentence──
 
-Nothing here blocks: a missing, hanging or dead monitor costs an attempt its observations, nothing else. The start of a
-function's ranks waits for nothing: one that imports `mlflow` finds its run itself (`inside/`). A program runs nothing
-of ours and its environment cannot be changed later, so its start waits a little for the tracking variables, and longer
-while the home's own MLflow server starts; so does a Ray cluster, for its workers' sake. The receipt of a very short run
-waits for a blink, when outcome and devices are already with their owners.
+The connection never blocks: a missing, hanging or dead monitor costs an attempt its observations and nothing else.
+Ranks of a function start without waiting for the monitor, because `mlflow` finds its run by itself in them (`inside/`).
+A program runs no code of this package, and its environment cannot change later. Its start therefore waits briefly for
+the tracking variables, and longer while the home's own MLflow server starts. The start of a Ray cluster waits too,
+because its workers need the variables. The receipt of a very short run waits up to `LINK_NS`, after the client has the
+outcome and the devices are free.
 
-Failure cases: no monitor (tried again, at most every two seconds; an attempt that ends before it is there, as the first
-one of a home may be, is left in its backlog); it dies (the next one gets everything again, and writes on in the same
-files); it does not read (messages are kept, they are few); it talks nonsense (left alone for two seconds).
+Failure cases: Without a monitor, the supervisor retries at most every two seconds. An attempt that ends before the
+monitor runs, such as the first of a home, goes to the monitor's backlog. If the monitor dies, its successor receives
+all messages again and continues the same files. If the monitor does not read, the supervisor keeps the few messages.
+After an invalid message, the supervisor reconnects after at most two seconds.
 """
 
 from __future__ import annotations
@@ -42,16 +44,16 @@ from serverless_gpu.node.monitor.backlog import Backlog, origin_of
 _FIRST_NS = 100_000_000
 _AGAIN_NS = 2_000_000_000
 LINK_NS = 200_000_000
-"""Wait of a receipt, from the attempt's beginning, for where it is tracked."""
+"""Longest wait of a receipt for its tracking link, from the start of the attempt."""
 COMMAND_NS = 2_000_000_000
-"""Wait of a program or a Ray cluster, unless the tracker is known not to answer."""
+"""Longest wait of a program or a Ray cluster for tracking variables, unless the tracker is unreachable."""
 SERVER_NS = 10_000_000_000
-"""Wait of a program while the home's own MLflow server starts."""
-_STARTING = "the home's MLflow server starts; {} waits for it up to 10 s"
-_STARTED_LATE = "the home's MLflow server was still starting: the run will be in it, see `sgpu mlflow`"
+"""Longest wait of a program while the home's own MLflow server starts."""
+_STARTING = "the home's MLflow server is starting; {} waits for it up to 10 s"
+_STARTED_LATE = "the home's MLflow server was still starting: the run will appear in it, see `sgpu mlflow`"
 _FOR_GOOD = "; this run is not tracked"
-_KEPT = "what the node recorded is kept, and sent once MLflow answers (for 24 h)"
-_SILENT = "MLflow had not answered yet: the run will be in it once it does, see `sgpu show`"
+_KEPT = "the node keeps what it recorded and sends it once MLflow answers (within 24 h)"
+_SILENT = "MLflow had not answered yet: the run will appear in it once it does, see `sgpu show`"
 
 
 class MonitorLink:
@@ -65,10 +67,10 @@ class MonitorLink:
         selector: selectors.BaseSelector,
         tell: Callable[[protocol.Message], None],
     ) -> None:
-        self.tracked: messages.TrackedNote | None = None  # where the run is tracked, once known
-        self.uses: tuple[DeviceUse, ...] = ()  # of the devices, as far as observed
-        self.notes: list[str] = []  # for the receipt
-        # called with whether any device worked, after each sample
+        self.tracked: messages.TrackedNote | None = None  # MLflow's run and its link, once known.
+        self.uses: tuple[DeviceUse, ...] = ()  # Use of the devices, as far as observed.
+        self.notes: list[str] = []  # Notes for the receipt.
+        # Called after each sample with True if any device was busy.
         self.on_seen: Callable[[bool], None] = lambda busy: None
         self._launch = launch
         self._path = messages.monitor_socket(sockets)
@@ -87,7 +89,7 @@ class MonitorLink:
     # --- what the supervisor says --------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Have the attempt observed."""
+        """Ask the monitor to observe the attempt."""
         launch = self._launch
         self._began_ns = self._clock.boottime_ns()
         self._say(
@@ -107,11 +109,11 @@ class MonitorLink:
         )
 
     def ranks(self, devices: tuple[Device, ...], pids: Mapping[int, int], cgroup: Path | None) -> None:
-        """Say which processes have which devices."""
+        """Tell the monitor which processes use which devices."""
         self._say(messages.Ranks(devices=devices, pids=dict(pids), cgroup="" if cgroup is None else str(cgroup)))
 
     def linger(self) -> None:
-        """Hear the last there is, and wait for a blink where a short attempt was over before it was tracked."""
+        """Read the last messages; wait up to `LINK_NS` for the tracking link of a short attempt."""
         self.hear()
         until_ns = self._began_ns + LINK_NS
         while self._is_undecided and (left_ns := until_ns - self._clock.boottime_ns()) > 0:
@@ -121,11 +123,11 @@ class MonitorLink:
             self.hear()
 
     def ending(self, state: State, reason: Reason, sentence: str) -> None:
-        """Say how the attempt ended; its files are written."""
+        """Tell the monitor how the attempt ended; the attempt's files are written by now."""
         self._say(messages.EndingNote(state=state, reason=reason, sentence=sentence))
 
     def settled(self, backlog: Path) -> None:
-        """Report that the receipt is written, and hang up; leave an unheard attempt in the `backlog`."""
+        """Report the written receipt and disconnect; put an unobserved attempt into the `backlog`."""
         self._say(messages.Settled())
         self.close()
         observe = self._said[0]
@@ -136,7 +138,7 @@ class MonitorLink:
             Backlog(backlog, self._clock).leave(observe, origin_of(observe, self._clock))
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect from the monitor."""
         if self._channel is not None:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(self._channel.sock)
@@ -152,33 +154,33 @@ class MonitorLink:
 
     @property
     def url(self) -> str:
-        """Return what a person opens, or ""."""
+        """Return the URL of the run in MLflow, or ""."""
         return "" if self.tracked is None else self.tracked.url
 
     @property
     def told(self) -> protocol.Tracked | None:
-        """Return what watchers were told about where the run is tracked."""
+        """Return the tracking message for clients that attach now, or None."""
         tracked = self.tracked
         return None if tracked is None else protocol.Tracked(run_id=tracked.run_id, url=tracked.url)
 
     @property
     def hold_ns(self) -> int | None:
-        """Return until when ranks wait for where they are tracked, or None once they need not."""
+        """Return the time until which ranks wait for tracking variables, or None if they need not wait."""
         until_ns = self._began_ns + self._patience_ns()
         return until_ns if self._clock.boottime_ns() < until_ns else None
 
     @property
     def wake_ns(self) -> int | None:
-        """Return when `tend` has something to do, or None while that is for the monitor to say."""
+        """Return the time of the next `tend`, or None while the supervisor is connected."""
         return self._again_ns if self._channel is None and self._said else None
 
     def receipt_notes(self) -> list[str]:
-        """Return what a receipt says of all this beside the link."""
+        """Return the receipt's notes about tracking, except the link."""
         missing = self._missing()
         return [*self.notes, missing] if missing else self.notes
 
     def _missing(self) -> str:
-        """Return why there is no link, and what this means for the run; "" if there is, or need be, none."""
+        """Return why the run has no tracking link and what follows, or ""."""
         untracked = self._untracked
         if self.tracked is not None or self._launch.spec.tracker is None:
             return ""
@@ -199,7 +201,7 @@ class MonitorLink:
         tracker, untracked = self._launch.spec.tracker, self._untracked
         if tracker is None or self.tracked is not None or (untracked is not None and untracked.final):
             return 0
-        # Processes in which nothing of ours runs: the variables of their start are all they know.
+        # A program or Ray worker runs no code of this package and knows only the variables of its start.
         is_told_once = isinstance(self._launch.spec.payload, Command) or self._launch.spec.ray is not None
         if untracked is not None:
             return SERVER_NS if is_told_once and untracked.is_starting else 0
@@ -208,14 +210,14 @@ class MonitorLink:
     # --- the line ------------------------------------------------------------------------------------------------
 
     def tend(self) -> None:
-        """Connect where there is no connection, and say what could not be said before."""
+        """Connect to the monitor if necessary, and send pending messages."""
         if self._channel is None and self._said and self._clock.boottime_ns() >= self._again_ns:
             self._connect()
         elif self._pending:
             self._flush()
 
     def hear(self) -> None:
-        """Take everything the monitor has said."""
+        """Read all messages that the monitor has sent."""
         while self._channel is not None:
             try:
                 word = messages.receive(self._channel)
@@ -281,7 +283,7 @@ class MonitorLink:
             except BlockingIOError:
                 return
             except OSError:
-                self.hear()  # its last words
+                self.hear()  # The monitor's last messages may still be in the buffer.
                 self._lose()
                 return
             self._pending.popleft()

@@ -1,6 +1,7 @@
-"""A rank's environment, weakest first: presets, caller's variables, secrets, tracking, its place.
+"""Builds the environment variables of a rank.
 
-Secrets go from their files to the ranks, and are kept nowhere else.
+Later sources override earlier ones: presets, the caller's variables, secrets, tracking variables, the rank's place in
+the gang. Secrets go from their files to the ranks and are stored nowhere else.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ STOP_FILE = "stop_reason"
 
 
 class Network(NamedTuple):
-    """Addresses by which the ranks of a node reach those of the others."""
+    """Addresses through which the ranks of this node reach the other nodes."""
 
-    master: tuple[str, int]  # address and port of rank 0's rendezvous
-    address: str = "127.0.0.1"  # where the others reach this node
-    variables: Mapping[str, str] = {}  # by which libraries choose an interface, unless the caller did
+    master: tuple[str, int]  # Address and port of rank 0's rendezvous.
+    address: str = "127.0.0.1"  # Address at which other nodes reach this node.
+    variables: Mapping[str, str] = {}  # Interface variables for NCCL and Gloo; the caller's values win.
 
 
 def place_of(launch: Launch, local: int) -> RankPlace:
     """Return the place in its gang of the node's process `local` (0 for one command per node).
 
-    A driver of Ray is alone: no other process of the gang has a rank.
+    A Ray driver is its own gang of one, because no other process of the gang has a rank.
     """
     if launch.spec.ray is None:
         return rank_places(launch.all_crews, launch.crew)[local]
@@ -48,7 +49,7 @@ def place_of(launch: Launch, local: int) -> RankPlace:
 
 
 class RankEnvironment:
-    """The variables of one attempt's ranks on this node."""
+    """The environment variables of one attempt's ranks on this node."""
 
     def __init__(self, launch: Launch, context: Context, checkpoints: str = "") -> None:
         self.tracked: Mapping[str, str] = {}  # variables with which an MLflow in a rank finds its run
@@ -58,9 +59,9 @@ class RankEnvironment:
         self._command = launch.spec.payload if isinstance(launch.spec.payload, Command) else None
 
     def of(self, local: int, devices: Sequence[Device], network: Network) -> dict[str, str]:
-        """Return the variables of one rank; `devices` are those of the node, in LOCAL_RANK order.
+        """Return the variables of one rank; `devices` are the node's devices in LOCAL_RANK order.
 
-        Raises OSError when a secret cannot be read.
+        Raises OSError if a secret cannot be read.
         """
         launch = self._launch
         per_node = self._command is not None and self._command.per == "node"
@@ -82,7 +83,7 @@ class RankEnvironment:
         )
 
     def _places(self) -> dict[str, str]:
-        """Return where a rank finds its attempt's files: stop reason, checkpoints, process group, secrets."""
+        """Return the paths of an attempt's files for a rank: stop reason, checkpoints, process group, secrets."""
         launch = self._launch
         places = {"SGPU_STOP_FILE": str(Path(launch.directory) / STOP_FILE)}
         if self._checkpoints:
@@ -97,7 +98,8 @@ class RankEnvironment:
 
     def _callers(self) -> dict[str, str]:
         caller = {original(name): original(value) for name, value in self._context.environ.items()}
-        caller.pop(PROCESS_GROUP_VARIABLE, None)  # of the rank that makes this call
+        # The caller may be a rank itself; its value does not apply to the new run.
+        caller.pop(PROCESS_GROUP_VARIABLE, None)
         if (secrets := self._launch.secrets) is not None:
             place = Path(secrets.directory)
             caller |= {
@@ -109,6 +111,6 @@ class RankEnvironment:
 
 
 def program_path(path: str, python: str) -> str:
-    """Return a PATH with the environment's own programs (`python`, `torchrun`), activated or not."""
+    """Return a PATH that contains the environment's programs (`python`, `torchrun`), activated or not."""
     own = os.path.dirname(python)
     return path if own in path.split(os.pathsep) else f"{own}{os.pathsep}{path}"

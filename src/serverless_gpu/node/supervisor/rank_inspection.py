@@ -1,20 +1,25 @@
-"""Inspection of ranks: the kernel's view of each, and its Python stacks.
+"""Inspects ranks: the kernel's view of each rank and its Python stacks.
 
     supervisor ──{"op": "signal", "ranks": …}──▶ stem ──PASS──▶ rank: a handler in Python writes to its memfd
         │                        no answer, and it is in a call ──STACK──▶ faulthandler, in C, does
         └── /proc/<pid>/fd/<n> ◀──────────────────────────────────────────────┘
 
-A rank that runs Python answers the first signal. One that is blocked in a collective cannot, and answers the second,
-which needs neither the interpreter nor its lock. Only such a rank gets it, because C reads frames that change as
-garbage: it has taken the first signal, did not answer, and sleeps, or has run for a while since, so it is inside of a
-call. An answer to the first at the next look shows that the main thread came back from that call. The signals go by way
-of the stem, which knows which ranks it has not reaped yet, so that they never reach another process. A rank that does
-not catch them (it has become another program, or user code took them back), or whose memfd is gone, is not asked: the
-signal would end it, or the stack would land in a file of the user's.
+A rank that runs Python answers the first signal. A rank that is blocked in a collective cannot, but it answers the
+second signal, which needs neither the interpreter nor the GIL. The inspector sends the second signal only to a rank
+inside a call, because faulthandler would read changing frames as garbage. A rank is inside a call if it took the first
+signal, did not answer, and sleeps or has used CPU time since. If a rank answers the first signal at the next
+inspection, its main thread has returned from that call.
 
-Nothing here waits: the supervisor's loop polls an inspection, and goes on passing output. Failure cases: a rank that
-does not answer in time (frozen, uninterruptible, without a core all the while) has no stack. A stopped rank is only
-asked where `wake` allows it: it runs until its stack is written, and is stopped again.
+The stem sends the signals, because only it knows which ranks it has not reaped yet. A signal therefore never reaches
+another process. The inspector does not ask a rank that no longer catches the signals or whose memfd is gone. Such a
+rank runs another program, or user code replaced the handlers. The signal would end that rank, or the stack would go
+into a file of the user.
+
+An inspection never waits: the supervisor's event loop polls it and continues to pass on output.
+
+Failure cases: A rank that does not answer in time (frozen, uninterruptible or without a core) has no stack. The
+inspector asks a stopped rank only if `wake` allows it. Such a rank runs until its stack is written and is then stopped
+again.
 """
 
 from __future__ import annotations
@@ -35,9 +40,9 @@ from serverless_gpu.node.supervisor.gang import LocalGang
 
 POLL_NS = 2_000_000
 _ANSWER_NS = 3_000_000_000
-_IN_PYTHON_NS = 50_000_000  # who runs Python, and has a core, answers sooner
-_IN_CALL_US = 20_000  # of CPU without an answer: no Python in between
-_STEADY_NS = 100_000_000  # an unfinished stack that has not grown for so long will not
+_IN_PYTHON_NS = 50_000_000  # A rank that runs Python and has a core answers sooner.
+_IN_CALL_US = 20_000  # CPU time without an answer, which shows that no Python code ran.
+_STEADY_NS = 100_000_000  # An unfinished stack that has not grown for this long will not grow any more.
 _STACK_BYTES_MAX = 1 << 20
 _TICK_MS = 1000 // os.sysconf("SC_CLK_TCK")
 _ENDED = ("Z", "X", "")
@@ -61,7 +66,7 @@ class RankInspector:
         gang.signal(signal.SIGCONT, self._woken)
 
     def poll(self, now_ns: int) -> list[RankInspection] | None:
-        """Return the looks once all are there, or the time for an answer has passed; None until then."""
+        """Return the results once all ranks answered or the time limit passed; None before."""
         took_ns = now_ns - self.began_ns
         late = took_ns > _ANSWER_NS
         if took_ns > _IN_PYTHON_NS:
@@ -81,7 +86,7 @@ class RankInspector:
         return [self._completed(look) for look in self._looks.values()]
 
     def close(self) -> None:
-        """Leave it; ranks that were let run are stopped again."""
+        """Abort the inspection and stop again the ranks that it had continued."""
         self._gang.signal(signal.SIGSTOP, [rank for rank in self._woken if rank in self._asked])
         for asked in self._asked.values():
             asked.close()
@@ -92,7 +97,9 @@ class RankInspector:
         asked = _ask(look, self._gang.stacks.get(rank, -1))
         if asked is None:
             self._note(
-                rank, "no stack: it runs another program by now, or has taken the signal or the file for it away"
+                rank,
+                "no stack: it runs another program now, or user code has replaced the signal handler or "
+                "closed the file",
             )
         else:
             self._asked[rank] = asked
@@ -104,14 +111,14 @@ class RankInspector:
             return
         self._looks[rank] = msgspec.structs.replace(self._looks[rank], stack=parse(text, _OWN))
         if rank in self._woken:
-            self._note(rank, "it was let run for a moment to write its stack")
+            self._note(rank, "it was continued for a moment to write its stack")
 
     def _note(self, rank: int, note: str) -> None:
         look = self._looks[rank]
         self._looks[rank] = msgspec.structs.replace(look, note="; ".join(part for part in (look.note, note) if part))
 
     def _completed(self, look: RankInspection) -> RankInspection:
-        """Return a look with what others do for the rank, where its own stack does not say whether it gets on."""
+        """Add the CPU time of a rank's child processes if its own stack does not show its progress."""
         if look.stack.frames and not delegates(look.stack.frames):
             return look
         used = (_stat(pid)[1] for pid in descendants(look.pid)) if look.pid else ()
@@ -119,7 +126,7 @@ class RankInspector:
 
 
 class _Asked:
-    """A rank that is about to write its stack to `fd`."""
+    """A rank that was asked to write its stack to `fd`."""
 
     def __init__(self, fd: int, look: RankInspection) -> None:
         left = os.fstat(fd).st_size - len(inside.PASSED)
@@ -132,7 +139,7 @@ class _Asked:
         os.ftruncate(fd, 0)
 
     def is_found_in_call(self) -> bool:
-        """Return whether this look is the first to show that the main thread was signalled inside a call."""
+        """Return True the first time that the main thread was signalled inside a call."""
         pid = self._before.pid
         if self._in_call or os.fstat(self._fd).st_size or _is_in_set(pid, "SigPnd", inside.PASS_SIGNAL):
             return False
@@ -140,7 +147,7 @@ class _Asked:
         return self._in_call
 
     def answer(self, now_ns: int) -> str | None:
-        """Return what it wrote once that is complete."""
+        """Return the rank's stack once it is complete, or None."""
         size = os.fstat(self._fd).st_size
         if size != self._size:
             self._size, self._grown_ns = size, now_ns
@@ -156,7 +163,7 @@ class _Asked:
 
 
 def _ask(look: RankInspection, number: int) -> _Asked | None:
-    """Return the file a rank writes its stack to, None where it must not be asked."""
+    """Open the file for a rank's stack; return None if the rank must not be signalled."""
     path = f"/proc/{look.pid}/fd/{number}"
     with contextlib.suppress(OSError, ValueError):
         catches = all(_is_in_set(look.pid, "SigCgt", number) for number in inside.LOOK_SIGNALS)
@@ -166,7 +173,7 @@ def _ask(look: RankInspection, number: int) -> _Asked | None:
 
 
 def _is_in_set(pid: int, signals: str, number: int) -> bool:
-    """Return whether a signal is in a set of a process's main thread: `SigCgt`, `SigPnd`."""
+    """Return True if a signal is in a signal set (`SigCgt`, `SigPnd`) of a process's main thread."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
         for line in file:
             if line.startswith(f"{signals}:"):
@@ -179,7 +186,7 @@ def _look(rank: int, pid: int) -> RankInspection:
     channel = ""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/wchan", encoding="ascii", errors="replace") as file:
         channel = file.read().strip()
-    note = f"kill -CONT {pid} lets it go on" if state == STOPPED else ""
+    note = f"kill -CONT {pid} continues it" if state == STOPPED else ""
     return RankInspection(
         rank=rank,
         pid=pid,
@@ -192,14 +199,14 @@ def _look(rank: int, pid: int) -> RankInspection:
 
 
 def _main_us(pid: int, otherwise: int = 0) -> int:
-    """Return the CPU microseconds of a process's main thread; `otherwise` where unknown."""
+    """Return the CPU time of a process's main thread in microseconds; `otherwise` if unknown."""
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/schedstat", encoding="ascii") as file:
         return int(file.read().split()[0]) // 1_000
     return otherwise
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Return the kernel's letter for a process's main thread, and the process's CPU milliseconds."""
+    """Return the kernel's state letter of a main thread and its process's CPU time in milliseconds."""
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b") ")[2].split()
         return fields[0].decode(), (int(fields[11]) + int(fields[12])) * _TICK_MS

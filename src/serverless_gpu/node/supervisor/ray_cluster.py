@@ -1,24 +1,26 @@
-"""The supervisor's part of a run's private Ray cluster: what a node offers to it, and its directory.
+"""The supervisor's part of a run's private Ray cluster: the node's resources and its directory.
 
     supervisor ─ AttemptCluster ─▶ /tmp/sgpu-ray-<8 hex>, 0700, and its flock ─▶ stem (`inside/raycluster/share.py`)
-               ├─ share ─▶ "go" ─▶ the rank that makes the node's part of the cluster (`inside/raycluster/`)
-               └─ close, when no process is left: logs kept in <attempt>/ray/<node>, directory removed
-    agent ─ ClusterSweeper ─▶ a clean process removes what no process holds
+               ├─ share ─▶ "go" ─▶ the rank that starts the node's part of the cluster (`inside/raycluster/`)
+               └─ close, after all processes ended: keeps logs in <attempt>/ray/<node>, removes the directory
+    agent ─ ClusterSweeper ─▶ a clean process that removes directories without a lock
 
-The flock says that the run goes on: supervisor and stem hold it, no process of the user's does. It also keeps
-systemd-tmpfiles away from a run of many days.
+A held flock means that the run goes on. Supervisor and stem hold it; no user process does. The flock also keeps
+systemd-tmpfiles from deleting the directory of a run that takes many days.
 
-Failure cases: no room in /tmp (the run does not start, and says so); supervisor and stem are killed at once (this
-agent, the next one, or another home's of the same user sweeps); the sweeper is faster than a supervisor that has just
-made its directory (another name is tried); a directory that cannot be removed (left after a few tries).
+Failure cases: Without free space in /tmp, the run does not start and reports the reason. If supervisor and stem are
+killed together, an agent of the same user removes the directory later. If the sweeper removes a directory that a
+supervisor has just made, the supervisor tries another name. After a few failed tries, the sweeper leaves a directory
+that it cannot remove.
 
-Ray writes a file per process below its sessions' directories (/tmp/sgpu-ray-*/<start>/session_*/logs). The supervisor
-keeps the last `FILE_BYTES_MAX` of each, the newest first up to `BYTES_MAX`, because every process that could explain an
-end is dead by then. A full disk, a pipe or a link is skipped: the run's outcome does not depend on it. On a slow disk
-copying ends after `LIMIT_NS`, because the devices wait, and the receipt says so.
+Ray writes one log file per process below its sessions' directories (/tmp/sgpu-ray-*/<start>/session_*/logs). The
+supervisor keeps the last `FILE_BYTES_MAX` of each file, newest files first, up to `BYTES_MAX` in total. These logs are
+necessary because every process that could explain an end is dead by then. The supervisor skips pipes, links and files
+that it cannot copy, because the run's outcome does not depend on them. On a slow disk copying ends after `LIMIT_NS`,
+because the devices wait, and the receipt reports it.
 
-Ray counts CPUs, GPUs and memory; it isolates none of them. So a node's share only says what it offers to the tasks of
-this run.
+Ray counts CPUs, GPUs and memory but isolates none of them. A node's share therefore only states the resources that Ray
+may schedule for tasks of this run.
 """
 
 from __future__ import annotations
@@ -57,20 +59,20 @@ _PIECE_BYTES = 1 << 20
 _ALONE = Network(("127.0.0.1", 0))
 _NAMES_TRIED = 20
 _LOOK_NS = 60_000_000_000
-_SWEEPS_MAX = 3  # of an agent's, for a directory that cannot be removed: a task has made files of another user in it
+_SWEEPS_MAX = 3  # Sweeps per agent for one directory; a task may have made files of another user in it.
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SHARED_MEMORY = Path("/dev/shm")
 MEMORY_FIGURES = Path("/proc/meminfo")
 
 
 class NoDirectory(OSError):
-    """No directory can be made for a run's Ray cluster; the text says where, and why."""
+    """Raised when no directory can be made for a run's Ray cluster; the text names place and reason."""
 
 
 class AttemptCluster:
-    """One attempt's cluster on this node: what outlives its processes.
+    """One attempt's Ray cluster on this node: the resources that outlive its processes.
 
-    Raises NoDirectory for its directory, OSError when the attempt's has no room.
+    Raises NoDirectory for its directory, and OSError if the attempt's directory has no free space.
     """
 
     def __init__(
@@ -82,14 +84,14 @@ class AttemptCluster:
         self._devices = tuple(devices)
         files = Path(files_of(launch.directory))
         files.mkdir(mode=0o700, exist_ok=True)
-        self.note = ""  # about its share, for the caller, once computed; or ""
+        self.note = ""  # Note for the caller about the share, set by `share`; or ""
         self.path, self.fd = _make()
         _make_spill(self.path, files)
-        with contextlib.suppress(OSError):  # for people
+        with contextlib.suppress(OSError):  # The file only tells people where Ray's directory is.
             write_text(files / "directory", f"{self.path}\n")
 
     def share(self) -> dict[str, object]:
-        """Return this node's share of the cluster."""
+        """Return the resources that this node offers to the cluster."""
         spec, count = self._launch.spec, len(self._devices)
         asked = spec.ray or RayCluster()
         of_type = max(count, self._launch.of_type)
@@ -100,7 +102,7 @@ class AttemptCluster:
         shared = part_of_shared(*shared_memory_bytes(), count, of_type)
         store = object_store_bytes(min(memory, available), shared, asked.object_store_bytes)
         self.note = store_note(store, shared, asked.object_store_bytes)
-        nonce = self._launch.nonce  # makes the secret the same on all nodes
+        nonce = self._launch.nonce  # All nodes derive the same secret from the nonce.
         return ClusterShare(
             directory=self.path,
             devices=0 if kind == CPU else count,
@@ -117,7 +119,7 @@ class AttemptCluster:
         )._asdict()
 
     def close(self) -> str:
-        """Keep Ray's logs and remove the directory, no process being left; return the receipt's note, or ""."""
+        """Keep Ray's logs and remove the directory once no process is left; return the receipt's note, or ""."""
         note = save_logs(self.path, logs_of(self._launch.directory, self._launch.crew), self._clock)
         share.remove_directory(self.path)
         os.close(self.fd)
@@ -125,23 +127,23 @@ class AttemptCluster:
 
 
 class Process(Protocol):
-    """A process that sweeps."""
+    """A running sweeper process."""
 
     def poll(self) -> int | None: ...
 
 
 class ClusterSweeper:
-    """The agent's removal of abandoned cluster directories: now and then, and when an attempt has `ended`."""
+    """Removes abandoned cluster directories, periodically and after an attempt has `ended`."""
 
     def __init__(self, clock: Clock, start: Callable[[], Process]) -> None:
         self._clock = clock
         self._start = start
         self._process: Process | None = None
         self._due_ns = 0
-        self._tries: Counter[str] = Counter()  # directories that no look of ours has removed yet
+        self._tries: Counter[str] = Counter()  # failed sweeps per directory
 
     def tend(self, *, ended: bool) -> None:
-        """Start a sweep if it is time to."""
+        """Start a sweep if one is due."""
         if self._process is not None and self._process.poll() is not None:
             self._process = None
         now_ns = self._clock.boottime_ns()
@@ -151,7 +153,7 @@ class ClusterSweeper:
         left = [path for path in _directories() if self._tries[path] < _SWEEPS_MAX and is_left(path)]
         if left:
             self._tries.update(left)
-            with contextlib.suppress(OSError):  # no process can start now
+            with contextlib.suppress(OSError):  # The system cannot start a process at the moment.
                 self._process = self._start()
 
 
@@ -163,19 +165,19 @@ def main() -> None:
 
 
 def sweep() -> None:
-    """Remove the directories of this user's clusters that are not held; one being made is left alone."""
+    """Remove this user's cluster directories that no process locks."""
     for path in _directories():
         fd = _open(path)
         if fd is None:
             continue
-        with contextlib.suppress(OSError):  # it is held
+        with contextlib.suppress(OSError):  # A process still holds the lock.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             share.remove_directory(path)
         os.close(fd)
 
 
 def is_left(path: str) -> bool:
-    """Return whether a cluster's directory is abandoned."""
+    """Return True if no process locks a cluster's directory."""
     fd = _open(path)
     if fd is None:
         return False
@@ -188,7 +190,7 @@ def is_left(path: str) -> bool:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Return the host memory for our processes, and how much of it is available; 0 where unknown."""
+    """Return total and available host memory for this package's processes; 0 if unknown."""
     found = {"MemTotal": 0, "MemAvailable": 0}
     with contextlib.suppress(OSError, ValueError):
         for line in MEMORY_FIGURES.read_text(encoding="ascii").splitlines():
@@ -200,7 +202,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _make() -> tuple[str, int]:
-    """Make a directory of a free name, and take its lock; raises NoDirectory."""
+    """Make a directory with a free name and lock it; raises NoDirectory."""
     for _ in range(_NAMES_TRIED):
         path = f"{share.DIRECTORY_PARENT}/{share.DIRECTORY_PREFIX}{secrets.token_hex(4)}"
         try:
@@ -209,7 +211,7 @@ def _make() -> tuple[str, int]:
             continue
         except OSError as error:
             problem = (
-                f"no directory can be made in {share.DIRECTORY_PARENT} for the run's Ray cluster: {error.strerror}"
+                f"could not make a directory in {share.DIRECTORY_PARENT} for the run's Ray cluster: {error.strerror}"
             )
             raise NoDirectory(problem) from error
         fd = _taken(path)
@@ -217,11 +219,11 @@ def _make() -> tuple[str, int]:
             return path, fd
         with contextlib.suppress(OSError):
             os.rmdir(path)
-    raise NoDirectory(f"no directory could be made for the run's Ray cluster: {_NAMES_TRIED} names were taken")
+    raise NoDirectory(f"could not make a directory for the run's Ray cluster: {_NAMES_TRIED} names were taken")
 
 
 def _make_spill(path: str, files: Path) -> None:
-    """Make the directory for Ray's spilled objects: in `path`, or on the home's disk if roomier."""
+    """Make the directory for Ray's spilled objects: in `path`, or on the home's disk if it has more space."""
     spill = os.path.join(path, share.SPILL)
     elsewhere = files / os.path.basename(path)
     with contextlib.suppress(OSError):
@@ -229,12 +231,12 @@ def _make_spill(path: str, files: Path) -> None:
             elsewhere.mkdir(mode=0o700)
             os.symlink(elsewhere, spill)
             return
-    with contextlib.suppress(OSError):  # Ray tries, too
+    with contextlib.suppress(OSError):  # Ray tries to make it as well.
         os.mkdir(spill, 0o700)
 
 
 def _taken(path: str) -> int | None:
-    """Return a descriptor that holds a directory's lock, or None where the sweeper was faster."""
+    """Return a descriptor that locks a directory, or None if the sweeper has removed it."""
     fd = _open(path)
     if fd is None:
         return None
@@ -247,7 +249,7 @@ def _taken(path: str) -> int | None:
 
 
 def _open(path: str) -> int | None:
-    """Return a descriptor of a directory that is ours, or None."""
+    """Return a descriptor of a directory that this user owns, or None."""
     try:
         fd = os.open(path, _OPEN)
     except OSError:
@@ -269,7 +271,7 @@ def _directories() -> list[str]:
 
 
 def shared_memory_bytes() -> tuple[int, int]:
-    """Return how large /dev/shm is, and how much of it is free."""
+    """Return the size of /dev/shm and its free bytes."""
     with contextlib.suppress(OSError):
         system = os.statvfs(_SHARED_MEMORY)
         return system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize
@@ -277,13 +279,13 @@ def shared_memory_bytes() -> tuple[int, int]:
 
 
 def free_bytes(path: str | Path) -> int:
-    """Return how many bytes the user may still write to the file system of a path."""
+    """Return the number of bytes that the user may still write to the file system of a path."""
     system = os.statvfs(path)
     return system.f_bavail * system.f_frsize
 
 
 def save_logs(directory: str, kept: str, clock: Clock) -> str:
-    """Copy Ray's logs to `kept`; return a sentence if the time did not suffice for all of them, else ""."""
+    """Copy Ray's logs to `kept`; return a message if the time limit left out some of them, else ""."""
     left, until_ns = BYTES_MAX, clock.boottime_ns() + LIMIT_NS
     with contextlib.suppress(OSError):
         os.makedirs(kept, 0o700, exist_ok=True)
@@ -292,7 +294,7 @@ def save_logs(directory: str, kept: str, clock: Clock) -> str:
             if left <= 0:
                 break
             if clock.boottime_ns() > until_ns:
-                return f"{len(files) - number} of {len(files)} logs of Ray were not kept: copying them took too long"
+                return f"{len(files) - number} of {len(files)} Ray logs were not kept because copying took too long"
             with contextlib.suppress(OSError):
                 left -= _copy(path, os.path.join(kept, name), min(left, FILE_BYTES_MAX))
     return ""
@@ -311,10 +313,10 @@ def _newest_first(directory: str, clock: Clock, until_ns: int) -> list[tuple[str
 
 
 def _logs(directory: str) -> Iterator[tuple[str, str]]:
-    """Yield the files that Ray wrote, each with what it is called where it is kept."""
+    """Yield Ray's log files, each with its name among the kept logs."""
     for number in _entries(directory):
         start = os.path.join(directory, number)
-        # The first try is nearly always the one there is; later ones must not write over it.
+        # Nearly every cluster starts at the first try. Logs of later tries must not overwrite those of the first.
         prefix = "" if number == "1" else f"start-{number}/"
         for session in _entries(start):
             path = os.path.join(start, session)
@@ -335,7 +337,7 @@ def _entries(directory: str) -> list[str]:
 
 
 def _copy(path: str, target: str, bytes_max: int) -> int:
-    """Copy the end of a file; return how many bytes that were."""
+    """Copy the end of a file; return the number of bytes copied."""
     target = os.path.normpath(target)
     os.makedirs(os.path.dirname(target), 0o700, exist_ok=True)
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -347,14 +349,14 @@ def _copy(path: str, target: str, bytes_max: int) -> int:
     return copied
 
 
-_OF_MEMORY = 0.3  # Ray's own default share
-_OF_SHARED = 0.9  # of what /dev/shm has for the run; a store that does not fit there falls back to the disk
+_OF_MEMORY = 0.3  # Ray's own default share of the memory.
+_OF_SHARED = 0.9  # Share of the run's part of /dev/shm; Ray moves a larger store to the disk.
 
 
 def object_store_bytes(memory_bytes: int, shared_bytes: int, asked: int | None = None) -> int:
-    """Return how large a node's object store is made.
+    """Return the size of a node's object store.
 
-    What was asked for is only ever cut to what /dev/shm has for the run.
+    The size that the caller asked for is reduced only to fit the run's part of /dev/shm.
     """
     wanted = asked if asked is not None else round(memory_bytes * _OF_MEMORY)
     bounded = min(wanted, round(shared_bytes * _OF_SHARED), OBJECT_STORE_BYTES_MAX)
@@ -362,31 +364,33 @@ def object_store_bytes(memory_bytes: int, shared_bytes: int, asked: int | None =
 
 
 def part_of_shared(size: int, free: int, devices: int, of_type: int) -> int:
-    """Return how much of /dev/shm there is for a run: the part that goes with its devices, as far as it is free.
+    """Return the run's part of /dev/shm: proportional to its devices, and at most the free bytes.
 
-    Ray takes pages there when it needs them, so runs that were each promised all of it would kill each other.
+    Ray allocates pages on demand. If every run could use all of /dev/shm, runs would kill each other.
     """
-    least = round(OBJECT_STORE_BYTES_MIN / _OF_SHARED) + 1  # less is of no use to a Ray
+    least = round(OBJECT_STORE_BYTES_MIN / _OF_SHARED) + 1  # Ray cannot start with less.
     return min(free, max(least, size * devices // of_type))
 
 
 def store_note(size: int, shared_bytes: int, asked: int | None) -> str:
-    """Return why a node's object store has not the size that was asked for, or is the least there can be; else ""."""
+    """Return a note if the object store differs from the requested size or is the minimum; else ""."""
     if size == OBJECT_STORE_BYTES_MAX and asked is not None and asked > size:
-        return f"the object store is {format_bytes(size)}, the most there can be, and not {format_bytes(asked)}"
+        return f"the object store is {format_bytes(size)}, the maximum, instead of {format_bytes(asked)}"
     small = size == OBJECT_STORE_BYTES_MIN and size > round(shared_bytes * _OF_SHARED)
     if not small and (asked is None or asked <= size):
         return ""
     instead = "" if asked is None or asked <= size else f", not {format_bytes(asked)}"
-    where = ", and lies in /tmp" if size > shared_bytes else ""
+    where = ", and is in /tmp" if size > shared_bytes else ""
     store = f"so Ray's object store is {format_bytes(size)}{instead}{where}"
-    return f"/dev/shm has {format_bytes(shared_bytes)} for this run, {store}; in a container --shm-size gives it more"
+    return (
+        f"/dev/shm has {format_bytes(shared_bytes)} for this run, {store}; in a container, enlarge it with --shm-size"
+    )
 
 
 def cluster_cpus(cores: int, devices: int) -> int:
     """Return how many CPUs a node offers to Ray's scheduler.
 
-    At least one for every device and one more: Ray counts CPUs and would otherwise hold a task back for ever on a small
-    machine, where a trainer and its workers ask for one each.
+    A node offers at least one CPU per device and one more. On a small machine Ray would otherwise never schedule a
+    trainer and its workers, which ask for one CPU each.
     """
     return max(cores, devices + 1)

@@ -1,31 +1,33 @@
-"""Talks to the other crews of a gang, and tries whether they can reach each other before ranks begin.
+"""Connects the nodes of a gang and tests if they can reach each other before ranks begin.
 
-`Peers` is one crew's side. All but the rendezvous goes through the server; in brackets is what the server says:
+A crew is a node's part of a gang: its supervisor, devices and ranks. `Peers` is one crew's side of the gang. Everything
+except the rendezvous goes through the server, whose messages are in brackets:
 
     devices, stem ─▶ offer ─▶ (offers) ─▶ reach ─▶ (chosen) ─▶ ranks begin
-    all ranks returned ─▶ returned ─▶ (release) ─▶ they may exit
-    it stops before its end ─▶ halt, at once                ◀─ (peer_failed): the same, of another one
+    all ranks returned ─▶ returned ─▶ (release) ─▶ ranks may exit
+    an early end ─▶ halt, at once                           ◀─ (peer_failed): early end of another crew
 
-Messages are sent whole each time, to the present uplink and to a later one; they may arrive twice. Nothing here has a
-deadline: the server ends a failed rendezvous, and the lease bounds how long this crew goes on without it. A gang on one
-node has no other crews, and reserves a rendezvous port only.
+A supervisor sends its whole state each time, to the present uplink and to a later one, so messages may arrive twice.
+This module has no deadlines: the server ends a failed rendezvous, and the lease limits how long a crew runs without the
+server. A gang on one node has no other crews and only reserves a rendezvous port.
 
-`Rendezvous` listens, tries the addresses of others, and reports the results:
+`Rendezvous` listens, tries the addresses of the other crews, and reports the results:
 
     this crew   ── connects ─▶ word(this, other) ─▶                              another crew
-                ◀─ word(other, this) ─┘          who it is, and how long that took
+                ◀─ word(other, this) ─┘          identity, and the time that it took
                 ── FILL_BYTES ─▶ ◀─ FILL_BYTES ──  full packets get through, both ways
 
-`model/lifecycle/rendezvous.py` decides. The connections are those that ranks will make: any crew to any other, as NCCL
-and Gloo do, on ports that the kernel gave, with packets as large as the network takes; and to the very port of the
-rendezvous on rank 0's node. So a pair that could not work together is named before user code begins.
+`model/lifecycle/rendezvous.py` decides. The test makes the same connections as the ranks. As with NCCL and Gloo, every
+crew connects to every other one. The kernel chooses the ports, and the packets are as large as the network takes. Every
+crew also connects to the rendezvous port on rank 0's node. The server can thus name a pair of nodes that cannot work
+together before user code begins.
 
-Nothing blocks the supervisor's loop. Strangers may connect: they hear nothing before they have sent a word that only a
-crew of the gang knows, and are hung up on otherwise.
+Nothing blocks the supervisor's event loop. Strangers may connect. They receive no data before they send a secret that
+only crews of the gang know. The supervisor closes every other connection.
 
-Failure cases: an address without an answer costs `PROBE_S`, or `SETTLE_S` where every crew was reached at another one;
-a port on which a stranger answers counts as not reached; a flood of connections ends the oldest strangers; no
-descriptors (the address was not tried, and says so).
+Failure cases: An address without an answer costs `PROBE_S`, or `SETTLE_S` if every crew was reached at another address.
+A port on which a stranger answers counts as not reached. In a flood of connections, the supervisor closes the oldest
+unidentified ones. Without free descriptors, the supervisor does not try an address and reports it.
 """
 
 from __future__ import annotations
@@ -61,9 +63,9 @@ from serverless_gpu.node.inside.checkpoints import saved_before
 from serverless_gpu.node.supervisor.rank_environment import Network
 
 FILL_BYTES = 16 << 10
-"""More than a packet of any network: what is lost of that is lost for its size."""
+"""Larger than a packet of any network, so a lost fill shows that large packets do not get through."""
 SETTLE_S = 0.25
-"""Wait for further addresses once every crew was reached at another one."""
+"""Wait for further addresses after every crew was reached at one address, in seconds."""
 CALLS_MAX = 256
 GUESTS_MAX = 256
 _ACCEPTED_AT_ONCE = 64
@@ -74,7 +76,7 @@ _WORD_BYTES = 32
 _FILL = bytes(FILL_BYTES)
 _RECEIVE_BYTES = 64 << 10
 _DETAIL_CHARACTERS_MAX = 1_000
-_TOO_LARGE = "it answers, but large packets get lost: has the network the same MTU everywhere?"
+_TOO_LARGE = "it answers, but large packets are lost: check that the network has the same MTU everywhere"
 
 
 class Peers:
@@ -88,7 +90,7 @@ class Peers:
         selector: selectors.BaseSelector,
         tell: Callable[[protocol.Message], None],
     ) -> None:
-        # called with the server's news; returns the event that follows from its judgement of all nodes
+        # Called with the server's news; returns the events that follow from its judgement of all nodes.
         self.judge: Callable[[protocol.GangNews], list[Event]] = lambda news: []
         self._launch = launch
         self._checkpoints = f"{checkpoints}/{launch.run_id}/{launch.fence}" if checkpoints else ""
@@ -102,47 +104,47 @@ class Peers:
 
     @property
     def news(self) -> protocol.CrewNews | None:
-        """Return the news for the others; None without others."""
+        """Return this crew's news for the others, or None for a gang on one node."""
         return None if self._meeting is None else self._news
 
     @property
     def are_awaited(self) -> bool:
-        """Return whether this crew could begin, and has not met the others yet."""
+        """Return True if this crew is ready and has not met the others yet."""
         return self._news.offer is not None and self._chosen is None
 
     def met(self) -> bool:
-        """Return whether all crews have met (at once on one node); the first call begins the rendezvous.
+        """Return True once all crews have met, at once on one node; the first call begins the rendezvous.
 
-        Raises NoPort when no port can be reserved, or listened on.
+        Raises NoPort if no port can be reserved or opened for listening.
         """
         if self._meeting is None:
             return True
         if self._news.offer is None:
             port = self._reserved() if self._launch.crew == 0 else 0
-            saved: tuple[int, ...] = ()  # visible checkpoints: ranks of all nodes go on from the same
+            # Checkpoints that this node sees; the ranks of all nodes must continue from the same one.
+            saved: tuple[int, ...] = ()
             with contextlib.suppress(OSError):
                 saved = tuple(saved_before(self._checkpoints))[:SAVED_MAX] if self._checkpoints else ()
             try:
                 offer = self._meeting.offer(port)
                 self._say(offer=msgspec.structs.replace(offer, saved=saved))
             except OSError as error:
-                raise NoPort(
-                    f"there is no port on which the run's other nodes could reach this one: {error}"
-                ) from error
+                raise NoPort(f"no port is available on which other nodes could reach this node: {error}") from error
         return self._chosen is not None
 
     def network(self) -> Network:
-        """Return how ranks reach each other, once all have met; raises NoPort."""
+        """Return the network addresses for the ranks after all crews have met; raises NoPort."""
         if self._chosen is None:
             return Network(master=("127.0.0.1", self._reserved()))
         crew = self._launch.crew
         return Network(self._chosen.master, self._chosen.addresses[crew], variables(self._chosen, crew))
 
     def hear(self, heard: protocol.GangNews) -> list[Event]:
-        """Take what the server says; return what follows for this crew."""
+        """Process the server's news; return the events for this crew."""
         if self._meeting is None:
             return []
-        judged = self.judge(heard)  # before what failed: it may be the same, and has more to say
+        # Judged before the failure of a peer, because the judgement may explain that failure.
+        judged = self.judge(heard)
         if heard.peer_failed:
             return [*judged, PeerFailed(heard.peer_failed[:_DETAIL_CHARACTERS_MAX])]
         if heard.offers and self._news.offer is not None and self._news.halt is None:
@@ -154,12 +156,12 @@ class Peers:
         return [*judged, Released()] if heard.release else judged
 
     def tell(self, **changes: object) -> None:
-        """Say something of this crew that others are to be asked about, too: fields of `CrewNews`."""
+        """Publish changed fields of this crew's `CrewNews`."""
         if self._meeting is not None:
             self._say(**changes)
 
     def watch(self, attempt: Attempt) -> None:
-        """Report changes of this crew."""
+        """Publish the state of this crew's attempt if it changed."""
         if self._meeting is None:
             return
         halt = self._news.halt
@@ -171,17 +173,17 @@ class Peers:
 
     @property
     def wake_ns(self) -> int | None:
-        """Return when `tend` has something to do, or None."""
+        """Return the time of the next `tend`, or None."""
         return None if self._meeting is None else self._meeting.wake_ns
 
     def tend(self) -> None:
-        """Do what is due."""
+        """Do the work that is due."""
         if self._meeting is not None:
             self._meeting.tend()
             self._say(reach=self._meeting.reach)
 
     def close(self) -> None:
-        """Listen no more, and give the rendezvous port up."""
+        """Stop listening and release the rendezvous port."""
         if self._meeting is not None:
             self._meeting.close()
         if self._port is not None:
@@ -201,7 +203,7 @@ class Peers:
 
 
 def _halt(attempt: Attempt) -> Halt:
-    """Return why a crew stops before its end, as far as that is known when it does."""
+    """Return why a crew stops early, as far as it is known at that time."""
     assert attempt.reason is not None
     cause = attempt.cause
     if cause is None:
@@ -214,7 +216,7 @@ class Rendezvous:
     """One crew's part of a rendezvous."""
 
     def __init__(self, nonce: str, crew: int, crews: int, selector: selectors.BaseSelector, clock: Clock) -> None:
-        self.reach: CrewReach | None = None  # what it reached of the others, once known
+        self.reach: CrewReach | None = None  # the other crews that this crew reached, once known
         self._nonce = nonce
         self._crew = crew
         self._crews = crews
@@ -223,20 +225,21 @@ class Rendezvous:
         self._listeners: list[socket.socket] = []
         self._guests: list[_Guest] = []
         self._calls: list[_Call] = []
-        self._waiting: list[_Call] = []  # to be begun
+        self._waiting: list[_Call] = []  # Connection attempts that have not started.
         self._offers: dict[int, Offer] = {}
-        self._enough_ns: int | None = None  # from then on what is missing is not waited for
-        self._look_ns = 0  # when it is next worth a look whether that is so
+        self._enough_ns: int | None = None  # The end of the wait for missing results.
+        self._look_ns = 0  # Time of the next check for enough results.
 
     def offer(self, rendezvous_port: int = 0) -> Offer:
-        """Listen, and return where the others can try this crew; raises OSError without a port.
+        """Listen, and return the addresses at which others can try this crew; raises OSError without a port.
 
-        `rendezvous_port` is held for rank 0, on its node.
+        `rendezvous_port` is reserved for rank 0 and is 0 on the other nodes.
         """
         listeners = [listener()]
         self._listeners = listeners
         if rendezvous_port:
-            listeners.append(listener(rendezvous_port))  # beside who holds it, until the gang has met
+            # Shares the port with the reserving socket until the gang has met.
+            listeners.append(listener(rendezvous_port))
         others = [other for other in range(self._crews) if other != self._crew]
         self._answers = {
             word(self._nonce, frm=other, to=self._crew): word(self._nonce, frm=self._crew, to=other) for other in others
@@ -252,7 +255,7 @@ class Rendezvous:
         )
 
     def try_all(self, offers: Sequence[Offer]) -> None:
-        """Try every address of the others, unless that was done; what is no list of all crews is left alone."""
+        """Try every address of the other crews once; ignore an incomplete list of offers."""
         if self._offers or [offer.crew for offer in offers] != list(range(self._crews)):
             return
         self._offers = {offer.crew: offer for offer in offers if offer.crew != self._crew}
@@ -263,12 +266,13 @@ class Rendezvous:
             for port in (offer.port, offer.rendezvous_port)
             if port
         ]
-        self._waiting = [call for _, call in sorted(places, key=lambda one: one[0])]  # each crew's best one first
+        # The best address of each crew comes first.
+        self._waiting = [call for _, call in sorted(places, key=lambda one: one[0])]
         self.tend()
 
     @property
     def wake_ns(self) -> int | None:
-        """Return when `tend` has something to do, or None while that is for others to say."""
+        """Return the time of the next `tend`, or None while it waits for others."""
         limits = [call.until_ns for call in self._calls if call.tried is None]
         limits += [guest.wire.until_ns for guest in self._guests]
         if self._offers and self.reach is None:
@@ -276,7 +280,7 @@ class Rendezvous:
         return min(limits, default=None)
 
     def tend(self) -> None:
-        """Begin, give up and count what is due."""
+        """Start, expire and count the connection attempts that are due."""
         now_ns = self._clock.boottime_ns()
         for guest in self._guests:
             if now_ns >= guest.wire.until_ns:
@@ -293,7 +297,7 @@ class Rendezvous:
             self.reach = CrewReach(crew=self._crew, tried=tuple(tried for _, tried in self._outcomes()))
 
     def close(self) -> None:
-        """Listen no more, and hang up on all."""
+        """Stop listening and close all connections."""
         for one in self._listeners:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(one)
@@ -301,7 +305,7 @@ class Rendezvous:
         for guest in self._guests:
             guest.wire.close()
         for call in self._calls:
-            call.end("the meeting was over")
+            call.end("the rendezvous was over")
         self._listeners, self._guests, self._calls, self._waiting = [], [], [], []
 
     def _begin_calls(self) -> None:
@@ -324,12 +328,12 @@ class Rendezvous:
         for (_, address), ports in calls.items():
             tried = [call.tried for call in ports if call.tried is not None]
             if len(tried) == len(ports):
-                # One that was not reached, or the slowest.
+                # The worst of the ports counts: one that was not reached, or the slowest.
                 found.append((address, max(tried, key=lambda one: (one.microseconds is None, one.microseconds or 0))))
         return found
 
     def _look_for_enough(self, now_ns: int) -> None:
-        """Wait no longer for dead addresses when every crew was reached at one that other machines have, too."""
+        """Stop waiting for dead addresses once every crew was reached at an address other than loopback."""
         if self._enough_ns is None and now_ns >= self._look_ns:
             self._look_ns = now_ns + _LOOK_NS
             times: dict[int, int] = {}
@@ -344,26 +348,27 @@ class Rendezvous:
                 if call.began_ns:
                     call.expire((now_ns - call.began_ns) / 1e9)
                 else:
-                    call.end("not tried, for another one had answered")
+                    call.end("not tried, because another address had answered")
             self._calls += self._waiting
             self._waiting = []
 
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(_ACCEPTED_AT_ONCE if listening in self._listeners else 0):
             if not self._has_room():
-                return  # those of ours that are here are soon through, and the others wait in the kernel's queue
+                return  # Known peers finish soon; the kernel queues further connections.
             try:
                 sock, _ = listening.accept()
             except BlockingIOError:
                 return
-            except OSError:  # gone already; or no descriptors: a pending connection would wake it at once
+            # The peer has left, or no descriptor is free. Then accept would return at once in a busy loop.
+            except OSError:
                 select.select([], [], [], _BREATH_S)
                 return
             until_ns = self._clock.boottime_ns() + round(PROBE_S * 1e9)
             self._guests.append(_Guest(_Wire(sock, self._selector, until_ns), self._answers))
 
     def _has_room(self) -> bool:
-        """Return whether one more may come; for that the oldest goes that has not said who it is."""
+        """Return True if another connection fits; closes the oldest unidentified one if necessary."""
         if len(self._guests) >= GUESTS_MAX:
             self._guests = [guest for guest in self._guests if guest.wire.is_open]
         if len(self._guests) < GUESTS_MAX:
@@ -376,14 +381,14 @@ class Rendezvous:
 
 
 def listener(port: int = 0) -> socket.socket:
-    """Return a socket that listens on every address, on this port or (0) the kernel's choice; OSError."""
+    """Return a socket that listens on all addresses; port 0 lets the kernel choose. Raises OSError."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     return socket.create_server(("", port), backlog=_BACKLOG)
 
 
 class _Wire:
-    """One connection: what is to be sent on it, and what has come."""
+    """One connection with its unsent and its received bytes."""
 
     def __init__(self, sock: socket.socket, selector: selectors.BaseSelector, until_ns: int) -> None:
         sock.setblocking(False)
@@ -398,20 +403,20 @@ class _Wire:
         self._selector.register(self._sock, events, callback)
 
     def rewatch(self, callback: Callable[[], None]) -> None:
-        """Have it called when there is something to hear, or room for what is left to say."""
+        """Call `callback` when the socket is readable, or writable while bytes are unsent."""
         if self.is_open:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._left else 0)
             self._selector.modify(self._sock, events, callback)
 
     def say(self, data: bytes) -> None:
-        """Send what the kernel takes, and keep the rest; raises OSError when the peer is gone."""
+        """Send as much as the kernel accepts and keep the rest; raises OSError if the peer has closed."""
         self._left += data
         with contextlib.suppress(BlockingIOError):
             while self._left:
                 self._left = self._left[self._sock.send(self._left) :]
 
     def hear(self) -> bool:
-        """Read, and go on sending; return False when the peer has hung up, raise OSError when it is gone."""
+        """Receive, and send the rest; return False at end of file. Raises OSError if the connection broke."""
         self.say(b"")
         try:
             data = self._sock.recv(_RECEIVE_BYTES)
@@ -425,11 +430,11 @@ class _Wire:
         return not self._left
 
     def error(self) -> str:
-        """Return why it could not be made, or ""."""
+        """Return why the connection failed, or ""."""
         code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             return os.strerror(code)
-        return "nobody listens there" if self._sock.getsockname() == self._sock.getpeername() else ""
+        return "no process listens there" if self._sock.getsockname() == self._sock.getpeername() else ""
 
     def close(self) -> None:
         if self.is_open:
@@ -440,7 +445,7 @@ class _Wire:
 
 
 class _Guest:
-    """An accepted connection, a stranger until it proves otherwise."""
+    """An accepted connection of a peer that may not have identified itself yet."""
 
     def __init__(self, wire: _Wire, answers: dict[bytes, bytes]) -> None:
         self.wire = wire
@@ -477,7 +482,7 @@ class _Guest:
 
 
 class _Call:
-    """One address of another crew that is being tried, on one of its ports."""
+    """One attempt to connect to an address and port of another crew."""
 
     def __init__(self, crew: int, address: Address, port: int) -> None:
         self.crew = crew
@@ -491,13 +496,14 @@ class _Call:
         self._own = b""
 
     def begin(self, words: tuple[bytes, bytes], selector: selectors.BaseSelector, clock: Clock) -> None:
-        """Connect; `words` are what is to be said and what is to be answered."""
+        """Connect; `words` are the secret to send and the secret to expect."""
         self._clock = clock
         self._own, self._expected = words
         self.began_ns = clock.boottime_ns()
         family = socket.AF_INET6 if ":" in self.address.address else socket.AF_INET
         try:
-            socket.inet_pton(family, self.address.address)  # names are never looked up: that would take its time
+            # The address must be numeric, because a name lookup would block.
+            socket.inet_pton(family, self.address.address)
             sock = socket.socket(family)
         except OSError as error:
             self.end(error.strerror or str(error))
@@ -517,11 +523,11 @@ class _Call:
         return self._wire.until_ns if self._wire is not None else 0
 
     def expire(self, waited_s: float) -> None:
-        """Count it as not reached, unless that is known."""
+        """Record the address as not reached, unless its outcome is known."""
         self.end(_TOO_LARGE if self.answered_ns is not None else f"no answer in {waited_s:.2g} s")
 
     def end(self, problem: str = "") -> None:
-        """Record its outcome."""
+        """Record the outcome and close the connection."""
         if self._wire is not None:
             self._wire.close()
         took_us = None if self.answered_ns is None or problem else (self.answered_ns - self.began_ns) // 1000
@@ -553,19 +559,19 @@ class _Call:
         except OSError as error:
             goes_on, problem = True, error.strerror or str(error)
         if problem is None and not goes_on:
-            problem = "it hung up"
+            problem = "it closed the connection"
         if problem is not None:
             self.end(problem)
         wire.rewatch(self._hear)
 
     def _understand(self, wire: _Wire) -> str | None:
-        """Return "" once it has been reached, why not once that is known, else None."""
+        """Return "" once the peer was reached, the problem once one is known, else None."""
         if self.answered_ns is None and len(wire.got) >= _WORD_BYTES:
             if bytes(wire.got[:_WORD_BYTES]) != self._expected:
-                return "somebody else answers there"
+                return "another program answers there"
             self.answered_ns = self._clock.boottime_ns()
             del wire.got[:_WORD_BYTES]
             wire.say(_FILL)
         if len(wire.got) > FILL_BYTES:
-            return "somebody else answers there"
+            return "another program answers there"
         return "" if self.answered_ns is not None and wire.has_said and len(wire.got) == FILL_BYTES else None

@@ -1,20 +1,24 @@
-"""A session's process: holds devices between runs, and lends them to the runs of the session.
+"""A session's process: holds devices between runs and lends them to the runs of the session.
 
     owner (notebook, script) ──Launch──▶ agent ──▶ this process ◀──Borrow── supervisor of a run
                              ◀── SessionReady, WaitingNote, Finished ──┘   ──Lent───▶
 
-Forked from the nursery like a supervisor, and independent of the agent. One thread runs one loop;
-`model/lifecycle/session.py` decides.
+The nursery forks this process like a supervisor; it does not depend on the agent. One thread runs one event loop.
+`model/lifecycle/session.py` makes the decisions.
 
 Failure cases:
-- the owner goes away (its notebook's kernel was killed): the session ends at once, also where a process that the owner
-forked lives on with a copy of its socket. Waiting runs are cancelled; those that use devices of it go on and keep those
-locked: their supervisors and stems have copies of the lock descriptors;
-- a supervisor is killed: its loan ends when its stem, too, is gone (the pipe's end of file), and the devices are
-verified before anyone else gets them;
-- this process is killed: idle devices are free at once, lent ones with the end of their runs; the owner's next call
-says that the session has ended;
-- the session is idle: a warning at four fifths of the idle limit, then it ends.
+
+If the owner ends (for example its notebook kernel was killed), the session ends at once. This also holds if a forked
+child of the owner keeps a copy of the socket. The session cancels waiting runs. Runs that use its devices go on,
+because their supervisors and stems have copies of the lock descriptors.
+
+If a supervisor is killed, its loan ends when its stem has ended too, which closes the pipe. The session verifies the
+devices before another run gets them.
+
+If this process is killed, idle devices are free at once and lent ones when their runs end. The owner's next call
+reports that the session has ended.
+
+If no run uses the session, the owner gets a warning at four fifths of the idle limit. The session ends at the limit.
 """
 
 from __future__ import annotations
@@ -55,14 +59,14 @@ from serverless_gpu.node.devices.reservation import DeviceReservation, quarantin
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.output.attached_clients import Watcher, Watchers
 
-_RETRY_S = 0.05  # between two looks at devices that were taken
-_RETEST_S = 1.0  # between two looks at devices in quarantine that a run waits for
+_RETRY_S = 0.05  # Seconds between two attempts to take devices that were in use.
+_RETEST_S = 1.0  # Seconds between two checks of quarantined devices that a run waits for.
 _TURN_S = 5.0
-_LEAVING_S = 1.0  # for the stem of a run that has given its devices back
+_LEAVING_S = 1.0  # Seconds that the stem of a run may keep devices after their return.
 
 
 class SessionHolder:
-    """One session's holder of devices; the end of `agent`, a channel, means nothing here."""
+    """Holds the devices of one session; end of file on the channel `agent` has no effect."""
 
     def __init__(self, assign: protocol.Assign, agent: Channel, home: Home, sockets: Path, machine: Provider) -> None:
         self._launch = assign.launch
@@ -81,7 +85,7 @@ class SessionHolder:
         self._book: SessionState | None = None
         self._billed: tuple[Device, ...] = ()
         self._borrowers: dict[str, Watcher] = {}
-        self._reported: dict[str, tuple[str, ...]] = {}  # what supervisors found when they gave back
+        self._reported: dict[str, tuple[str, ...]] = {}  # unfit devices that supervisors reported on return
         self._said: dict[str, str] = {}
         self._returning: list[str] = []
         self._owner: Watcher | None = None
@@ -92,20 +96,20 @@ class SessionHolder:
         self._done = False
 
     def serve(self, client: Channel) -> None:
-        """Serve the session; it ends with its owner's connection."""
+        """Serve the session until its owner disconnects."""
         lock = os.open(self._directory / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)  # held as long as this process lives, as a supervisor does
+        fcntl.flock(lock, fcntl.LOCK_EX)  # Locked for the lifetime of this process, as a supervisor does.
         self._account.prepare()
         self._owner = self._audience.add(client)
-        # The owner's end shows even where something it forked keeps a copy of its socket.
+        # The pidfd shows the owner's end even if a forked child keeps a copy of the socket.
         credentials = client.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        with contextlib.suppress(OSError):  # gone already, which its socket says; or of another pid namespace
+        with contextlib.suppress(OSError):  # The owner has already ended, or is in another pid namespace.
             process = os.pidfd_open(struct.unpack("3i", credentials)[0])
             self._selector.register(process, selectors.EVENT_READ, lambda: self._owner_ended(process))
         self._audience.tell(protocol.Accepted(pid=os.getpid()))
         problem = self._audience.listen()
         if problem:
-            self._fail(problem)  # no run could borrow
+            self._fail(problem)  # Without the socket, no run could borrow devices.
         else:
             try:
                 self._reservation = DeviceReservation(self._launch, self._home, self._clock, self._machine)
@@ -115,13 +119,13 @@ class SessionHolder:
             for key, _ in self._selector.select(self._pause_s()):
                 key.data()
             if self._owner.gone:
-                self._end("its owner is gone")
+                self._end("its owner has ended")
             self._look()
 
     def _owner_ended(self, process: int) -> None:
         self._selector.unregister(process)
         os.close(process)
-        self._end("its owner is gone")
+        self._end("its owner has ended")
 
     # --- devices -------------------------------------------------------------------------------------------------
 
@@ -144,7 +148,7 @@ class SessionHolder:
             self._audience.tell(protocol.WaitingNote(sentence=sentence))
 
     def _bill(self) -> None:
-        """Write down which devices stand idle from now on: the others are in the accounts of runs."""
+        """Record which devices are idle from now on; the accounts of runs cover the others."""
         idle = self._book.idle if self._book is not None else ()
         if idle == self._billed:
             return
@@ -159,7 +163,9 @@ class SessionHolder:
     def _obey(self, message: protocol.AnyMessage, watcher: Watcher) -> None:
         match message:
             case protocol.Cancel():
-                self._end("" if watcher is self._owner else "it was ended from elsewhere, with `sgpu cancel` perhaps")
+                self._end(
+                    "" if watcher is self._owner else "it was ended from elsewhere, for example with `sgpu cancel`"
+                )
             case protocol.Borrow(run_id=run_id, count=count) if self._book is not None and self._ending is None:
                 self._borrowers[run_id] = watcher
                 self._book = ask(self._book, DeviceRequest(run_id, count))
@@ -172,9 +178,9 @@ class SessionHolder:
                 pass
 
     def _lend(self, book: SessionState) -> None:
-        """Serve those whose turn it is, tell the others what they wait for."""
+        """Lend devices to the runs whose turn it is; tell the others why they wait."""
         self._book, served = settle(mark_unfit(book, book.unfit | self._failed(book)))
-        self._bill()  # before they are in anyone else's account
+        self._bill()  # No device may be in two accounts at once.
         for run_id in served:
             self._hand_over(run_id, self._book.loans[run_id])
         for asker in self._book.queue:
@@ -184,7 +190,7 @@ class SessionHolder:
                 self._borrowers[asker.run_id].send(protocol.WaitingNote(sentence=sentence))
 
     def _failed(self, book: SessionState) -> frozenset[str]:
-        """Return which idle devices the driver has said something of since they were taken."""
+        """Return the idle devices that have been quarantined since the session took them."""
         if self._reservation is None or not book.queue:
             return frozenset()
         try:
@@ -200,12 +206,12 @@ class SessionHolder:
         borrower = self._borrowers[run_id]
         fds = self._reservation.fds_of([device.uuid for device in devices])
         try:
-            borrower.flush()  # what it waited for comes first
+            borrower.flush()  # Earlier waiting messages must arrive before the loan.
             protocol.send(borrower.channel, protocol.Lent(devices=devices), (*fds, write))
             self._account.runs = (self._account.runs or 0) + 1
         except OSError:
-            borrower.gone = True  # it reads end of file instead
-            self._reported[run_id] = ()  # it never had them; the pipe says so as well
+            borrower.gone = True  # The supervisor has closed its socket.
+            self._reported[run_id] = ()  # The run never received the devices; the pipe reports the same.
         finally:
             os.close(write)
         self._selector.register(read, selectors.EVENT_READ, lambda: self._loan_over(read, run_id))
@@ -213,12 +219,13 @@ class SessionHolder:
     def _loan_over(self, read: int, run_id: str) -> None:
         self._selector.unregister(read)
         os.close(read)
-        self._returning.append(run_id)  # after this turn: its last words may not have been read yet
+        self._returning.append(run_id)  # Handled after this turn, because the run's last message may still be unread.
 
     def _take_back(self, book: SessionState, run_id: str) -> SessionState:
         devices = book.loans.get(run_id, ())
         unfit = self._reported.pop(run_id, None)
-        if unfit is None:  # its supervisor was killed; one look, for who waits here holds up everybody
+        # The supervisor was killed. One check must suffice, because waiting here would block all runs of the session.
+        if unfit is None:
             unfit = self._verified(devices, run_id, GatePolicy(pauses_s=()))[1]
         self._borrowers.pop(run_id, None)
         self._said.pop(run_id, None)
@@ -227,7 +234,7 @@ class SessionHolder:
     def _verified(
         self, devices: tuple[Device, ...], run_id: str, policy: GatePolicy
     ) -> tuple[dict[str, Verdict], tuple[str, ...]]:
-        """Return whether devices are free, and those now in quarantine because they are not."""
+        """Return the verdict of each device and the devices that are now quarantined."""
         if self._reservation is None or not devices:
             return {}, ()
         provider = self._reservation.provider
@@ -250,12 +257,13 @@ class SessionHolder:
         self._audience.tend()
         if self._ending is not None:
             loans = self._book.loans if self._book is not None else {}
-            is_leaving = bool(loans.keys() & self._reported.keys())  # given back, but its stem still has the devices
+            # The run has returned its devices, but its stem still holds them.
+            is_leaving = bool(loans.keys() & self._reported.keys())
             if not is_leaving or self._clock.boottime_ns() >= self._leave_by_ns:
                 self._conclude(None)
 
     def _after_turn(self, book: SessionState) -> SessionState:
-        """Return the book without those who gave back, or went away while they waited."""
+        """Return the state without runs that returned their devices or disconnected while they waited."""
         returning, self._returning = self._returning, []
         for run_id in returning:
             book = self._take_back(book, run_id)
@@ -266,7 +274,7 @@ class SessionHolder:
         return book
 
     def _retested(self, book: SessionState) -> SessionState:
-        """Look again at unfit devices while a run waits for them."""
+        """Check unfit devices again while a run waits for them."""
         now_ns = self._clock.boottime_ns()
         if not (book.unfit and book.queue and self._reservation is not None) or now_ns < self._look_again_ns:
             return book
@@ -314,7 +322,7 @@ class SessionHolder:
         self._conclude(Failure(rank=None, reason=Reason.START_FAILED, at_ns=self._clock.boottime_ns(), detail=problem))
 
     def _end(self, sentence: str) -> None:
-        """Have the session end at the end of this turn: what came back in the same turn is still looked at."""
+        """Let the session end after this turn, so that devices returned in the same turn are still checked."""
         if self._ending is not None:
             return
         self._ending = sentence
@@ -324,7 +332,7 @@ class SessionHolder:
             self._account.notes.append(sentence)
 
     def _conclude(self, failure: Failure | None) -> None:
-        """Tell how the session ended, prove what it still has free, give it back, tell that."""
+        """Report the end, verify and release idle devices, and send the receipt."""
         reason = failure.reason if failure else (Reason.CANCELLED if self._book is None else Reason.COMPLETED)
         state = MEANINGS[reason].state
         idle = self._book.idle if self._book is not None else ()
@@ -350,7 +358,7 @@ class SessionHolder:
             state=state,
             reason=reason,
         )
-        gate = "its runs have all of its devices, and hand them back" if all_lent else ""
+        gate = "its runs use all of its devices and release them" if all_lent else ""
         self._audience.tell(protocol.Finished(receipt=self._account.receipt(attempt, idle, verdicts, unfit, gate)))
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             self._audience.drain()

@@ -2,26 +2,37 @@
 
     agent ──Assign, Stem──▶ supervisor ◀──events── stem, ranks
                               │  ▲
-    client ◀──what happens────┘  └── pipes: what ranks write
+    client ◀──messages────────┘  └── pipes: output of ranks
 
-A clean interpreter without anything of the user's, forked ahead of time (`nursery.py`). One thread, one loop: it feeds
-events to `model/lifecycle/attempt_lifecycle.py`, carries out what comes back, and sleeps until the next descriptor. It
-never unpickles.
+The supervisor is a clean interpreter without user code, forked ahead of time (`nursery.py`). One thread runs one event
+loop: it feeds events to `model/lifecycle/attempt_lifecycle.py`, executes the instructions, and sleeps until a
+descriptor is ready. It never unpickles.
 
 Failure cases:
-- the agent or the client goes away: a new agent finds this process by its socket, and so does `attach`;
-- this process dies: the stem reads end of file and ends every rank at once; the stem's copies of the lock descriptors
-  keep the devices taken until it has;
-- the stem dies: ranks die with it, the attempt fails as `runtime_lost`;
-- no stem comes: the attempt fails as `start_failed` with what the zygote wrote, or as the environment's reason;
-- a device fails: the attempt ends with its rank, or a minute later, and the device is not lent any more;
-- the client goes away, or cancels, before it has confirmed the environment: the attempt ends without user code;
-- the server does not answer for longer than the lease says: the attempt is stopped, by this process's own clock, for
-  another one may run elsewhere soon;
-- the attempt comes a second time: one supervisor has the lock, and what has ended does not begin again;
-- a process that the kernel cannot end (D state): the attempt ends without it after a minute (`ProcessDrain`); the code
-  that gives back its devices looks at what is left;
-- the attempt has ranks on other nodes: `rendezvous.py`.
+
+If the agent or the client exits, a new agent and `sgpu attach` find this process by its socket.
+
+If this process dies, the stem reads end of file and kills every rank at once. The stem's copies of the lock descriptors
+keep the devices locked until then.
+
+If the stem dies, its ranks die too and the attempt fails as `runtime_lost`.
+
+If no stem arrives, the attempt fails as `start_failed` or with the environment's reason. The message contains the
+zygote's output.
+
+If a device fails, the attempt ends with its rank or a minute later, and the device is quarantined.
+
+If the client exits or cancels before it has confirmed the environment, the attempt ends without user code.
+
+If the server does not answer before the lease ends, the supervisor stops the attempt by its own clock. The server may
+soon start another attempt elsewhere.
+
+If the attempt is assigned twice, only one supervisor gets its lock. An attempt that has ended does not begin again.
+
+If the kernel cannot end a process (D state), the attempt ends without it after a minute (`ProcessDrain`). The code that
+returns its devices checks the remaining processes.
+
+For ranks on other nodes, see `rendezvous.py`.
 """
 
 from __future__ import annotations
@@ -81,14 +92,14 @@ from serverless_gpu.node.supervisor.monitor_link import MonitorLink
 from serverless_gpu.node.supervisor.ray_cluster import NoDirectory
 from serverless_gpu.node.supervisor.rendezvous import Peers
 
-_RETRY_S = 0.05  # between two looks at devices that were taken
+_RETRY_S = 0.05  # Seconds between two attempts to take devices that were in use.
 _TURN_S = 5.0
 
 Callback = Callable[[], None]
 
 
 class Supervisor:
-    """Control of one attempt; the stem comes on `agent`, a channel."""
+    """Controls one attempt; the stem's socket arrives on the channel `agent`."""
 
     def __init__(self, assign: protocol.Assign, agent: Channel, home: Home, sockets: Path, machine: Provider) -> None:
         launch = self._launch = assign.launch
@@ -122,7 +133,7 @@ class Supervisor:
         self._done = False
 
     def serve(self, client: Channel) -> None:
-        """Serve the attempt; `client` is the first watcher."""
+        """Serve the attempt until it ends; `client` is the first attached client."""
         refused: protocol.Refused | None = None
         try:
             if problem := take_attempt(self._directory):
@@ -136,7 +147,7 @@ class Supervisor:
             return
         self._account.prepare()
         problem = self._audience.listen()
-        if problem:  # the run itself does not need it
+        if problem:  # A run works without this socket.
             self._account.notes.append(problem)
         self._watch(self._agent.fileno(), self._hear_agent)
         if self._watchdogs.gpus.fd is not None:
@@ -147,7 +158,8 @@ class Supervisor:
         while not self._done:
             for key, _ in self._selector.select(self._pause_s()):
                 callback: Callback = key.data
-                if not self._done:  # an earlier one of this turn may have closed what this one is about
+                # An earlier callback of this turn may have ended the attempt and closed this descriptor.
+                if not self._done:
                     callback()
             if not self._done:
                 self._look()
@@ -163,7 +175,8 @@ class Supervisor:
             self._unwatch(self._agent.fileno())
             self._agent.close()
             if self._gang is None and self._attempt.state in (State.QUEUED, State.STARTING):
-                if self._reservation is not None:  # not accepted yet, so the client takes it to the next agent
+                # The launch is not accepted yet, so the client sends it to the next agent.
+                if self._reservation is not None:
                     self._reservation.close()
                 (self._directory / "facts.jsonl").unlink(missing_ok=True)
                 self._leave()
@@ -216,14 +229,14 @@ class Supervisor:
             self._fact(FactKind.RESERVED)
             self._account.mark("reserved")
             if self._gang is None or not self._gang.standby:
-                self._fact(FactKind.HYDRATING)  # the devices wait for the environment
+                self._fact(FactKind.HYDRATING)  # The reserved devices wait for the environment.
             self._apply(GangPlaced())
         elif sentence != self._waiting:
             self._waiting = sentence
             self._audience.tell(protocol.WaitingNote(sentence=sentence, queued_ns=created_wall_ns(self._launch.run_id)))
 
     def _begin(self) -> None:
-        """Start the ranks once devices, stem and other nodes are ready, and the environment is right."""
+        """Start the ranks once devices, stem, other nodes and environment are ready."""
         if not self._begin_pending or self._gang is None or not self._gang.standby or self._reservation is None:
             return
         try:
@@ -237,7 +250,7 @@ class Supervisor:
             self._apply(RanksNotStarted(Reason.RENDEZVOUS, str(error)))
             return
         except OSError as error:
-            told = "" if isinstance(error, NoDirectory) else "the ranks' parent process could not be told what to run: "
+            told = "" if isinstance(error, NoDirectory) else "could not tell the ranks' parent process what to run: "
             self._apply(RanksNotStarted(Reason.START_FAILED, f"{told}{error}"))
             return
         for log in self._gang.logs.values():
@@ -250,7 +263,7 @@ class Supervisor:
         try:
             events = self._gang.hear()
         except (OSError, ValueError) as error:
-            events = [StemLost(detail=f"it cannot be understood: {error}")]
+            events = [StemLost(detail=f"its message is not valid: {error}")]
         if events is None:
             self._unwatch(self._gang.channel.fileno())
             events = [] if met else [StemLost(detail="it ended before it could start the ranks")]
@@ -268,7 +281,7 @@ class Supervisor:
             try:
                 self._apply(event)
             except IllegalAttemptTransition as error:
-                self._apply(StemLost(detail=f"it says what cannot be: {error}"))
+                self._apply(StemLost(detail=f"its message does not fit the state of the attempt: {error}"))
 
     def _stem_ended(self) -> None:
         assert self._gang is not None
@@ -287,7 +300,7 @@ class Supervisor:
             self._attempt, instructions = advance(self._attempt, event, self._clock.boottime_ns())
         except IllegalAttemptTransition:
             if self._attempt.state in TERMINAL:
-                return  # a late word of a rank; the outcome stands
+                return  # A late message of a rank does not change the outcome.
             raise
         if self._attempt.state is State.STOPPING:
             self._account.stopping(self._attempt, self._devices)
@@ -311,13 +324,13 @@ class Supervisor:
                     self._conclude()
 
     def _hear_gpus(self) -> None:
-        """Read the driver's reports, before a rank's death is judged: they may explain it."""
+        """Read the driver's reports; called before a rank's death is judged, which they may explain."""
         for event in self._watchdogs.faults(self._attempt, self._devices):
             if self._attempt.state not in TERMINAL:
                 self._apply(event)
 
     def _look(self) -> None:
-        """Do the periodic work that no descriptor announces."""
+        """Do the periodic work that no descriptor triggers."""
         if not self._confirmed and self._client is not None and self._client.gone:
             self._leave_unconfirmed()
         self._audience.tend()
@@ -332,22 +345,23 @@ class Supervisor:
         if self._process_drain.since_ns is not None and self._attempt.state is State.STOPPING:
             self._look_for_empty()
         if self._lease_ns is not None and self._clock.boottime_ns() > self._lease_ns:
-            self._lease_ns = None  # an answer that comes later changes nothing any more
+            self._lease_ns = None  # A later answer has no effect.
             if self._attempt.state not in TERMINAL:
-                self._account.notes.append("the server did not answer for as long as the run may go on without it")
+                self._account.notes.append("the server did not answer before the run's lease ended")
                 self._apply(LeaseExpired())
         if self._attempt.state not in TERMINAL:
             self._apply(Tick())
         for event in self._watchdogs.look(self._attempt, self._gang):
             if self._attempt.state not in TERMINAL:
                 self._apply(event)
-        if self._attempt.state is State.RUNNING and self._attempt.fault_ns is None:  # from then on it is not the user's
+        # Time after a device failure is not charged to the user.
+        if self._attempt.state is State.RUNNING and self._attempt.fault_ns is None:
             self._account.alive(self._devices)
             if self._segments.is_due(self._clock.boottime_ns()):
                 self._look_at_segments()
 
     def _look_at_segments(self) -> None:
-        """Note which shared memory is the attempt's, while its processes can be seen with it."""
+        """Record the attempt's shared memory segments while its processes show that they use them."""
         if self._gang is not None and "exec" in self._account.marks:
             self._segments.look(self._exec_wall_ns(), self._gang.processes)
 
@@ -360,17 +374,19 @@ class Supervisor:
             self._apply(TreeEmpty())
 
     def _conclude(self) -> None:
-        """Tell how it ended, prove the devices free, give them back, tell that."""
+        """Report the outcome, verify and release the devices, and send the receipt."""
         self._account.mark("exited")
         gang = self._gang
         proven = gang is None or gang.proven or self._reservation is None or not self._reservation.devices
-        # What cannot be ended, or has failed, is not the user's to pay for: their time ends before, nothing is freed.
+        # Devices that failed or that a process still uses are not charged from that time on, and are not freed.
         lost_ns = self._attempt.fault_ns if self._attempt.reason is Reason.GPU_LOST else None
         if "exec" in self._account.marks:
             self._fact(FactKind.EXITED, lost_ns or (None if proven else self._process_drain.since_ns))
         left = gang.left() if gang is not None and not proven else ()
         if left:
-            self._account.notes.append(f"{left_text(left)} of this run cannot be ended; no device is lent before it is")
+            self._account.notes.append(
+                f"{left_text(left)} of this run cannot be ended; the devices of the run stay reserved until then"
+            )
         if gang is not None:
             self._unwatch_gang(gang)
             gang.close()
@@ -403,12 +419,13 @@ class Supervisor:
             verdicts = verdicts_of(reservation, self._watchdogs.gpus.verdicts(devices), proven=proven, left=left)
             self._account.mark("freed")
             if proven and self._attempt.reason is not Reason.GPU_LOST:
-                self._fact(FactKind.FREED)  # before they can be anyone else's: no device is ever in two accounts
+                # Recorded before another run can take the devices, so that no device is in two accounts.
+                self._fact(FactKind.FREED)
             quarantined = reservation.give_back(verdicts, left)
         elif reservation is not None:
             self._account.mark("freed")
             reservation.close()
-        self._monitor.linger()  # the last sample, and of a short run where it is tracked
+        self._monitor.linger()  # Reads the last sample and the tracking link of a short run.
         self._account.observed(self._monitor.uses, self._monitor.url, self._monitor.receipt_notes())
         receipt = self._account.receipt(self._attempt, devices, verdicts, quarantined)
         self._audience.tell(protocol.Finished(receipt=receipt))
@@ -417,7 +434,7 @@ class Supervisor:
     # --- watchers and output -------------------------------------------------------------------------------------
 
     def _greet(self) -> protocol.AttemptSnapshot:
-        self._watchdogs.idleness.heard()  # a client looks at the run
+        self._watchdogs.idleness.heard()  # A client that attaches counts as use of the run.
         return protocol.AttemptSnapshot(
             run_id=self._launch.run_id,
             fence=self._launch.fence,
@@ -436,7 +453,7 @@ class Supervisor:
             if self._lease_ns is not None:
                 self._lease_ns = message.deadline_ns
             if self._peers.are_awaited and self._attempt.state is State.STARTING:
-                self._apply(Preparing())  # how long others may take is the server's to say
+                self._apply(Preparing())  # The server limits how long the other nodes may take.
         elif isinstance(message, protocol.GangNews):
             for event in self._peers.hear(message):
                 if self._attempt.state not in TERMINAL:
@@ -448,14 +465,12 @@ class Supervisor:
             self._begin()
 
     def _leave_unconfirmed(self) -> None:
-        """End an attempt whose caller went away before it knew that the environment is what the launch says."""
+        """End an attempt whose client disconnected before it confirmed the environment."""
         self._client = None
         if self._attempt.state not in (State.QUEUED, State.STARTING):
             return
         if self._lease_ns is not None:
-            self._apply(
-                RanksNotStarted(Reason.REFUSED, "the node's uplink ended before the server had confirmed the run")
-            )
+            self._apply(RanksNotStarted(Reason.REFUSED, "the node's uplink ended before the server confirmed the run"))
             return
         self._account.notes.append("its caller ended before the environment was confirmed; no user code ran")
         self._apply(StopRequested(StopReason.CANCEL))
@@ -500,7 +515,7 @@ class Supervisor:
         self._selector.register(fd, selectors.EVENT_READ, callback)
 
     def _unwatch_gang(self, gang: LocalGang) -> None:
-        """Watch none of its descriptors any more: once they are closed, others have their numbers."""
+        """Stop watching the gang's descriptors, because the kernel reuses their numbers after they are closed."""
         outputs = (fd for log in gang.logs.values() for fd, _ in log.readers())
         for fd in (gang.channel.fileno(), gang.stem_pidfd, *outputs):
             self._unwatch(fd)
@@ -516,9 +531,9 @@ _LEFT_NAMED = 3
 def make_stopped(
     attempt: Attempt, logs: Mapping[int, RankLog], hang: Hang | None, hint: str = "", *, proven: bool = True
 ) -> Stopped:
-    """Return the client's message once no rank runs any more.
+    """Return the message for clients once no rank runs any more.
 
-    `hint` is the driver's explanation of failed user code; `proven` means that no process of the attempt is left.
+    `hint` is the driver's explanation of failed user code. `proven` means that no process of the attempt remains.
     """
     assert attempt.reason is not None
     cause = attempt.cause
@@ -539,7 +554,7 @@ def make_stopped(
 
 
 def stopped_sentence(stopped: Stopped) -> str:
-    """Return why it ended, in one sentence; "" where there is nothing to say."""
+    """Return why the attempt ended in one sentence, or "" if it completed."""
     if stopped.reason is Reason.COMPLETED:
         return ""
     detail = stopped.cause.detail if stopped.cause is not None else ""
@@ -554,61 +569,61 @@ def verdicts_of(
     proven: bool,
     left: Sequence[ProcessIdentity] = (),
 ) -> dict[str, Verdict]:
-    """Return a verdict for each device; failed devices, in `known`, need no look.
+    """Return a verdict for each device; failed devices, in `known`, need no check.
 
-    `proven` means that no process of the attempt is left; else `left` are some of them.
+    `proven` means that no process of the attempt remains. Otherwise `left` contains some of the remaining processes.
     """
     uuids = [device.uuid for device in reservation.devices]
     if not proven:
         why = f"{left_text(left)} could not be ended" if left else ""
-        return dict.fromkeys(uuids, Verdict(False, why or "it is not certain that every process of the run has ended"))
+        return dict.fromkeys(uuids, Verdict(False, why or "a process of the run may still exist"))
     asked = [uuid for uuid in uuids if uuid not in known]
     return {**known, **verify(reservation.provider, asked, reservation.before, GatePolicy(), time.sleep)}
 
 
 def killed_text(attempt: Attempt, kill_ns: int) -> str:
-    """Return which ranks did not stop in their grace."""
+    """Describe the ranks that did not stop within the grace period."""
     still = sorted(set(attempt.numbers) - attempt.exited)
     grace_s = (kill_ns - (attempt.stop_ns or 0)) / 1e9
     return f"{ranks_text(still)} did not stop in {grace_s:.1f} s and {'was' if len(still) == 1 else 'were'} killed"
 
 
 def left_text(left: Sequence[ProcessIdentity]) -> str:
-    """Return which processes are still there, for people."""
+    """Describe the remaining processes for a message."""
     names = [f"{each.pid} ({each.name})" for each in left[:_LEFT_NAMED]]
     more = f" and {len(left) - _LEFT_NAMED} more" if len(left) > _LEFT_NAMED else ""
     return f"process{'es' if len(left) > 1 else ''} {', '.join(names)}{more}"
 
 
 DRAIN_LOOK_S = 0.002
-"""Between two looks at a tree that is being ended."""
+"""Seconds between two checks of a process tree that is being killed."""
 _DRAIN_LIMIT_S = 60.0
 _DRAIN_TOLD_S = 10.0
 
 
 class ProcessDrain:
-    """Wait for the processes of a killed attempt."""
+    """Waits for the end of the processes of a killed attempt."""
 
     def __init__(self, clock: Clock, say: Callable[[str], None]) -> None:
-        self.since_ns: int | None = None  # when it was killed, or None
+        self.since_ns: int | None = None  # time of the kill, or None
         self._clock = clock
         self._say = say
         self._told = False
 
     def begin(self, gang: LocalGang | None) -> int:
-        """Kill what there is; return when that was."""
+        """Kill all processes of the attempt; return the time."""
         self.since_ns = self._clock.boottime_ns()
         if gang is not None:
             gang.kill()
         return self.since_ns
 
     def is_over(self, gang: LocalGang | None) -> bool:
-        """Return whether the wait is over."""
+        """Return True once no process remains or the time limit has passed."""
         assert self.since_ns is not None
         waited_s = (self._clock.boottime_ns() - self.since_ns) / 1e9
         if gang is None or gang.empty() or waited_s > _DRAIN_LIMIT_S:
             return True
         if waited_s > _DRAIN_TOLD_S and not self._told:
             self._told = True
-            self._say(f"{left_text(gang.left())} does not end, though it was killed")
+            self._say(f"{left_text(gang.left())} did not end after it was killed")
         return False

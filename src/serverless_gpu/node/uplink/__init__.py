@@ -1,5 +1,5 @@
-"""The uplink: makes this machine a node of a server. A local client that acts for the server.
+"""The uplink makes this machine a node of a server: a local client that executes the server's orders.
 
-Start with `process.py`. `attempt_controller.py` looks after one attempt, `reporter.py` reports it, `delivery.py` sends
-its files, `presence.py` describes the node, `server.py` is the connection.
+Start with `process.py`. `attempt_controller.py` controls one attempt, `reporter.py` reports it and `delivery.py` sends
+its files. `presence.py` describes the node, and `server.py` holds the connection to the server.
 """

@@ -1,18 +1,24 @@
-"""One attempt, controlled by this node for its server: started, listened to, reported, stopped.
+"""Controls one attempt on this node for its server: starts it, follows it, reports it and stops it.
 
     order ──▶ AttemptController ──Launch──▶ agent ──▶ supervisor        one thread listens: Started, Stopped, Finished …
                 │ ▲                           │
                 │ └──── the socket ───────────┘
-                └─ PendingReport ─▶ Reporter ─▶ server       another one reports; answers become Lease, Confirm, Cancel
+                └─ PendingReport ─▶ Reporter ─▶ server       one thread reports; answers become Lease, Confirm, Cancel
 
-A restarted uplink has the directory and `remote.json`: it connects to the supervisor's socket and goes on. Without a
-supervisor's socket, the attempt's lock shows whether one lives; if none does, the uplink writes what a supervisor would
-have written (`settle_orphan`). So each attempt gets an ending and a receipt.
+A restarted uplink finds the attempt's directory and `remote.json`, connects to the supervisor's socket and continues.
+Without that socket, the attempt's lock shows if a supervisor runs. If none runs, the uplink writes the ending and the
+receipt itself (`settle_orphan`). Every attempt therefore gets both.
 
-Failure cases: the node cannot start the attempt (an ending `refused`, nothing of the user's ran); the agent dies with
-the launch in its queue (launched again, three times at most: no facts, so nothing has run); the supervisor is killed
-(`supervisor_killed`, or `supervisor_lost` where the kernel says that the machine failed, as soon as none of its
-processes holds a device; one that cannot be ended keeps it STOPPING).
+Failure cases:
+
+If the node cannot start the attempt, it ends as `refused` and no user code has run.
+
+If the agent dies before a supervisor has the launch, the uplink launches the attempt again, at most three times. This
+is safe because an attempt without facts has not run.
+
+If the supervisor is killed, the attempt ends as `supervisor_killed`, or as `supervisor_lost` if the kernel reports a
+machine failure. It ends once none of its processes holds a device. A process that cannot be ended keeps the attempt
+STOPPING.
 """
 
 from __future__ import annotations
@@ -60,11 +66,11 @@ from serverless_gpu.wire.agents import AttemptSeen, ReportNow, Start
 LAUNCHES_MAX = 3
 _LOOK_S = 0.05
 LOOK_S_MAX = 2.0
-_RESTARTED = "the node's uplink ended before the run was launched"
+_RESTARTED = "the node's uplink ended before it launched the run"
 
 
 class AttemptController:
-    """The uplink's control of one attempt; `say` takes a line for the log."""
+    """Controls one attempt for the uplink; `say` writes a line to the log."""
 
     def __init__(
         self,
@@ -87,39 +93,39 @@ class AttemptController:
         self._writing = threading.Lock()
         self._channel: Channel | None = None
         self._confirmed = False
-        self._gang = protocol.GangNews()  # what the server said of it last
+        self._gang = protocol.GangNews()  # the server's last news of the gang
         self._abandoned = False
         self._launch: protocol.Launch | None = None
         self._launches = 0
         self._connections = 0
-        self._seen_ns: int | None = None  # boottime at which a process of it was seen last
+        self._seen_ns: int | None = None  # Boottime at which a process of the attempt was last seen.
         self._agent_pid = 0
         self._detail = _RESTARTED
-        self._of_itself = ""  # what the run says of itself
+        self._of_itself = ""  # last message of the run about itself
         self._reported = threading.Event()
         self._threads: list[threading.Thread] = []
 
     # --- from outside --------------------------------------------------------------------------------------------
 
     def start(self, order: Start) -> None:
-        """Start the attempt, in threads of its own."""
+        """Start the attempt in its own threads."""
         first_s = FIRST_OF_GANG_S if len(order.crews) > 1 else AT_ONCE_S
         self._run_threads(lambda: self._begin(order), fresh=True, first_s=first_s)
 
     def adopt(self) -> None:
-        """Go on with an attempt that an earlier uplink started."""
+        """Continue an attempt that an earlier uplink started."""
         begun = has_begun(first_facts(self.directory))
         self.news.learn(AT_ONCE_S, begun=begun, state=State.RUNNING if begun else State.STARTING)
         self._run_threads(lambda: None, fresh=False, first_s=AT_ONCE_S)
 
     def stop(self, reason: StopReason) -> None:
-        """Have the attempt stopped in order; a later reason may be a stronger one."""
+        """Stop the attempt in order; a later call may give a stronger reason."""
         if self.news.known.stop is not reason:
             self.news.learn(SOON_S, stop=reason)
             self._tell(protocol.Cancel(reason=reason))
 
     def look(self, order: ReportNow) -> None:
-        """Pass on the order's news, and have the attempt reported: at once if the answer brings the news."""
+        """Pass the order's news to the supervisor and schedule a report, at once if it brings the news."""
         news = protocol.GangNews(
             offers=order.offers, chosen=order.chosen, release=order.release, peer_failed=order.peer_failed
         )
@@ -127,28 +133,28 @@ class AttemptController:
         self.news.learn(AT_ONCE_S if news == protocol.GangNews() else SOME_TIME_S)
 
     def seen(self) -> AttemptSeen:
-        """Return what a heartbeat says of it."""
+        """Return the attempt's entry for a heartbeat."""
         known = self.news.known
         state = known.state if known.ending is None else State.STOPPING
         return AttemptSeen(run_id=self.remote.run_id, fence=self.remote.fence, state=state)
 
     def is_over(self) -> bool:
-        """Return whether there is nothing left to be done for it."""
+        """Return True once the attempt needs no more work from this controller."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def abandon(self) -> None:
-        """Stop an attempt that is over for the server, and keep its files."""
+        """Stop an attempt that the server has given up; its files stay on the node."""
         if self._abandoned:
             return
         self._abandoned = True
-        self._say(f"attempt {self.remote.gang} is over for the server; its files stay in {self.directory}")
+        self._say(f"the server has given up attempt {self.remote.gang}; its files stay in {self.directory}")
         self.stop(StopReason.CANCEL)
         self._write_stale()
 
     # --- answers of the server -----------------------------------------------------------------------------------
 
     def renew(self, deadline_ns: int, stop: StopReason | None) -> None:
-        """Extend the lease (boottime), and stop the attempt if asked; the first call lets user code start."""
+        """Extend the lease to a boottime and forward a stop; the first call lets user code start."""
         if not self._confirmed:
             faults.reach("after_answer_before_confirm")
         self._tell(protocol.Lease(deadline_ns=deadline_ns))
@@ -159,18 +165,18 @@ class AttemptController:
             self._tell(protocol.Confirm())
 
     def pass_on(self, news: protocol.GangNews) -> None:
-        """Tell the supervisor what the server says of the gang; what it has heard before it is not told again."""
+        """Send the server's news of the gang to the supervisor, unless it has not changed."""
         if news not in (self._gang, protocol.GangNews()):
             self._gang = news
             self._tell(news)
 
     def heard(self, deadline_ns: int) -> None:
-        """Let an attempt that was confirmed go on until then; one that was not does not start for that."""
+        """Extend the lease of a confirmed attempt; an unconfirmed attempt does not start through this."""
         if self._confirmed:
             self._tell(protocol.Lease(deadline_ns=deadline_ns))
 
     def settled(self) -> None:
-        """Note that the server has everything."""
+        """Record that the server has everything of the attempt."""
         faults.reach("after_ending_before_settled")
         self._write_down(standing="settled")
 
@@ -201,7 +207,7 @@ class AttemptController:
             thread.start()
 
     def _begin(self, order: Start) -> None:
-        """Launch what an order asks for; what cannot be is an ending, not an exception."""
+        """Launch the attempt of an order; failures become the attempt's ending, not exceptions."""
         try:
             line = self._server.line(order.token)
             try:
@@ -213,7 +219,8 @@ class AttemptController:
             store = StoreLocation(f"sgpu+{profile.url}", profile.token, profile.ca)
             try:
                 now_ns = self._server.time.wall_ns(self._clock.boottime_ns()) or self._clock.wall_ns()
-                waited_ns = now_ns - order.submitted_ns if order.submitted_ns else 0  # both by the server's clock
+                # Both times are by the server's clock.
+                waited_ns = now_ns - order.submitted_ns if order.submitted_ns else 0
                 launch = attempt_launch.make_launch(
                     order, self.directory, greeting, clock=self._clock, waited_ns=waited_ns, store=store
                 )
@@ -237,11 +244,11 @@ class AttemptController:
             protocol.send(channel, msgspec.structs.replace(self._launch, confirmed=self._confirmed))
         except OSError:
             channel.close()
-            return  # the agent is gone; who looks next launches again
+            return  # The agent has exited; `_look` launches the attempt again.
         self._take(channel)
 
     def _take(self, channel: Channel) -> None:
-        """Adopt a connection to the attempt's supervisor or agent; send the messages that wait for one."""
+        """Use a new connection to the attempt's supervisor or agent, and send pending messages on it."""
         with self._lock:
             self._channel = channel
         if self._confirmed:
@@ -253,26 +260,27 @@ class AttemptController:
             self._tell(protocol.Cancel(reason=stop))
 
     def _listen(self) -> None:
-        """Hear what happens until the attempt has an ending and a receipt."""
+        """Process messages until the attempt has an ending and a receipt."""
         while True:
             if self._channel is not None:
                 self._hear(self._channel)
             if not self._look():
                 break
             self._connections += 1
-        secret_files.remove(self.directory)  # a killed process may have left them
+        secret_files.remove(self.directory)  # A killed supervisor may have left secret files.
         self._write_stale()
 
     def _write_stale(self) -> None:
-        """Record that nothing of an abandoned attempt is reported any more.
+        """Record that an abandoned attempt is reported no more.
 
-        Only once it has ended, or the next uplink would not end it, and once its facts were reported.
+        Called after the attempt has ended, because otherwise the next uplink would not end it. Its facts must be
+        reported by then.
         """
         if self._abandoned and self.news.known.finished and self._reported.is_set():
             self._write_down(standing="stale")
 
     def _write_down(self, **changes: str) -> None:
-        """Change what the next uplink finds; two threads may have something to change."""
+        """Change the record that the next uplink reads; two threads may do so at once."""
         with self._writing, contextlib.suppress(OSError):
             self.remote = msgspec.structs.replace(self.remote, **changes)
             write_remote(self.directory, self.remote)
@@ -325,14 +333,14 @@ class AttemptController:
                 pass
 
     def _is_awaited(self) -> bool:
-        """Return whether the ranks of other nodes begin once those of this one have."""
+        """Return True if ranks on other nodes wait for rank 0 on this node."""
         return self._launch is not None and len(self._launch.crews) > 1 and self._launch.crew == 0
 
     def _look(self) -> bool:
-        """Find the process that controls the attempt now; return False once none needs to."""
+        """Connect to the process that controls the attempt; return False once the attempt is finished."""
         pause_s = _LOOK_S
         if self._connections and not self._is_finished():
-            self._pause(pause_s)  # who answers and hangs up at once is not asked again at once
+            self._pause(pause_s)  # Prevents a busy loop if a peer accepts and disconnects at once.
         while not self._is_finished():
             channel = self._supervisor()
             if channel is not None:
@@ -365,19 +373,19 @@ class AttemptController:
     def _lock_free(self) -> int:
         try:
             return try_lock(self.directory)
-        except (FileNotFoundError, NotADirectoryError) as error:  # the directory was deleted
+        except (FileNotFoundError, NotADirectoryError) as error:  # The attempt's directory was deleted.
             self.news.learn(
                 AT_ONCE_S,
                 ending=stopped_without_ranks(Reason.REFUSED, f"{self._detail}; {error}", self._clock),
                 finished=True,
             )
             return -1
-        except OSError as error:  # a disk that is full or broken: that says nothing about who has the attempt
-            self.news.learn(SOME_TIME_S, sentence=f"its lock cannot be looked at: {error}")
+        except OSError as error:  # A full or broken disk does not show which process controls the attempt.
+            self.news.learn(SOME_TIME_S, sentence=f"cannot check the attempt's lock: {error}")
             return -1
 
     def _should_launch_again(self) -> bool:
-        """Return whether the agent died before anybody had the attempt; its lock is held."""
+        """Return True if the agent died before a supervisor had the attempt; the caller holds its lock."""
         if self._launch is None or self._launches >= LAUNCHES_MAX or self.news.known.stop is not None:
             return False
         nothing = not first_facts(self.directory) and not (self.directory / "stopped.json").exists()
@@ -395,14 +403,15 @@ class AttemptController:
         return True
 
     def write_ending(self) -> None:
-        """Write what is missing, once none of the attempt's processes holds a device; its lock is held.
+        """Write the missing ending and receipt once no process of the attempt holds a device.
 
-        However long that takes: the server may begin another attempt as soon as it learns of the ending.
+        The caller holds the attempt's lock. The wait has no limit, because the server may start another attempt as soon
+        as it learns of the ending.
         """
         pause_s = _LOOK_S
         while still_held(self._home, self.directory):
             self._seen_ns = self._clock.boottime_ns()
-            sentence = "its supervisor is gone; a process of it still has a device"
+            sentence = "its supervisor has ended; a process of the run still uses a device"
             self.news.learn(SOME_TIME_S, state=State.STOPPING, sentence=sentence)
             self._pause(pause_s)
             pause_s = min(2 * pause_s, LOOK_S_MAX)
@@ -422,7 +431,7 @@ class AttemptController:
     def _tell(self, message: protocol.Message) -> None:
         with self._lock:
             if self._channel is not None:
-                with contextlib.suppress(OSError):  # its end is heard by who listens
+                with contextlib.suppress(OSError):  # The listening thread notices a closed connection.
                     protocol.send(self._channel, message)
 
     @staticmethod
@@ -431,7 +440,7 @@ class AttemptController:
 
 
 def still_held(home: Home, directory: Path) -> bool:
-    """Return whether a process of an attempt still holds one of its devices."""
+    """Return True while a process of the attempt holds one of its devices."""
     run_id = directory.parent.name
     uuids = {uuid for fact in first_facts(directory) for uuid in fact.gpus}
     for base in (home.locks, *MACHINE_DIRECTORIES):
@@ -445,16 +454,16 @@ def still_held(home: Home, directory: Path) -> bool:
 def settle_orphan(
     directory: Path, remote: ServerAttempt, detail: str, clock: Clock, *, seen_ns: int | None = None
 ) -> protocol.Stopped:
-    """Write the missing ending and receipt, the attempt's lock being held; return how it ended.
+    """Write the missing ending and receipt of an attempt without a supervisor; return its ending.
 
-        no facts                        refused: nothing of the user's ran, and nothing will
-        facts, even damaged ones        its supervisor was lost; its devices' locks say when its processes are gone
-        an ending, and no receipt       a receipt that says what is known
+        no facts                        refused: no user code ran, and none will
+        facts, even damaged ones        supervisor lost; the devices' locks show when the attempt's processes have ended
+        an ending without a receipt     a receipt of the known facts
 
-    `detail` is why it never started, if so. `seen_ns` is the boottime at which something of it was seen last; None if
-    unwatched.
+    The caller holds the attempt's lock. `detail` says why the attempt never started. `seen_ns` is the boottime at which
+    one of its processes was last seen, or None.
     """
-    # A damaged record, or a file of facts without one, is no proof that nothing began.
+    # A damaged record, or a file of facts without a record, does not prove that nothing began.
     begun = first_facts(directory) or remote.recovered or (directory / "facts.jsonl").exists()
     stopped = None if begun else stopped_without_ranks(Reason.REFUSED, detail, clock)
     lost = LostAttempt(

@@ -1,13 +1,13 @@
-"""From an order to a launch: the attempt's directory, the call, the interpreter, the devices of this node.
+"""Turns an order into a launch: directory, call, interpreter and devices of this node.
 
-    Start ─▶ directory + remote.json (then the order is taken) ─▶ call.pkl ─▶ spec.json … ─▶ Launch
+    Start ─▶ directory + remote.json (then acknowledge the order) ─▶ call.pkl ─▶ spec.json … ─▶ Launch
 
 The launch is not confirmed: user code waits until the server has answered a report about this attempt. An order may be
 an hour old, and another attempt may run by now.
 
-A node starts the interpreter before the run's ranks exist. So a client names an existing one that others cannot replace
-(`check_python`). Options change how it behaves; those that name code or a file (`-c`, `-m`) are refused
-(`check_flags`).
+A node starts the interpreter before the run's ranks exist. A client must therefore name an existing interpreter that
+other users cannot replace (`check_python`). Options may change the interpreter's behaviour. The node refuses options
+that name code or a file, such as `-c` and `-m` (`check_flags`).
 """
 
 from __future__ import annotations
@@ -41,25 +41,26 @@ from serverless_gpu.wire.connection import Connection
 
 _FAKE = "SERVERLESS_GPU_FAKE"
 _OF_THE_NODE = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")
-"""Variables of this node for a captured environment's ranks, where the caller sent none."""
+"""Node variables for ranks in a captured environment, unless the caller sent them."""
 
 
 def take_order(home: Home, order: Start, profile: Path) -> tuple[Path, ServerAttempt] | None:
-    """Make the attempt's directory, or return None when it was made before; the order need not come again.
+    """Make the attempt's directory; return None if an earlier call made it.
 
-    The rest of an interrupted earlier call is made again: nothing can have been launched. A server names a directory of
-    this node's by its run, so only an identifier is taken, and no run of the node's own is touched.
+    After this call the server need not send the order again. An interrupted earlier call is repeated, because it cannot
+    have launched anything. The server's run id names a directory on this node. Only a valid identifier is accepted, and
+    never that of a run of this node's own user.
 
-    Raises InvalidValue (a bad identifier or gang), StorageError, or OSError when it is unknown whether it was made
-    before.
+    Raises InvalidValue for a bad identifier or gang, and StorageError. Raises OSError if it is unknown whether the
+    directory was made before.
     """
     if created_wall_ns(order.run_id) is None or order.fence < 1:
-        raise InvalidValue(f"{order.run_id[:64]!r} (fence {order.fence}) is no attempt's name")
+        raise InvalidValue(f"{order.run_id[:64]!r} (fence {order.fence}) is not a valid attempt")
     if has_remote(home.attempt(order.run_id, order.fence)):
         return None
     _check_crews(order)
     if (home.attempt(order.run_id, order.fence) / "spec.json").exists():
-        raise InvalidValue(f"run {order.run_id} is one of this node's own")
+        raise InvalidValue(f"run {order.run_id} belongs to a user of this node")
     remote = ServerAttempt(
         run_id=order.run_id,
         fence=order.fence,
@@ -85,7 +86,7 @@ def make_launch(
 ) -> protocol.Launch:
     """Return the launch for an order; raises HardwareError or InvalidValue if this node cannot run it.
 
-    `waited_ns` is how long ago the client asked, by the server's clock; `store` has the environments.
+    `waited_ns` is the time since the client submitted, by the server's clock. `store` has the environments.
     """
     devices = offered(greeting, os.environ)
     there = restrict(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -95,7 +96,7 @@ def make_launch(
     environment = None
     if order.spec.environment == "snapshot":
         if not order.snapshot:
-            raise ServerProblem("the run is to have a captured environment, and the order names none")
+            raise ServerProblem("the run needs a captured environment, but the order names none")
         environment = protocol.EnvironmentRequest(
             snapshot=order.snapshot, store=store.url, token=store.token, ca=store.ca
         )
@@ -122,9 +123,9 @@ def make_launch(
 
 
 def write_call(order: Start, directory: Path, connection: Connection) -> None:
-    """Write `call.pkl`, which came with the order or lies on the server; a command has none.
+    """Write `call.pkl` from the order or from the server; a command has no such file.
 
-    Raises StorageError for a full disk, ServerProblem when the server does not have it, or does not answer.
+    Raises StorageError for a full disk. Raises ServerProblem if the server does not have the call or does not answer.
     """
     reference = order.spec.payload.call if isinstance(order.spec.payload, Function) else None
     try:
@@ -137,15 +138,16 @@ def write_call(order: Start, directory: Path, connection: Connection) -> None:
 
 
 def with_secrets(order: Start, launch: protocol.Launch) -> protocol.Launch:
-    """Return the launch with its secrets, which are written where its ranks find them.
+    """Write the run's secrets for its ranks and return the launch with them.
 
-    Raises SecretMissing (deleted since placement; nothing may start), InvalidValue (a bad variable) or StorageError.
+    Raises SecretMissing if a secret was deleted after placement, InvalidValue for a bad variable, or StorageError.
+    Nothing may start then.
     """
     if not order.secrets:
         return launch
     values: dict[str, bytes] = {}
     for one in order.secrets:
-        check_name(one.name)  # it becomes a file's
+        check_name(one.name)  # The secret's name becomes a file name.
         if one.value is None:
             raise SecretMissing(f"the secret {one.text} was deleted after the attempt was placed")
         values[one.name] = check_variable(one.text, one.value) if one.variable else one.value
@@ -160,24 +162,26 @@ def with_secrets(order: Start, launch: protocol.Launch) -> protocol.Launch:
 
 
 def write_run(launch: protocol.Launch) -> None:
-    """Write what makes the run readable; as `write_submission`."""
+    """Write the files that make the run readable; see `write_submission`."""
     write_submission(launch, __version__)
 
 
 def _check_crews(order: Start) -> None:
-    """Refuse (InvalidValue) an order whose gang is no list of crews with this one and a nonce."""
+    """Raise InvalidValue unless the order's gang is a valid list of crews with this one and a nonce."""
     if not order.crews:
         return
     numbers = [crew.number for crew in order.crews]
     first = 0
     for crew in order.crews:
         if crew.first_rank != first or crew.gpus < 1:
-            raise InvalidValue(f"crew {crew.number} of the order cannot begin with rank {crew.first_rank}")
+            raise InvalidValue(f"crew {crew.number} of the order must not begin with rank {crew.first_rank}")
         first += crew.gpus
     if numbers != list(range(len(numbers))) or not 0 <= order.crew < len(numbers) or first != order.world_size:
-        raise InvalidValue(f"crew {order.crew} of {numbers[:8]} with {first} of {order.world_size} devices cannot be")
+        raise InvalidValue(
+            f"crew {order.crew} of {numbers[:8]} with {first} of {order.world_size} devices is not a valid gang"
+        )
     if len(numbers) > 1 and not order.nonce:
-        raise InvalidValue("the order has a gang on several nodes, and nothing by which they know each other")
+        raise InvalidValue("the order has a gang on several nodes but no nonce for it")
 
 
 def _fetch(reference: BlobReference, path: Path, route: str, connection: Connection) -> None:
@@ -187,15 +191,15 @@ def _fetch(reference: BlobReference, path: Path, route: str, connection: Connect
             data = connection.get(f"{route}/{digest}")
             size += file.write(data)
     if size != reference.size:
-        raise HashMismatch(f"the call has {reference.size} bytes, and {size} came")
+        raise HashMismatch(f"the call has {reference.size} bytes, but {size} bytes arrived")
 
 
 def _context(order: Start) -> protocol.Context:
-    """Return the context of ranks; declared devices and the user's home are this node's own matter."""
+    """Return the context of ranks; this node provides declared devices and home variables itself."""
     try:
         context = from_json(order.context, protocol.Context)
     except msgspec.MsgspecError as error:
-        raise InvalidValue(f"the caller's context cannot be understood: {error}") from None
+        raise InvalidValue(f"the caller's context is not valid: {error}") from None
     check_flags(context.flags)
     if not order.snapshot:
         check_python(context.python)
@@ -232,11 +236,11 @@ _X_OPTIONS = frozenset(
         "warn_default_encoding",
     }
 )
-_INTERPRETER_HINT = "start the client with an interpreter like that, or use env='snapshot'"
+_INTERPRETER_HINT = "start the client with such an interpreter, or use env='snapshot'"
 
 
 def check_python(python: str) -> None:
-    """Refuse (InvalidValue) all but the absolute path of a Python that others cannot replace."""
+    """Raise InvalidValue unless the path is an absolute path of a Python that others cannot replace."""
     shown = python[:FLAG_CHARACTERS_MAX]
     if not python.startswith("/") or "\0" in python or os.path.normpath(python) != python:
         raise InvalidValue(f"the interpreter {shown!r} is not an absolute path without `..`", hint=_INTERPRETER_HINT)
@@ -244,25 +248,27 @@ def check_python(python: str) -> None:
         real = os.path.realpath(python, strict=True)
         mode = os.stat(real).st_mode
     except OSError as error:
-        raise InvalidValue(
-            f"the interpreter {shown!r} cannot be used: {error.strerror}", hint=_INTERPRETER_HINT
-        ) from None
+        raise InvalidValue(f"cannot use the interpreter {shown!r}: {error.strerror}", hint=_INTERPRETER_HINT) from None
     if not _INTERPRETER_NAME.fullmatch(os.path.basename(python)) and not _INTERPRETER_NAME.fullmatch(
         os.path.basename(real)
     ):
-        raise InvalidValue(f"{shown!r} is not the name of a Python", hint="python, python3, python3.12, pypy3")
+        raise InvalidValue(
+            f"{shown!r} is not the name of a Python interpreter", hint="python, python3, python3.12, pypy3"
+        )
     if not stat.S_ISREG(mode) or not os.access(real, os.X_OK):
-        raise InvalidValue(f"the interpreter {shown!r} is no program that this node may start", hint=_INTERPRETER_HINT)
+        raise InvalidValue(
+            f"the interpreter {shown!r} is not a program that this node may start", hint=_INTERPRETER_HINT
+        )
     for path in dict.fromkeys((*_with_parents(python), *_with_parents(real))):
         if _anybody_may_change(path):
             raise InvalidValue(
-                f"the interpreter {shown!r} could be replaced by anybody: {path} is writable by others",
+                f"the interpreter {shown!r} could be replaced by any user: {path} is writable by others",
                 hint=f"chmod o-w {path}",
             )
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Refuse (InvalidValue) options that name code to run, or are unknown."""
+    """Raise InvalidValue for options that name code to run, or that are unknown."""
     if len(flags) > FLAGS_MAX or any(len(flag) > FLAG_CHARACTERS_MAX for flag in flags):
         raise InvalidValue(f"an interpreter takes at most {FLAGS_MAX} options of {FLAG_CHARACTERS_MAX} characters")
     rest = iter(flags)
@@ -272,13 +278,15 @@ def check_flags(flags: Sequence[str]) -> None:
         value = next(rest, "") if flag == "-X" else flag[2:] if flag.startswith("-X") else ""
         if value.partition("=")[0] not in _X_OPTIONS or "\0" in value:
             raise InvalidValue(
-                f"an interpreter is not started with the option {flag!r}{f' {value!r}' if flag == '-X' else ''}",
-                hint="options that change how it behaves are taken (-O, -u, -W, -X utf8); those that name code are not",
+                "the node does not start an interpreter with the option "
+                f"{flag!r}{f' {value!r}' if flag == '-X' else ''}",
+                hint="use only options that change the interpreter's behaviour (-O, -u, -W, -X utf8), not options "
+                "that name code",
             )
 
 
 def _with_parents(path: str) -> list[str]:
-    """Return a path and the directories above it."""
+    """Return a path and all directories above it."""
     found = [path]
     while path != "/":
         path = os.path.dirname(path)
@@ -287,8 +295,9 @@ def _with_parents(path: str) -> list[str]:
 
 
 def _anybody_may_change(path: str) -> bool:
-    """Return whether others may replace a path; targets of links are checked by their own names."""
+    """Return True if other users may replace a path; link targets are checked separately."""
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode) or not status.st_mode & stat.S_IWOTH:
         return False
-    return not (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX)  # a sticky one protects its entries
+    # A sticky directory protects its entries.
+    return not (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX)

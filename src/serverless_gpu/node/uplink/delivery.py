@@ -1,24 +1,25 @@
-"""Data of an attempt on its way to the server: logs by offset, facts, outputs.
+"""Sends an attempt's data to the server: logs by offset, facts, outputs.
 
     logs/<rank>.<stream>, logs/<node>.telemetry
                           ── LogShipment: pieces, fair among streams, 1 MiB a report ──▶ answered ─▶ offset moves
     facts.jsonl           ── FactsFile: new lines ──▶
-    results/, failures/, hang-<n>.txt ── OutputDelivery: small ones inside of reports
-                                            └─ Upload: large ones as blobs first, in a thread of its own
-        hash in parts ─▶ which of them are missing? ─▶ send these ─▶ the file is named by its parts in the next report
+    results/, failures/, hang-<n>.txt ── OutputDelivery: small files inside reports
+                                            └─ Upload: large files as blobs first, in a separate thread
+        hash in parts ─▶ ask for missing parts ─▶ send them ─▶ the next report names the file by its parts
 
-A restarted uplink knows no offsets: it asks with an empty piece for each log, and the server says where to go on. It
-sends a piece again when the server wants it, because its own disk lost it. The ending asks for each log once more, so
-that a lost last piece shows, too.
+A restarted uplink knows no offsets. It sends an empty piece for each log, and the server answers with the offset to
+continue from. The uplink sends a piece again if the server's disk has lost it. The ending asks for each log once more,
+so that a lost last piece is found too.
 
-A run whose results cannot be delivered is no success: once the server has answered everything but the upload for long
-enough, the attempt ends as `result_upload`, and its sentence says where the files are. Until then the client hears what
-is in the way, and a cancel gives the results up at once. A failed run is not held up: it ends as it did, without the
-file.
+A run whose results cannot be delivered does not succeed. If the server answers everything except the upload for
+`upload_s`, the attempt ends as `result_upload`. Its message names the directory of the files. Until then the client
+sees the problem, and a cancel gives up the results at once. A failed run does not wait: it keeps its outcome, without
+the file.
 
-Failure cases of an upload: it is interrupted (it goes on with the missing parts); the server's store answers with
-errors, or slowly (tried again for `upload_s`, then the ending says what was in the way); the file is gone or changes
-while it is read (reported at once: no part of it is reliable). The node's copy stays until the attempt is settled.
+Failure cases of an upload: After an interruption, the upload continues with the missing parts. If the server's store is
+slow or returns errors, the uplink retries for `upload_s` and then reports the problem in the ending. If the file is
+missing or changes during the upload, the uplink reports that at once, because no part of it is reliable. The node's
+copy stays until the attempt is settled.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ from serverless_gpu.wire.blobs import DigestList
 
 
 class Delivered(NamedTuple):
-    """Outputs for a report."""
+    """The outputs for one report."""
 
     files: tuple[File, ...]
-    is_last: bool  # whether the server then has everything it will ever have
-    stopped: Stopped  # how the attempt ended, which may be that its results did not arrive
+    is_last: bool  # True if the server has all outputs after this report.
+    stopped: Stopped  # The attempt's ending; it fails if its results did not arrive.
     sentence: str  # progress
 
 
 class OutputDelivery:
-    """The outputs of one attempt; `token` returns its token."""
+    """Delivers the outputs of one attempt; `token` returns its current token."""
 
     def __init__(self, directory: Path, server: UplinkServer, token: Callable[[], str], clock: Clock) -> None:
         self._directory = directory
@@ -71,17 +72,17 @@ class OutputDelivery:
 
     @property
     def is_uploading(self) -> bool:
-        """Return whether large outputs are on their way."""
+        """Return True while large outputs are being uploaded."""
         return self._upload is not None and not self._upload.done
 
     def before_the_end(self, failed: int | None = None) -> tuple[File, ...]:
-        """Return outputs of a running attempt: stacks of a hang, and the failure of rank `failed`."""
+        """Return the outputs of a running attempt: stacks of a hang and the failure of rank `failed`."""
         return self._outputs.inline(self._outputs.unsent(ended=False, failed=failed))
 
     def deliver(self, stopped: Stopped, upload_s: float, *, cancelled: bool) -> Delivered:
         """Return the outputs for the next report.
 
-        Large outputs are tried for `upload_s`; `cancelled` gives them up.
+        The uplink tries large outputs for `upload_s`; with `cancelled` it gives them up.
         """
         unsent = self._outputs.unsent(ended=True)
         files = self._outputs.inline(unsent) + self._uploaded(unsent)
@@ -97,28 +98,29 @@ class OutputDelivery:
         return Delivered(files, True, stopped, "")
 
     def taken(self, files: Sequence[File]) -> None:
-        """Note that the server has these."""
+        """Record that the server has these files."""
         self._outputs.taken(files)
 
     def answered(self) -> None:
-        """Note that the server answers: from now on an upload that does not get on counts."""
+        """Record that the server answers; from now on, time without upload progress counts."""
         if self._upload is not None and self._tried_ns is None:
             self._tried_ns = self._clock.boottime_ns()
 
     def unanswered(self) -> None:
-        """Note that the server is away: that is not the upload's fault."""
+        """Record that the server is unreachable, so that this time does not count against the upload."""
         self._tried_ns = None
 
     def refused(self, error: ServerlessGpuError, *, ended: bool) -> None:
-        """Record that the server refused a report; `ended` says that it held the ending with the last outputs."""
-        if isinstance(error, NotFound) and self._upload is not None:  # parts of a blob are gone: once more
+        """Record that the server refused a report; `ended` means that it contained the ending."""
+        # The server lost parts of a blob, so the upload starts again.
+        if isinstance(error, NotFound) and self._upload is not None:
             self._upload.close()
             self._upload = None
         elif ended and isinstance(error, InvalidValue | TooLarge):
-            self._refusal = f"the server did not take the results: {error.message}"
+            self._refusal = f"the server refused the results: {error.message}"
 
     def close(self) -> None:
-        """Give up what is on its way."""
+        """Cancel a running upload."""
         if self._upload is not None:
             self._upload.close()
 
@@ -132,27 +134,27 @@ class OutputDelivery:
         return tuple(there[output.name] for output in large if output.name in there)
 
     def _sentence(self, upload_s: float) -> str:
-        """Return how far large outputs are, or what is in their way."""
+        """Return the progress of large outputs, or the problem that delays them."""
         if self._upload is None:
             return ""
         if not self._upload.problem:
             return self._upload.sentence()
         waited = format_duration_ms(round(upload_s * 1000))
         return (
-            f"{NOT_SENT}{self._upload.problem}; they are on the node, and are sent again for {waited}; "
-            f"sgpu cancel {self._directory.parent.name} gives them up"
+            f"{NOT_SENT}{self._upload.problem}; they are on the node, which retries for {waited}; sgpu cancel "
+            f"{self._directory.parent.name} gives them up"
         )
 
     def _called_off(self, missing: Sequence[OutputFile], stopped: Stopped) -> str:
-        """Return why large outputs of a cancelled run are not sent, or "" when they still are."""
+        """Return why large outputs of a cancelled run are not sent, or "" while they are."""
         upload = self._upload
         if upload is None or not missing or (stopped.state is not State.SUCCEEDED and not upload.problem):
             return ""
         why = f" ({upload.problem})" if upload.problem else ""
-        return f"it was cancelled while its results were sent to the server{why}; they are in {self._directory}"
+        return f"it was cancelled during the upload of its results{why}; they are in {self._directory}"
 
     def _given_up(self, missing: Sequence[OutputFile], upload_s: float) -> str:
-        """Return why the large outputs will not arrive, or "" while they may."""
+        """Return why the large outputs will not arrive, or "" while they still may."""
         upload = self._upload
         if upload is None or not missing:
             return ""
@@ -163,19 +165,19 @@ class OutputDelivery:
         names = ", ".join(output.name for output in missing[:3]) + (" …" if len(missing) > 3 else "")
         waited = format_duration_ms(round(upload_s * 1000))
         why = f": {upload.problem}" if upload.problem else ""
-        return f"{names} did not get to the server in {waited}{why}; the files are on the node, in {self._directory}"
+        return f"{names} did not reach the server in {waited}{why}; the files are on the node, in {self._directory}"
 
 
 _PARTS_ASKED_AT_ONCE = 1_000
 
 
 class Upload:
-    """The large outputs of one attempt."""
+    """The upload of an attempt's large outputs, in a thread."""
 
     def __init__(self, outputs: Sequence[OutputFile], server: UplinkServer, token: Callable[[], str]) -> None:
-        self.files: dict[str, File] = {}  # whole on the server
-        self.problem = ""  # what was in the way last, or ""
-        self.lost = ""  # why it can never be sent, or ""
+        self.files: dict[str, File] = {}  # Files that are complete on the server.
+        self.problem = ""  # The last problem, or "".
+        self.lost = ""  # Why the upload can never succeed, or "".
         self._outputs = outputs
         self._server = server
         self._line = server.line(token)
@@ -186,16 +188,16 @@ class Upload:
 
     @property
     def done(self) -> bool:
-        """Return whether everything is on the server."""
+        """Return True once all files are on the server."""
         return len(self.files) == len(self._outputs)
 
     def sentence(self) -> str:
-        """Return how far it is."""
+        """Return the progress of the upload."""
         total = sum(output.size for output in self._outputs)
         return f"sending results to the server: {format_bytes(min(self._sent_bytes, total))} of {format_bytes(total)}"
 
     def close(self) -> None:
-        """Give up."""
+        """Stop the upload."""
         self._ended.set()
         self._line.close()
 
@@ -206,10 +208,10 @@ class Upload:
                 try:
                     self._send(output)
                 except OSError as error:
-                    self.lost = f"{output.path} cannot be read: {error.strerror or error}"
+                    self.lost = f"cannot read {output.path}: {error.strerror or error}"
                     return
                 except ServerlessGpuError as error:
-                    if type(error) is not problem:  # one sentence for one problem, whatever numbers are in it
+                    if type(error) is not problem:  # Keep one message per problem, although its numbers may change.
                         self.problem, problem = error.message, type(error)
                     self._server.look_again()
                     self._ended.wait(backoff.next_s())
@@ -242,14 +244,14 @@ class Upload:
 
 
 def _digests(path: Path, size: int) -> tuple[str, ...]:
-    """Return the digest of each part; raises OSError for an unreadable or changed file."""
+    """Return the digest of each part; raises OSError if the file is unreadable or has changed."""
     parts, read = [], 0
     with path.open("rb") as file:
         while data := file.read(BLOB_PART_BYTES):
             parts.append(blake3(data).hexdigest())
             read += len(data)
     if read != size:
-        raise OSError(f"it has {read} bytes and had {size}")
+        raise OSError(f"its size changed from {size} to {read} bytes")
     return tuple(parts)
 
 
@@ -264,10 +266,10 @@ Stream = tuple[int, str]
 
 
 class LogShipment:
-    """The logs of one attempt; `known` means that nothing of them has been sent before."""
+    """Ships the logs of one attempt; `known` means that no log has been sent before."""
 
     def __init__(self, directory: Path, *, known: bool) -> None:
-        # whether telemetry is sent and counted, too; it comes every second, and no client waits for it
+        # True while telemetry counts as unsent data. It grows every second, and no client waits for it.
         self.samples = False
         self._directory = directory
         self._asks = not known
@@ -275,7 +277,7 @@ class LogShipment:
         self._first = 0
 
     def pieces(self) -> tuple[LogPiece, ...]:
-        """Return the next bytes of all streams, as many as one report carries."""
+        """Return the next bytes of all streams, up to the limit of one report."""
         sizes = self._sizes()
         if self._asks:
             return tuple(_piece(stream, 0, b"") for stream in sizes)
@@ -294,20 +296,21 @@ class LogShipment:
         return tuple(found)
 
     def closing(self, pieces: Sequence[LogPiece]) -> tuple[LogPiece, ...]:
-        """Return an empty piece at the end of each stream that has none among these.
+        """Return an empty piece at the end of each stream that has no other piece here.
 
-        They go with the ending: the server answers where it wants a stream to go on, if its disk has lost what it had.
+        The pieces go with the ending. If the server's disk lost data, its answer contains the offset to continue from.
         """
         named = {(piece.rank, piece.stream) for piece in pieces}
         sizes = self._sizes()
         return tuple(_piece(stream, size, b"") for stream, size in sizes.items() if size and stream not in named)
 
     def taken(self, pieces: Sequence[LogPiece], wanted: Mapping[str, int]) -> bool:
-        """Note the answer (`ReportAnswer.offsets`) to these pieces; return whether the server had room."""
+        """Apply the answer's `offsets` to these pieces; return True if the server stored all of them."""
         has_room = True
         for piece in pieces:
             end = self._offsets[piece.rank, piece.stream] = piece.offset + len(piece.data)
-            # It fits on to the stored bytes, and not all of it was taken: only a full disk does that.
+            # The piece continues the stored bytes but was not stored completely, which happens only if the disk is
+            # full.
             has_room = has_room and not piece.offset <= wanted.get(_log_key(piece.rank, piece.stream), end) < end
         for key, offset in wanted.items():
             rank, _, stream = key.partition(".")
@@ -317,12 +320,12 @@ class LogShipment:
         return has_room
 
     def ends_missing(self, pieces: Sequence[LogPiece]) -> dict[str, int]:
-        """Return where those logs end that the server will not have whole with these pieces."""
+        """Return the sizes of the logs that the server will not have completely with these pieces."""
         with_these = self._offsets | {(piece.rank, piece.stream): piece.offset + len(piece.data) for piece in pieces}
         return {_log_key(*stream): size for stream, size in self._sizes().items() if with_these.get(stream, 0) < size}
 
     def is_complete(self, pieces: Sequence[LogPiece]) -> bool:
-        """Return whether the server has everything once it has these pieces."""
+        """Return True if the server has all logs with these pieces."""
         if self._asks:
             return not pieces
         with_these = self._offsets | {(piece.rank, piece.stream): piece.offset + len(piece.data) for piece in pieces}
@@ -336,7 +339,7 @@ class LogShipment:
                     match = _LOG_NAME.fullmatch(entry.name)
                     if match is not None and (self.samples or self._asks or match[2] != _SAMPLES):
                         found[int(match[1]), match[2]] = entry.stat(follow_symlinks=False).st_size
-        except OSError:  # deleted: nothing to send
+        except OSError:  # The logs were deleted, so nothing can be sent.
             return found
         return dict(sorted(found.items()))
 
@@ -350,7 +353,7 @@ class LogShipment:
 
 
 class FactsFile:
-    """Facts of one attempt, reported and unreported ones."""
+    """Tracks which facts of one attempt have been reported."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -358,7 +361,7 @@ class FactsFile:
         self._next = 0
 
     def unsent(self) -> tuple[Fact, ...]:
-        """Return the next facts that the server has not."""
+        """Return the next facts that the server does not have."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -368,28 +371,28 @@ class FactsFile:
         facts, self._next = [], self._offset
         for line in data.splitlines(keepends=True)[:FACTS_MAX]:
             if not line.endswith(b"\n"):
-                break  # half written
+                break  # The line is not complete yet.
             self._next += len(line)
             try:
                 facts.append(from_json(line, Fact))
-            except msgspec.MsgspecError:  # a disk that was full in the middle of a line
+            except msgspec.MsgspecError:  # A full disk cut a line.
                 continue
         return tuple(facts)
 
     def is_complete(self) -> bool:
-        """Return whether the server has all facts once it has what `unsent` returned last."""
+        """Return True if the server has all facts after the last result of `unsent`."""
         try:
             return self._next >= self._path.stat().st_size
         except OSError:
             return True
 
     def taken(self) -> None:
-        """Note that the server has what `unsent` returned last."""
+        """Record that the server has the last result of `unsent`."""
         self._offset = self._next
 
 
 class OutputFile(NamedTuple):
-    """A file of an attempt that the server is to have."""
+    """A file of an attempt that the uplink sends to the server."""
 
     name: str
     path: Path
@@ -397,19 +400,19 @@ class OutputFile(NamedTuple):
 
     @property
     def is_small(self) -> bool:
-        """Return whether it travels inside of a report."""
+        """Return True if the file fits into a report."""
         return self.size <= INLINE_OUTPUT_BYTES_MAX
 
 
 class Outputs:
-    """The outputs of one attempt."""
+    """Finds the outputs of one attempt that have not been sent."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._sent: set[str] = set()
 
     def unsent(self, *, ended: bool, failed: int | None = None) -> list[OutputFile]:
-        """Return unreported outputs by name; before the end only stacks of a hang, and a rank's failure."""
+        """Return unsent outputs by name; before the end only hang stacks and the failure of rank `failed`."""
         found = []
         early = set() if failed is None else {f"failures/{failed}.json", f"failures/{failed}.pkl"}
         for place in (".", "results", "failures") if ended else (".", "failures") if early else (".",):
@@ -427,7 +430,7 @@ class Outputs:
         return sorted(found, key=lambda output: output.name)
 
     def inline(self, outputs: Sequence[OutputFile]) -> tuple[File, ...]:
-        """Return as many of the small ones as one report carries; what cannot be read is not asked for again."""
+        """Return small outputs, up to the limit of one report; unreadable ones are skipped for good."""
         files: list[File] = []
         left = INLINE_BYTES_MAX
         for output in outputs:
@@ -443,7 +446,7 @@ class Outputs:
         return tuple(files)
 
     def taken(self, files: Sequence[File]) -> None:
-        """Note that the server has these."""
+        """Record that the server has these files."""
         self._sent.update(file.name for file in files)
 
 
@@ -458,6 +461,6 @@ def _piece(stream: Stream, offset: int, data: bytes) -> LogPiece:
 
 
 def stopped_without_ranks(reason: Reason, detail: str, clock: Clock) -> Stopped:
-    """Return the ending of an attempt that the uplink ends: it did not start, or its results could not be sent."""
+    """Return the ending of an attempt that did not start or whose results could not be sent."""
     cause = Failure(rank=None, reason=reason, at_ns=clock.boottime_ns(), detail=detail) if detail else None
     return Stopped(state=MEANINGS[reason].state, reason=reason, cause=cause, consequences=())

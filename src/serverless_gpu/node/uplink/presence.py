@@ -1,11 +1,11 @@
-"""The node's messages about itself: identity, offer, devices in use, attempts.
+"""Describes this node to the server: identity, devices, devices in use, attempts.
 
-    AgentHello   at the start, after every silence, and when the server does not know the node
+    AgentHello   at the start, after every lost connection, and if the server does not know the node
     Heartbeat    every few seconds
 
-Devices are offered as a local client of this node would see them: declared ones in place of real ones, and nothing that
-`CUDA_VISIBLE_DEVICES` hides. Those that other runs, other users or a quarantine have are named, so that the server does
-not count on them; it knows what this uplink's own attempts hold.
+The node offers the devices that a local client would see. Declared devices replace real ones, and
+`CUDA_VISIBLE_DEVICES` hides devices. The node names the devices that other runs, other users or a quarantine hold, so
+the server does not use them. The server already knows the devices of this uplink's own attempts.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, He
 from serverless_gpu.wire.base import PROTOCOL
 
 TAKES = ("renewal", "secrets", "without", "max_run", "crews")
-"""Capabilities of this version beyond the first of its protocol."""
+"""Capabilities of this version beyond the first version of its protocol."""
 LEFT = "left"
-"""File in a home's `ray/`: the machine has left its pool, and what runs there goes on."""
+"""File in a home's `ray/`: the machine has left its pool, but runs on it continue."""
 PYTHONS_S = 30.0
-"""Longest time until a newly installed interpreter is offered."""
+"""Longest time until the node offers a newly installed interpreter."""
 
 
 class NodeOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """Current offer of the node."""
+    """The node's current offer to the server."""
 
     devices: tuple[Device, ...] = ()
     own_types: tuple[GpuType, ...] = ()
-    unavailable: tuple[str, ...] = ()  # uuids of devices that others have, or that are in quarantine
-    draining: str = ""  # why it takes nothing new, or ""
-    degraded: str = ""  # why the state of its devices is unknown, or ""
-    findings: tuple[str, ...] = ()  # further sentences about its devices
-    problem: str = ""  # why it can run nothing, or ""
+    unavailable: tuple[str, ...] = ()  # UUIDs of devices that others use or that are in quarantine.
+    draining: str = ""  # Why the node accepts no new runs, or "".
+    degraded: str = ""  # Why the state of the devices is unknown, or "".
+    findings: tuple[str, ...] = ()  # Further messages about the devices.
+    problem: str = ""  # Why the node cannot run anything, or "".
 
 
 class NodePresence:
-    """This node; raises StorageError when the home cannot be written."""
+    """Builds the node's messages to the server; raises StorageError if the home is not writable."""
 
     def __init__(self, home: Home) -> None:
-        self.instance = instance_of(home)  # distinguishes this home from another one under the same name
-        self.process = new_run_id()  # distinguishes this uplink from another one of the same home
+        self.instance = instance_of(home)  # Distinguishes this home from another home with the same name.
+        self.process = new_run_id()  # Distinguishes this uplink from another uplink of the same home.
         self._home = home
         self._inventory = Inventory(home)
         self._machine = NvmlProvider()
@@ -75,7 +75,7 @@ class NodePresence:
         self._found: tuple[str, ...] = ()
 
     def hello(self, profile: UplinkProfile, attempts: tuple[AttemptSeen, ...]) -> AgentHello:
-        """Return the introduction of the node, with its profile's name and pool."""
+        """Return the node's introduction, with the name and pool of its profile."""
         offer = self.offer(attempts)
         return AgentHello(
             name=profile.name or socket.gethostname(),
@@ -107,7 +107,10 @@ class NodePresence:
         renew: tuple[str, ...] = (),
         clock: ClockReading | None = None,
     ) -> Heartbeat:
-        """Return a heartbeat; `renew` are gangs that want another token, `clock` the clock's error if known."""
+        """Return a heartbeat.
+
+        `renew` lists gangs that need another token. `clock` is the error of this node's clock, if known.
+        """
         offer = self.offer(attempts)
         return Heartbeat(
             devices=offer.devices,
@@ -125,7 +128,7 @@ class NodePresence:
         )
 
     def offer(self, attempts: Collection[AttemptSeen]) -> NodeOffer:
-        """Return the current offer; devices that `attempts` hold do not count as taken by others."""
+        """Return the current offer; devices of `attempts` do not count as used by others."""
         self._inventory.refresh()
         greeting = self._inventory.greeting(__version__)
         try:
@@ -136,20 +139,20 @@ class NodePresence:
             findings = self._faults.findings()
             changes = {"own_types": greeting.own_types, "degraded": silence, "findings": findings}
             if not found.draining and (self._home.root / "ray" / LEFT).exists():
-                changes["draining"] = "it has left the pool: `sgpu join` has ended there"
+                changes["draining"] = "the machine has left the pool: `sgpu join` has ended on it"
             return msgspec.structs.replace(found, devices=devices, **changes)
         except ServerlessGpuError as error:
             return NodeOffer(problem=str(error))
 
     def _pythons(self) -> tuple[str, ...]:
-        """Return the interpreters on this node, searched now and then: a user may install one."""
+        """Return the interpreters on this node, searched periodically because users may install one."""
         now_ns = self._clock.boottime_ns()
         if self._looked_ns is None or now_ns - self._looked_ns > PYTHONS_S * 1e9:
             self._looked_ns, self._found = now_ns, minors(os.environ)
         return self._found
 
     def _taken(self, devices: Sequence[Device], own: Collection[str]) -> NodeOffer:
-        """Return which devices cannot be counted on, and why the whole node cannot, if it cannot."""
+        """Return the devices that are not available, and why the whole node is not, if so."""
         found: list[str] = []
         draining, degraded = "", ""
         for kind in dict.fromkeys(device.kind for device in devices):
@@ -169,7 +172,7 @@ class NodePresence:
         return NodeOffer(unavailable=tuple(found), draining=draining, degraded=degraded)
 
     def _quarantined(self, kind: DeviceKind, locks: DeviceLocks, uuids: list[str]) -> dict[str, Quarantine]:
-        """Return what is in quarantine; what is clean by now is lent again, for no run comes that would look."""
+        """Return the quarantined devices after testing them again; no other run would test them."""
         try:
             if not locks.quarantined():
                 return {}
@@ -179,29 +182,29 @@ class NodePresence:
             return {}
 
     def _usage(self, kind: DeviceKind, uuids: list[str]) -> dict[str, Usage]:
-        """Return the usage of devices, unlocked ones included, because processes may use those, too."""
+        """Return the usage of all devices, because processes may use unlocked ones too."""
         usage = find_provider(kind, os.environ, self._home, self._machine).usage(uuids)
         return {uuid: usage.get(uuid, unknown_usage("it did not answer")) for uuid in uuids}
 
 
 def instance_of(home: Home) -> str:
-    """Return the identity of a home, made on first use, or where a disk that failed emptied it.
+    """Return the identity of a home; made on first use, or if a disk failure emptied the file.
 
-    Raises StorageError when the home cannot be written.
+    Raises StorageError if the home is not writable.
     """
     path = home.root / "instance"
     try:
         is_empty = path.exists() and not path.read_bytes().strip()
         if is_empty or not path.exists():
-            # Where another uplink of this home was faster, its file stays.
+            # If another uplink of this home wrote the file first, that file stays.
             write_private(path, new_run_id().encode(), replace=is_empty)
         return path.read_text(encoding="ascii").strip()
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error}") from error
+        raise StorageError(f"cannot write {path}: {error}") from error
 
 
 def _drains(uuid: str, note: Quarantine) -> str:
-    """Return why a node takes nothing new that has such a device, or ""."""
+    """Return why a node with such a device accepts no new runs, or ""."""
     if note.left:
         return f"unkillable: {note.reason}"
     return f"{Reason.GPU_LOST.value}: {uuid}: {note.reason}" if note.fault == XidKind.LOST else ""

@@ -1,23 +1,32 @@
-"""The uplink process: one per home and server. It joins with an agent's token and dials out only.
+"""The uplink process: one per home and server. It joins with an agent's token and only dials out.
 
-    main thread      hello ─▶ heartbeat, heartbeat …   (again hello after a silence)
+    main thread      hello ─▶ heartbeat, heartbeat …   (hello again after a lost connection)
     orders           stream ─▶ Start: directory, AttemptController │ Stop: to its controller   (again after a break)
-    acknowledging    what was taken, together
+    acknowledging    sends acknowledgements in batches
     two per attempt  one listens to the supervisor, one reports (`attempt_controller.py`, `reporter.py`)
 
-It decides nothing about a run: the server orders, the supervisor acts. It outlives its starter (`start_stop.py`); runs
-need it only for their reports and the lease.
+The uplink decides nothing about a run: the server orders and the supervisor acts. It outlives the process that started
+it (`start_stop.py`). Runs need the uplink only for their reports and the lease.
 
 Failure cases:
-- killed: runs go on; the next uplink finds them by `remote.json` and their sockets, and sends what the server has not;
-- the server is away: everything is tried again with longer and longer pauses, up to 5 s; what is new stays on disk;
-- the server came back with another port or token: the profile is read again;
-- an attempt's token has ended while the server was out of reach: the next heartbeat brings another (`server.py`);
-- two started at once: the lock decides, the loser ends;
-- an administrator has not approved the node yet, or another process speaks as it: the log says what to do, and the
-hello is sent again;
-- a refused order comes again before the server has heard of that: it is refused again, not started;
-- it is idle: it ends without attempts after ten minutes without an answer of the server.
+
+If the uplink is killed, runs continue. The next uplink finds them by `remote.json` and their sockets, and sends the
+data that the server does not have.
+
+If the server does not answer, the uplink retries with growing pauses of up to 5 s. New data stays on disk.
+
+If the server restarts with another port or token, the uplink reads the profile again.
+
+If an attempt's token expires while the server is unreachable, the next heartbeat brings another one (`server.py`).
+
+If two uplinks start at once, only one gets the lock and the other one exits.
+
+If an administrator has not approved the node yet, or another process uses its identity, the log names the remedy. The
+uplink sends its hello again.
+
+If a refused order comes again before the server received the refusal, the uplink refuses it again.
+
+Without attempts and without an answer from the server, the uplink exits after ten minutes.
 """
 
 from __future__ import annotations
@@ -65,13 +74,13 @@ IDLE_S = 600.0
 _HEARTBEAT_S = 5.0
 _ACKNOWLEDGED_AT_ONCE = 500
 _ACKNOWLEDGED_AFTER_S = 0.25
-"""Orders are acknowledged so much later, together: a request and a commit less in the time of a short run."""
+"""Delay of acknowledgements in seconds; batches save a request and a commit during a short run."""
 
 
 def main(home: str, profile: str, environ: dict[str, str]) -> NoReturn:
     """Run the uplink until it is idle; `environ` may declare the devices that the node offers."""
     if os.fork():
-        os._exit(0)  # reparented: its starter may live longer, or end first
+        os._exit(0)  # The process is reparented, because its starter may exit before or after it.
     os.setsid()
     linux.set_name("sgpu-uplink")
     linux.outlive_ranks()
@@ -80,7 +89,7 @@ def main(home: str, profile: str, environ: dict[str, str]) -> NoReturn:
     place = Home(Path(home))
     if hold(lock_path(place, Path(profile)), f"{os.getpid()} {__version__}") is None:
         os._exit(0)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # what is in the middle of something is made again
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # The next uplink repeats interrupted work.
     code = 0
     try:
         Uplink(place, Path(profile)).serve()
@@ -88,7 +97,7 @@ def main(home: str, profile: str, environ: dict[str, str]) -> NoReturn:
         say(f"it ends: {error}")
         code = 1
     sys.stdout.flush()
-    os._exit(code)  # attempts go on; threads that wait for the network need not be waited for
+    os._exit(code)  # Attempts continue; threads that wait for the network need no join.
 
 
 class Uplink:
@@ -111,13 +120,13 @@ class Uplink:
         self._refusing: set[str] = set()
 
     def serve(self) -> None:
-        """Work until it is idle."""
+        """Run until the uplink is idle."""
         for directory, remote in open_attempts(self._home.runs, str(self._server.path)):
             controller = AttemptController(
                 self._home, directory, remote, server=self._server, clock=self._clock, say=say
             )
             self._controllers[remote.gang] = controller
-            say(f"goes on with attempt {remote.gang}")
+            say(f"continues attempt {remote.gang}")
             controller.adopt()
         for work in (self._follow_orders, self._acknowledge):
             threading.Thread(target=work, name=work.__name__, daemon=True).start()
@@ -174,13 +183,13 @@ class Uplink:
                 controller.abandon()
 
     def _away(self, error: ServerlessGpuError) -> None:
-        """Note that the server does not answer; it may be somewhere else by now."""
+        """Record that the server does not answer, and read its profile again."""
         if isinstance(error, NotFound):
             self._joined.clear()
         text = f"{type(error).__name__}: {error.message}"
-        if isinstance(error, NotAllowed):  # it waits to be approved, or its token is another node's: a person acts
+        if isinstance(error, NotAllowed):  # An operator must approve the node or replace its token.
             text += f" ({error.hint})" if error.hint else ""
-        if text != self._error:  # the first of a row
+        if text != self._error:  # Log only the first of several equal errors.
             say(text)
         self._error = text
         self._server.look_again()
@@ -192,7 +201,7 @@ class Uplink:
     # --- orders --------------------------------------------------------------------------------------------------
 
     def _follow_orders(self) -> None:
-        """Take orders as they come, for ever; after a break those not acknowledged come again."""
+        """Follow the stream of orders for ever; the server repeats unacknowledged orders after a break."""
         backoff = Backoff()
         line = self._server.line()
         query = {"instance": self._presence.instance, "process": self._presence.process}
@@ -207,7 +216,7 @@ class Uplink:
             except ServerlessGpuError as error:
                 say(f"orders: {type(error).__name__}: {error.message}")
                 self._server.look_again()
-            self._joined.clear()  # the server may be another one by now: this node introduces itself again
+            self._joined.clear()  # Another server process may answer now, so the node introduces itself again.
             self._wake.set()
             threading.Event().wait(backoff.next_s())
 
@@ -218,7 +227,8 @@ class Uplink:
         match order:
             case Stop(reason=reason):
                 if controller is not None and order.released:
-                    controller.pass_on(GangNews(release=True))  # before: what was done is done
+                    # Passed on before the stop, because the ranks' work is complete.
+                    controller.pass_on(GangNews(release=True))
                 if controller is not None:
                     controller.stop(reason)
                 self._taken.put(order.seq)
@@ -236,11 +246,12 @@ class Uplink:
     def _start(self, order: Start, gang: str) -> None:
         try:
             taken = attempt_launch.take_order(self._home, order, self._server.path)
-        except OSError as error:  # whether it runs here already cannot be said: the order comes again
-            say(f"attempt {gang} cannot be looked at: {error}")
+        # If the disk cannot show that the attempt runs here already, the server must repeat the order.
+        except OSError as error:
+            say(f"cannot check attempt {gang}: {error}")
             return
         except ServerlessGpuError as error:
-            say(f"attempt {gang} cannot be taken: {error}")
+            say(f"cannot accept attempt {gang}: {error}")
             self._refused[gang] = str(error)
             self._refuse(order, gang)
             return
@@ -256,10 +267,10 @@ class Uplink:
         self._taken.put(order.seq)
 
     def _refuse(self, order: Start, gang: str) -> None:
-        """Tell the server, in a thread, that an attempt is not even written down here.
+        """Report in a thread that the node refused an attempt.
 
-        Until it has heard, the order comes again. It is not started then, even if it could be by now: the server may
-        hear of the refusal any moment, and place the run elsewhere.
+        The server repeats the order until it has the report. The uplink does not start the attempt then, even if it
+        could. The server may receive the refusal at any moment and place the run elsewhere.
         """
         with self._lock:
             if gang in self._refusing:
@@ -288,7 +299,7 @@ class Uplink:
                 self._refusing.discard(gang)
 
     def _acknowledge(self) -> None:
-        """Acknowledge orders to the server; a lost acknowledgement brings the order again."""
+        """Acknowledge orders to the server; it repeats an order whose acknowledgement is lost."""
         line = self._server.line()
         while True:
             taken = [self._taken.get()]
@@ -302,6 +313,6 @@ class Uplink:
 
 
 def say(line: str) -> None:
-    """Write a line to the log; a full disk costs the line, not the process."""
+    """Write a line to the log; on a full disk the line is lost, but the process continues."""
     with contextlib.suppress(OSError):
         print(f"{format_moment(SystemClock().wall_ns())} uplink: {line}", flush=True)

@@ -1,20 +1,28 @@
-"""Reports one attempt: what is new, whenever it is due, and at least every few seconds.
+"""Reports one attempt to the server whenever data is due, and at least every few seconds.
 
-    news, logs, facts, outputs ─▶ Report ─▶ server ─▶ ReportAnswer ─▶ lease, stop, where logs go on
+    news, logs, facts, outputs ─▶ Report ─▶ server ─▶ ReportAnswer ─▶ lease, stop, offsets of logs
                                     │
-          ending ◀── once all logs and outputs are there, in the same report if they fit
+          ending ◀── once all logs and outputs are on the server, in the same report if they fit
           receipt ◀─ with the ending or after it; then the attempt is settled
 
-An unanswered report is made again, with later news: the server takes everything by name or offset, so repetition is
-harmless. The data stays on this node's disk, which is the buffer. The server's answer lets the attempt go on for
-`partition_grace_s` from the *start* of the request, for the server counts from when it heard, which is later.
+The reporter repeats an unanswered report with later news. Repetition is harmless because the server identifies all data
+by name or offset. The data stays on this node's disk, which is the buffer. The server's answer extends the lease by
+`partition_grace_s` from the *start* of the request. The server counts from its receipt of the request, which is later.
 
-Failure cases: the server is away or answers with errors (longer and longer pauses, up to 5 s; the supervisor ends the
-run when the lease is over); the attempt is over for the server (stopped; its facts, output and ending are still
-reported, its results are not); the attempt's token has ended (the node's next heartbeat brings another); the database
-of the server is full (the server has heard of the attempt, so it goes on, unless the server may have given it up
-meanwhile without room to say so); results cannot be sent for an hour in which the server does answer (the run ends as
-`result_upload`, its files stay).
+Failure cases:
+
+If the server does not answer or returns errors, the reporter retries with growing pauses of up to 5 s. The supervisor
+ends the run when the lease expires.
+
+If the server has given the attempt up, the uplink stops it. It still reports facts, output and ending, but no results.
+
+If the attempt's token has expired, the node's next heartbeat brings another one.
+
+If the server's database is full, the request still proves that the attempt runs, so it continues. It stops if the
+server may have given it up meanwhile without space to report that.
+
+If results cannot be sent for an hour in which the server answers, the run ends as `result_upload`. Its files stay on
+the node.
 """
 
 from __future__ import annotations
@@ -46,45 +54,47 @@ from serverless_gpu.wire.base import Json
 
 AT_ONCE_S = 0.0
 RECEIPT_S = 0.005
-"""An ending waits so long for the receipt, which mostly follows at once: then both are one report."""
+"""Wait of an ending for the receipt, in seconds; the receipt usually follows at once, in the same report."""
 SOON_S = 0.02
 BEGUN_S = 0.1
-"""Wait of the beginning of user code for an ending: a short run needs no report of its own for it."""
+"""Wait of the start of user code for an ending, in seconds; a short run then needs one report less."""
 SOME_TIME_S = 0.2
 FIRST_OF_GANG_S = 0.1
-"""The first report of a crew of several waits so long for its offer. Where all stands by, both are one report."""
+"""Wait of a gang's first report for the offer, in seconds; if the stem is warm, both go in one report."""
 
 
 _HEARTBEAT_S = 5.0
-_LOOK_S = 1.0  # at logs of ranks that are not shown live, which no message announces
+_LOOK_S = 1.0  # Interval for logs of ranks that are not shown live, which no message announces.
 _UPLOAD_LOOK_S = 0.1
 _LOGS_AGAIN_S = 5.0
 _LEFT_MAX = 256
-"""So many reports, each of up to 1 MiB of output, an attempt may send that is over for the server."""
-_NO_ROOM = "the server's disk is full: what ranks print stays on the node, and is sent if there is room before the end"
+"""Most reports, each with up to 1 MiB of output, of an attempt that the server has given up."""
+_NO_ROOM = (
+    "the server's disk is full: the ranks' output stays on the node and is sent if space becomes free before the end"
+)
 
 
 class ReportListener(Protocol):
     """The attempt's controller, which acts on the server's answers."""
 
     def renew(self, deadline_ns: int, stop: StopReason | None) -> None:
-        """The server has answered."""
+        """Called after each answer of the server."""
         ...
 
     def pass_on(self, news: GangNews) -> None:
-        """The server has said something of the gang, or nothing new."""
+        """Called with the server's news of the gang, or with empty news."""
         ...
 
     def heard(self, deadline_ns: int) -> None:
-        """The server has heard of the attempt, and had no room for what was said."""
+        """Called when the server received a report but had no space to store it."""
         ...
 
     def settled(self) -> None:
-        """The server has everything."""
+        """Called once the server has everything."""
         ...
 
     def abandon(self) -> None:
-        """The attempt is over for the server."""
+        """Called if the server has given the attempt up."""
         ...
 
 
@@ -98,7 +108,7 @@ class _Shown(NamedTuple):
 
 
 class Reporter:
-    """Reports of one attempt."""
+    """Sends the reports of one attempt."""
 
     def __init__(
         self,
@@ -140,10 +150,10 @@ class Reporter:
         self._saved, self._looks = 0, set[str]()
 
     def run(self, listener: ReportListener, *, fresh: bool, first_s: float = AT_ONCE_S) -> None:
-        """Report until the attempt is settled, or over for the server; `fresh` means never reported before."""
+        """Report until the attempt is settled or given up; `fresh` means that it was never reported before."""
         self._logs = LogShipment(self._directory / "logs", known=fresh)
         self._said_ns = self._clock.boottime_ns() + round((first_s - self._heartbeat_s) * 1e9)
-        self._news.learn(first_s)  # the first answer is what user code waits for
+        self._news.learn(first_s)  # User code waits for the first answer.
         backoff = Backoff()
         try:
             while True:
@@ -168,7 +178,8 @@ class Reporter:
                         return
                     continue
                 self._until_ns = asked_ns + round(answer.partition_grace_s * 1e9)
-                listener.pass_on(_of_the_gang(answer))  # before: of ranks that may exit a stop ends nothing
+                # Passed on before a stop: a stop must not end ranks that may already exit.
+                listener.pass_on(_of_the_gang(answer))
                 listener.renew(self._until_ns, answer.stop)
                 if is_settled:
                     listener.settled()
@@ -178,7 +189,7 @@ class Reporter:
             self._line.close()
 
     def _ask(self, report: Report, backoff: Backoff) -> ReportAnswer | None:
-        """Send a report; return None, after a pause, where the server has not taken it."""
+        """Send a report; return None, after a pause, if the server has not accepted it."""
         try:
             answer = self._line.get().ask("POST", self._route, report, answer=ReportAnswer)
         except StaleAttempt:
@@ -188,10 +199,10 @@ class Reporter:
             if isinstance(error, NotAuthenticated):
                 self._server.credentials.refused(self._remote.gang)
             text = f"report of {self._remote.gang}: {type(error).__name__}: {error.message}"
-            if text != self._error:  # the first of a row
+            if text != self._error:  # Log only the first of several equal errors.
                 self._say(text)
             self._error = text
-            # The server heard of the attempt within the lease, so cannot have given it up by now.
+            # The server received a report within the lease, so it cannot have given up the attempt.
             is_held = not self._over and self._clock.boottime_ns() < self._until_ns
             self._was_heard = isinstance(error, ServerStorageFull) and is_held
             self._delivery.refused(error, ended=report.ending is not None)
@@ -210,12 +221,12 @@ class Reporter:
     # --- what ----------------------------------------------------------------------------------------------------
 
     def _next(self) -> Report | None:
-        """Wait until something is to be said or it is time to be heard of; return None when that was nothing."""
+        """Wait until a report is due; return None if there was nothing to report."""
         heartbeat_s = (self._said_ns - self._clock.boottime_ns()) / 1e9 + self._heartbeat_s
         look_s = _UPLOAD_LOOK_S if self._delivery.is_uploading else _LOOK_S
         woken = self._news.wait(max(0.0, min(heartbeat_s, look_s)))
         known = self._news.known
-        # A sample every second is no reason to report every second: they go with the signs of life.
+        # Samples arrive every second and need no report of their own. They go with the periodic reports.
         self._logs.samples = known.ending is not None or heartbeat_s <= look_s
         if self._over:
             report = self._late(known)
@@ -235,10 +246,10 @@ class Reporter:
         state = State.STOPPING if known.stop is not None or crew.halt is not None else known.state
         files = self._delivery.before_the_end(None if crew.halt is None else crew.halt.rank)
         facts = self._learn_from(self._facts.unsent())
-        if known.begun and self._remote.fence > 1:  # the attempt before may have been lost, and not said what it saved
+        if known.begun and self._remote.fence > 1:  # A lost previous attempt may not have reported its last checkpoint.
             self._look_at_checkpoints("start")
         silence = None
-        if crew.silent:  # a duration, as the server has another clock
+        if crew.silent:  # Sent as a duration, because the server has another clock.
             silent_ns = self._clock.boottime_ns() - crew.silent_since_ns
             silence = Silence(number=crew.silent, ms=max(0, silent_ns // 1_000_000))
         return Report(
@@ -262,12 +273,12 @@ class Reporter:
         )
 
     def _ended(self, known: AttemptState, stopped: Stopped) -> Report:
-        """Return the report of an attempt whose ranks are gone: the ending goes with the last of the rest."""
+        """Return the report of an attempt whose ranks have ended; the last data carries the ending."""
         facts = self._learn_from(self._facts.unsent())
         logs = self._pieces()
         cancelled = known.stop is StopReason.CANCEL
         delivered = self._delivery.deliver(stopped, self._server.profile.upload_s, cancelled=cancelled)
-        # A run does not wait for a disk with its last words: the server says in them what is missing.
+        # An ending does not wait for a full server disk. It names the logs that are not complete.
         are_told = self._logs.is_complete(logs) or self._has_no_room()
         is_last = self._ending_sent or (delivered.is_last and are_told)
         if not is_last and (logs or delivered.files):
@@ -276,7 +287,8 @@ class Reporter:
         if is_last and not self._ending_sent:
             ending = _ending(delivered.stopped, began=known.begun, log_ends=self._logs.ends_missing(logs))
             logs += self._logs.closing(logs)
-            if delivered.stopped.state is not State.SUCCEEDED:  # another attempt may continue from what it saved
+            # Another attempt may continue from the saved checkpoints.
+            if delivered.stopped.state is not State.SUCCEEDED:
                 self._look_at_checkpoints("end")
         receipt = (
             self._receipt(delivered.stopped)
@@ -307,7 +319,7 @@ class Reporter:
             self._saved = max(self._saved, self._probe.newest())
 
     def _late(self, known: AttemptState) -> Report:
-        """Return the report of an attempt that is over for the server: what is true of it, and no results."""
+        """Return the report of an attempt that the server has given up: all facts, but no results."""
         facts = self._learn_from(self._facts.unsent())
         logs = self._pieces()
         stopped = known.ending
@@ -329,11 +341,11 @@ class Reporter:
         )
 
     def _has_no_receipt(self) -> bool:
-        """Return whether there will never be one: its directory is gone."""
+        """Return True if there will never be a receipt because its directory was deleted."""
         return self._news.known.finished and read_receipt(self._directory) is None
 
     def _has_more_to_say(self, report: Report) -> bool:
-        """Return whether an attempt that is over for the server still reports; never without devices."""
+        """Return True if a given-up attempt still has to report; never if it had no devices."""
         if report.logs or report.facts:
             self._left -= 1
         return not self._refused and self._left > 0 and (self._directory / "facts.jsonl").exists()
@@ -342,7 +354,7 @@ class Reporter:
         return () if self._has_no_room() else self._logs.pieces()
 
     def _has_no_room(self) -> bool:
-        """Return whether the server had no room for logs just now."""
+        """Return True while the server's disk was full at the last report."""
         return self._clock.boottime_ns() < self._logs_again_ns
 
     def _learn_from(self, facts: tuple[Fact, ...]) -> tuple[Fact, ...]:
@@ -359,7 +371,7 @@ class Reporter:
         if receipt is None:
             return msgspec.UNSET
         self._tracked = receipt.tracked
-        if receipt.state != stopped.state.value:  # its supervisor did not know the fate of the results
+        if receipt.state != stopped.state.value:  # The supervisor did not know that the results could not be sent.
             receipt = msgspec.structs.replace(receipt, state=stopped.state.value, reason=stopped.reason.value)
         return msgspec.Raw(msgspec.json.encode(receipt))
 
@@ -381,7 +393,8 @@ class Reporter:
         known = self._news.known
         if wanted or (known.ending is not None and behind) or (self._ending_sent and known.finished):
             self._news.learn(AT_ONCE_S)
-        elif behind:  # what was written meanwhile goes with what is heard next: each report costs the ranks' time, too
+        # Data written meanwhile goes with the next news, because each report takes CPU time from the ranks.
+        elif behind:
             self._news.learn(SOON_S)
 
 
@@ -398,7 +411,8 @@ def _of_the_gang(answer: ReportAnswer) -> GangNews:
 
 
 def _ending(stopped: Stopped, *, began: bool, log_ends: dict[str, int]) -> Ending:
-    lost = stopped.reason in SUPERVISOR_GONE and stopped.cause is None  # it has nothing to say; evidence is reported
+    # The supervisor left no message; a cause would be reported.
+    lost = stopped.reason in SUPERVISOR_GONE and stopped.cause is None
     word: Json = msgspec.UNSET if lost else msgspec.Raw(msgspec.json.encode(stopped))
     return Ending(
         state=stopped.state,
@@ -411,23 +425,24 @@ def _ending(stopped: Stopped, *, began: bool, log_ends: dict[str, int]) -> Endin
 
 
 class AttemptState(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt as it is seen from its supervisor's socket."""
+    """The state of an attempt as its supervisor reports it."""
 
     state: State = State.STARTING
     sentence: str = ""
-    begun: bool = False  # user code began
-    ending: Stopped | None = None  # None while it goes on
-    finished: bool = False  # the receipt is written
-    stop: StopReason | None = None  # why it is to be stopped, if so
-    tracked: str = ""  # link to the run in MLflow, once known
-    crew: CrewNews | None = None  # its message to the others of its gang; None on one node
+    begun: bool = False  # User code began.
+    ending: Stopped | None = None  # None while the attempt runs.
+    finished: bool = False  # The receipt is written.
+    stop: StopReason | None = None  # Reason of a requested stop, or None.
+    tracked: str = ""  # Link to the run in MLflow, once known.
+    crew: CrewNews | None = None  # The supervisor's message to the other nodes of the gang; None on one node.
 
 
 class PendingReport:
-    """The newest unreported state, and when it is due: the attempt's listener writes it, its reporter reads it.
+    """The newest unreported state and the time by which it is due.
 
-    Each piece of news has its own urgency, and takes later ones along: a run of ten milliseconds is one report, and
-    lines that a rank prints one by one are not one request each.
+    The attempt's listening thread writes the state and its reporter reads it. Each change has its own urgency and is
+    sent together with later ones. A run of ten milliseconds needs one report, and a rank that prints line by line does
+    not cause one request per line.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -438,11 +453,11 @@ class PendingReport:
 
     @property
     def known(self) -> AttemptState:
-        """Return what is known now."""
+        """Return the current state of the attempt."""
         return self._known
 
     def learn(self, within_s: float, **changes: object) -> None:
-        """Change fields of `AttemptState`, to be reported within `within_s` seconds."""
+        """Change fields of `AttemptState`; they are due for a report within `within_s` seconds."""
         with self._condition:
             if changes:
                 self._known = msgspec.structs.replace(self._known, **changes)
@@ -452,7 +467,7 @@ class PendingReport:
                 self._condition.notify_all()
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until something is due, at most so long; count it as reported, and return whether it was."""
+        """Wait up to `limit_s` for a due change; return True and mark it as reported if there was one."""
         limit_ns = self._clock.boottime_ns() + round(limit_s * 1e9)
         with self._condition:
             while True:
@@ -472,14 +487,14 @@ _stuck_probes: list[subprocess.Popen[bytes]] = []
 
 
 class CheckpointProbe:
-    """Finds the newest attempt of a run that saved a checkpoint: evidence that `resume` makes progress.
+    """Finds the newest attempt of a run that saved a checkpoint, as evidence that `resume` makes progress.
 
-    A short-lived process looks, because a call into a hanging shared file system blocks its thread for good. Failure
-    cases, each answered with 0, "not known": no answer within a few seconds, an unreadable directory, or too many
-    hanging looks. The server then counts the attempt as one that saved nothing.
+    A short-lived process lists the directory, because a call into a hanging shared file system blocks its thread for
+    good. The result is 0 (unknown) without an answer in a few seconds, for an unreadable directory, or after too many
+    hanging probes. The server then counts the attempt as one that saved nothing.
 
-    `directory` lies in a home whose configuration names where checkpoints lie; `program` looks, and prints what it
-    found.
+    `directory` is in a home whose configuration names the checkpoint directory. `program` lists it and prints the
+    result.
     """
 
     def __init__(
@@ -489,7 +504,7 @@ class CheckpointProbe:
         self._program, self._limit_s = program, limit_s
 
     def newest(self) -> int:
-        """Return the number of the newest attempt that saved something, up to this one; 0 if unknown."""
+        """Return the number of the newest attempt that saved a checkpoint, up to this one; 0 if unknown."""
         spec = spec_of(self._directory)
         if spec is None or not spec.resume:
             return 0
@@ -516,7 +531,7 @@ class CheckpointProbe:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_PROBE_KILL_S)
-            _stuck_probes.append(process)  # it may be in the kernel until the file system answers
+            _stuck_probes.append(process)  # The probe may stay in the kernel until the file system answers.
             if process.stdout is not None:
                 process.stdout.close()
             return 0

@@ -1,14 +1,14 @@
-"""The server as this node sees it: its profile, connections, tokens of attempts, and its time.
+"""The server from this node's side: its profile, connections, tokens of attempts, and its time.
 
     UplinkProfile       address and token of the server: one small file, 0600, written by the uplink's starter
     UplinkServer        connections with the node's own token and with those of attempts; all follow the profile
-    Credentials         tokens of attempts: short-lived, and replaced while the server answers
+    Credentials         tokens of attempts: short-lived, replaced while the server answers
     ServerTime          the server's clock; this node's own wall clock decides nothing
 
-The uplink reads the profile again whenever the server does not answer: a server that was started again on another port,
-or with another token, writes the same file, and every connection follows it.
+The uplink reads the profile again whenever the server does not answer. A server that restarts with another port or
+token writes the same file, and every connection follows it.
 
-    report ─▶ answer with the next token ─▶ take ─▶ every line of the attempt uses it, and its directory has it
+    report ─▶ answer with the next token ─▶ take ─▶ used by every connection of the attempt, stored in its directory
        └─ refused ─▶ wanted ─▶ the node's next heartbeat, with the node's own token ─▶ take
 """
 
@@ -35,23 +35,23 @@ class UplinkProfile(msgspec.Struct, frozen=True, kw_only=True):
     """Address and token of a server for this node."""
 
     url: str
-    token: str  # an agent's
-    ca: str = ""  # file with certificates to trust; "" for the system's
-    name: str = ""  # what the node calls itself; "" for the host name
-    pool: str = ""  # the pool it asks to be in; "" leaves that to the server
-    upload_s: float = 3600.0  # how long outputs are tried while the server answers
+    token: str  # An agent's token.
+    ca: str = ""  # File with trusted certificates; "" for the system's.
+    name: str = ""  # The node's name; "" for the host name.
+    pool: str = ""  # The pool that the node requests; "" lets the server choose.
+    upload_s: float = 3600.0  # How long the uplink tries to send outputs while the server answers.
 
 
 def read_profile(path: Path) -> UplinkProfile:
-    """Return what the file says; raises InvalidValue."""
+    """Return the profile in a file; raises InvalidValue."""
     try:
         return from_json(path.read_bytes(), UplinkProfile)
     except (OSError, msgspec.MsgspecError) as error:
-        raise InvalidValue(f"{path} does not say how the server is reached: {error}") from None
+        raise InvalidValue(f"{path} is not a valid server profile: {error}") from None
 
 
 def write_profile(path: Path, profile: UplinkProfile) -> None:
-    """Write the file, readable by this user alone; raises OSError."""
+    """Write the profile, readable by this user alone; raises OSError."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
@@ -64,10 +64,10 @@ PAUSE_S_MAX = 5.0
 
 
 class UplinkServer:
-    """One server; raises InvalidValue when its profile cannot be read."""
+    """One server; raises InvalidValue if its profile cannot be read."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
-        self.path = path  # of the profile
+        self.path = path  # path of the profile
         self._clock = clock
         self._profile = read_profile(path)
         self._answered_ns = clock.boottime_ns()
@@ -76,31 +76,32 @@ class UplinkServer:
 
     @property
     def profile(self) -> UplinkProfile:
-        """Return how the server is reached."""
+        """Return the server's current profile."""
         return self._profile
 
     def line(self, token: str | Callable[[], str] = "") -> ServerConnection:
-        """Return a line to it, with the node's own token where none is given."""
+        """Return a connection that uses `token`, or the node's own token if it is ""."""
         return ServerConnection(self, token)
 
     def look_again(self) -> None:
         """Read the profile again; all connections follow it."""
-        with contextlib.suppress(InvalidValue):  # gone, or being written: keep the known one
+        # If the file is missing or incomplete, the uplink keeps the known profile.
+        with contextlib.suppress(InvalidValue):
             self._profile = read_profile(self.path)
 
     def answered(self) -> None:
-        """Note that it has answered just now."""
+        """Record that the server has just answered."""
         self._answered_ns = self._clock.boottime_ns()
 
     def silent_s(self) -> float:
-        """Return for how long it has not answered anything, in seconds."""
+        """Return the time since the server's last answer, in seconds."""
         return (self._clock.boottime_ns() - self._answered_ns) / 1e9
 
 
 class ServerConnection:
-    """A connection that always leads to where the profile says.
+    """A connection that always follows the server's profile.
 
-    `token` is an attempt's, or returns its current one; "" for the node's own.
+    `token` is an attempt's token, or a function that returns it; "" for the node's own token.
     """
 
     def __init__(self, server: UplinkServer, token: str | Callable[[], str]) -> None:
@@ -110,7 +111,7 @@ class ServerConnection:
         self._connection = self._made()
 
     def get(self) -> Connection:
-        """Return the connection; it may be another one than before. One thread uses a line."""
+        """Return the connection, reopened if the profile has changed; for use by one thread."""
         if self._server.profile != self._profile:
             self._connection.close()
             self._profile = self._server.profile
@@ -119,7 +120,7 @@ class ServerConnection:
         return self._connection
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         self._connection.close()
 
     def _made(self) -> Connection:
@@ -127,19 +128,19 @@ class ServerConnection:
 
 
 class Backoff:
-    """Longer and longer pauses, each of them a little random so that many do not come at once."""
+    """Growing retry pauses with jitter, so that many nodes do not retry at the same time."""
 
     def __init__(self) -> None:
         self._pause_s = _PAUSE_S
 
     def next_s(self) -> float:
-        """Return how long to wait now, in seconds."""
+        """Return the next pause in seconds."""
         pause_s = self._pause_s * random.uniform(0.5, 1.0)
         self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
         return pause_s
 
     def reset(self) -> None:
-        """Begin with short pauses again."""
+        """Start again with short pauses."""
         self._pause_s = _PAUSE_S
 
 
@@ -147,7 +148,7 @@ _RENEWED_AT_ONCE = 1_000
 
 
 class Credential:
-    """The current token of one attempt; `keep` writes the next one down, for a restarted uplink."""
+    """The current token of one attempt; `keep` stores each new one for a restarted uplink."""
 
     def __init__(self, token: str, keep: Callable[[str], None]) -> None:
         self._token = token
@@ -155,11 +156,11 @@ class Credential:
         self._refused = ""
 
     def token(self) -> str:
-        """Return the token."""
+        """Return the current token."""
         return self._token
 
     def take(self, token: str) -> None:
-        """Replace the token; "" means that it has ended."""
+        """Replace the token; ignores "", which the server sends after the token's end."""
         if token and token != self._token:
             self._token = token
             faults.reach("before_token_is_written")
@@ -167,12 +168,12 @@ class Credential:
             faults.reach("after_token_is_written")
 
     def refused(self) -> None:
-        """Note that the server does not take it any more."""
+        """Record that the server refused the current token."""
         self._refused = self._token
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether another one is wanted."""
+        """Return True while the attempt needs another token."""
         return self._refused == self._token
 
 
@@ -181,36 +182,36 @@ class Credentials:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.wanted = threading.Event()  # set when a heartbeat should not wait for its time
+        self.wanted = threading.Event()  # Set when a heartbeat should be sent at once.
         self._by_gang: dict[str, Credential] = {}
 
     def add(self, gang: str, credential: Credential) -> None:
-        """Have one."""
+        """Add the credential of a gang."""
         with self._lock:
             self._by_gang[gang] = credential
 
     def of(self, gang: str) -> Credential:
-        """Return that of an attempt which is looked after."""
+        """Return the credential of a gang that has been added."""
         with self._lock:
             return self._by_gang[gang]
 
     def refused(self, gang: str) -> None:
-        """Note that the server does not take a token any more, and have that said soon."""
+        """Record that the server refused a gang's token, and request a heartbeat at once."""
         self.of(gang).refused()
         self.wanted.set()
 
     def remove(self, gang: str) -> None:
-        """Have it no more."""
+        """Remove the credential of a gang."""
         with self._lock:
             self._by_gang.pop(gang, None)
 
     def to_renew(self) -> tuple[str, ...]:
-        """Return the gangs that want another token; the others come next time where there are too many."""
+        """Return gangs that need another token, up to the limit of one heartbeat."""
         with self._lock:
             return tuple(gang for gang, one in self._by_gang.items() if one.is_wanted)[:_RENEWED_AT_ONCE]
 
     def take(self, tokens: Mapping[str, str]) -> None:
-        """Use what the server has given."""
+        """Store the new tokens that the server has sent."""
         for gang, token in tokens.items():
             with self._lock:
                 one = self._by_gang.get(gang)
@@ -219,17 +220,18 @@ class Credentials:
 
 
 _MEASUREMENT_KEPT_S = 600.0
-"""Quartz drifts by 0.1 s a quarter of an hour at worst."""
+"""In this time a quartz clock drifts by less than 0.1 s."""
 
 
 class ServerTime:
-    """The server's clock, told by this node's boottime.
+    """Estimates the server's clock from this node's boottime.
 
         asked ────────▶ server says `at_ns` ────────▶ answered        boottime of this node
           └── at_ns is somewhere in between: server = boottime + K, K in [at_ns − answered, at_ns − asked] ──┘
 
-    The fastest answer is kept, as the most precise. One that contradicts it shows that the server's clock was set, and
-    replaces it; so does any other once it is old, for clocks drift. This node's wall clock may jump: it plays no part.
+    The estimate uses the fastest answer, which is the most precise one. An answer that contradicts the estimate
+    replaces it, because the server's clock was set. Any answer replaces an old estimate, because clocks drift. This
+    node's wall clock may jump, so it is not used.
     """
 
     def __init__(self) -> None:
@@ -238,7 +240,11 @@ class ServerTime:
         self._known = False
 
     def heard(self, at_ns: int, *, asked_ns: int, answered_ns: int) -> None:
-        """Take an answer with the server's time (1970; 0: none) and boottimes before and after the request."""
+        """Process an answer with the server's time.
+
+        `at_ns` is the time since 1970, or 0 if the answer has none. The other arguments are boottimes before and after
+        the request.
+        """
         if not at_ns:
             return
         low_ns, high_ns = at_ns - answered_ns, at_ns - asked_ns
@@ -249,12 +255,12 @@ class ServerTime:
                 self._low_ns, self._high_ns, self._measured_ns, self._known = low_ns, high_ns, answered_ns, True
 
     def wall_ns(self, boottime_ns: int) -> int | None:
-        """Return the server's clock at a boottime of this node, nanoseconds since 1970; None if unknown."""
+        """Return the server's clock at a boottime of this node, in nanoseconds since 1970; None if unknown."""
         with self._lock:
             return boottime_ns + (self._low_ns + self._high_ns) // 2 if self._known else None
 
     def reading(self, clock: Clock) -> ClockReading | None:
-        """Return how far this node's wall clock is from the server's now; None if that is not known."""
+        """Return the current difference of this node's wall clock from the server's; None if unknown."""
         with self._lock:
             if not self._known:
                 return None

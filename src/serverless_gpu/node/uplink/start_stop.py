@@ -1,10 +1,10 @@
-"""Starts and ends the uplink of a home, and tests whether it runs.
+"""Starts and ends the uplink of a home, and tests if it runs.
 
     engine ──ensure──▶ lock held, same version? ─▶ nothing
-                       lock held, another one's ─▶ ended, and started: attempts do not notice
-                       free                     ─▶ started, detached
+                       lock held, other version ─▶ end it and start another one: attempts continue
+                       free                     ─▶ start one, detached
 
-One uplink per home and profile: the lock decides, the loser ends. It outlives its starter.
+One uplink runs per home and profile. A lock decides, and a second uplink exits. The uplink outlives its starter.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from serverless_gpu.version import __version__
 _START_S = 30.0
 END_S = 10.0
 _TRIES = 100
-_PAUSE_S = 0.01  # a process that tests the lock holds it for a moment
+_PAUSE_S = 0.01  # Seconds between tries; a process that tests the lock holds it for a moment.
 PASSED_ON = ("SERVERLESS_GPU_FAKE", "CUDA_VISIBLE_DEVICES", faults.VARIABLE, CLOCK_FAULT)
-"""Variables that declare the node's devices, and where a test has it die."""
+"""Variables that declare the node's devices, and variables of tests."""
 
 
 class RunningUplink(NamedTuple):
-    """An uplink that runs."""
+    """A running uplink."""
 
     pid: int
     version: str
 
 
 def lock_path(home: Home, profile: Path) -> Path:
-    """Return the file whose lock an uplink holds while it lives."""
+    """Return the file that an uplink locks for its lifetime."""
     digest = hashlib.sha256(os.fsencode(profile.absolute())).hexdigest()[:12]
     return home.sockets() / f"uplink-{digest}.lock"
 
 
 def running(home: Home, profile: Path) -> RunningUplink | None:
-    """Return the uplink of a home and profile, or None when it does not run."""
+    """Return the uplink of a home and profile, or None if none runs."""
     return _noted(lock_path(home, profile))
 
 
 def ensure(home: Home, profile: Path, environ: Mapping[str, str]) -> bool:
-    """Have an uplink of this version running; return whether one was started.
+    """Ensure that an uplink of this version runs; return True if this call started it.
 
-    Of `environ`, the variables that declare the node's devices, and a few that every process needs, are passed on.
-    Raises AgentUnavailable, HardwareError or StorageError.
+    The uplink receives from `environ` the variables that declare devices and a few that every process needs. Raises
+    AgentUnavailable, HardwareError or StorageError.
     """
     found = running(home, profile)
     if found is not None and found.version == __version__:
@@ -67,7 +67,7 @@ def ensure(home: Home, profile: Path, environ: Mapping[str, str]) -> bool:
 
 
 def start(home: Home, profile: Path, environ: Mapping[str, str]) -> None:
-    """Start an uplink, which detaches itself; as `ensure`."""
+    """Start an uplink, which detaches itself; raises the errors of `ensure`."""
     require_for_runs(home)
     passed = {name: environ[name] for name in PASSED_ON if name in environ}
     arguments = (str(home.root), str(profile.absolute()), passed)
@@ -76,12 +76,12 @@ def start(home: Home, profile: Path, environ: Mapping[str, str]) -> None:
             "serverless_gpu.node.uplink.process", arguments, log=home.root / "uplink.log", environ=environ
         )
     except OSError as error:
-        raise AgentUnavailable(f"the uplink of this node could not be started: {error}") from error
+        raise AgentUnavailable(f"could not start the uplink of this node: {error}") from error
     daemon.reap(process, _START_S)
 
 
 def stop(home: Home, profile: Path) -> bool:
-    """End the uplink of a home and profile, not its attempts; return whether it ran. As `stop_all`."""
+    """End the uplink of a home and profile; return True if it ran. Its attempts continue."""
     found = running(home, profile)
     if found is not None:
         _end(found.pid)
@@ -89,9 +89,9 @@ def stop(home: Home, profile: Path) -> bool:
 
 
 def stop_all(home: Home) -> int:
-    """End every uplink of a home; their attempts go on. Return how many there were.
+    """End every uplink of a home and return their number; their attempts continue.
 
-    Raises AgentUnavailable when one did not end.
+    Raises AgentUnavailable if one does not end.
     """
     count = 0
     for path in home.sockets().glob("uplink-*.lock"):
@@ -103,7 +103,7 @@ def stop_all(home: Home) -> int:
 
 
 def _noted(path: Path) -> RunningUplink | None:
-    """Return who holds a lock; one that has it this moment has not written that down yet."""
+    """Return the holder of a lock; wait briefly for one that has not written its note yet."""
     for _ in range(_TRIES):
         note = held_note(path)
         if note is None:
@@ -117,4 +117,4 @@ def _noted(path: Path) -> RunningUplink | None:
 
 def _end(pid: int) -> None:
     if not daemon.end(pid, END_S):
-        raise AgentUnavailable(f"the uplink (pid {pid}) does not end, although it was killed")
+        raise AgentUnavailable(f"the uplink (pid {pid}) did not end after it was killed")

@@ -1,5 +1,5 @@
 """Money: prices, charges, costs of a run, usage reports.
 
-`charging.py` runs as a loop; routes stand below their service, in `price_service.py` and `usage_reports.py`. Decisions
-are in `model/billing`.
+`charging.py` runs as a loop. `price_service.py` and `usage_reports.py` contain the services and their routes.
+`model/billing` makes the decisions.
 """

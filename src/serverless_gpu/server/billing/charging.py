@@ -1,23 +1,26 @@
-"""The loop that charges: it turns facts of crews into entries of the ledger, which are never changed.
+"""The charging loop: turns facts of crews into ledger entries, which never change.
 
-    report, end, settlement ─▶ `crews.uncharged`, in the same transaction ─▶ rings
-    settled and uncharged   ─▶ facts ─▶ lines (`metering.py`) ─▶ what is missing (`ledger.post`) ─▶ charges
+    report, end, settlement ─▶ `crews.uncharged`, in the same transaction ─▶ wakeup
+    settled and uncharged   ─▶ facts ─▶ lines (`metering.py`) ─▶ missing entries (`ledger.post`) ─▶ charges
                                                                    some crews in each transaction ─┘
-    a day (UTC) is over     ─▶ the same for crews that go on, but for their last day
+    a day (UTC) is over     ─▶ the same for running crews, except for their last day
 
-A crew is charged when its attempt is over and no more reports are expected: one entry for each of its days. Until then
-readers compute its use from its facts. A crew whose node fell silent is charged provisionally, up to its last sign of
-life; facts that come later reverse the provisional entries. Before retention removes its run, the entries become final.
+The loop charges a crew when its attempt is over and no more reports are expected: one entry for each of its days. Until
+then, readers compute its usage from its facts. The loop charges a crew of a silent node provisionally, up to its last
+report. Later facts reverse the provisional entries. Before retention removes the run, the entries become final.
 
-Charges are a function of facts, tariff and the attempt's end, so this process holds no state: `crews.uncharged` marks
-what is not written. Each report of an ended crew sets the mark, also where it is set: on PostgreSQL one of two
-transactions that cross is repeated.
+Charges are a function of facts, tariff and the attempt's end, so this process keeps no state. `crews.uncharged` marks
+crews with missing entries. Each report of an ended crew sets the mark, even if it is already set. On PostgreSQL, one of
+two conflicting transactions is therefore repeated.
 
 Failure cases:
-- The loop is killed: a transaction is whole or absent.
-- The database is away: the loop tries again.
-- A crew cannot be charged because a number is out of bounds: it is logged, counted and left aside for a while. The
-  others are charged, and its run is kept.
+
+- The loop is killed. Each transaction is complete or absent.
+
+- The database is unavailable. The loop retries.
+
+- The loop cannot charge a crew because a number is out of bounds. It logs and counts the crew and skips it for a while.
+  It charges the other crews, and retention keeps the run.
 """
 
 from __future__ import annotations
@@ -49,22 +52,22 @@ from serverless_gpu.server.records.crews import CrewId, StoredCrew
 
 EVERY_S = 5.0
 TURN_S = 60.0
-"""How often attempts are looked at again that went on at a turn of the day, and were not heard of since."""
+"""Seconds between checks of attempts that ran at midnight and have not reported since."""
 AT_ONCE = 64
 FACTS_AT_ONCE = 5_000
-"""Crews, and facts of all of them together (or those of one), of one transaction: others write, too."""
+"""Crews of one transaction, and facts of all of them (or of a single crew), so that other writers do not wait long."""
 ASIDE_S = 600.0
 ASIDE_MAX = 1_000
 DOUBT_S = 60.0
-"""A node that counts so much more than the server is not right, or the server's clock was set."""
+"""A larger excess of a node's time over the server's means that one of the clocks is wrong or was set."""
 DAYS_MAX = 400
-"""A crew that says that it used more days is left aside: nothing runs for so long, and a clock may be broken."""
+"""The maximum number of days of a crew. No run lasts longer, so a clock may be broken, and the loop skips the crew."""
 _LIMIT = 1 << 62
 _log = logging.getLogger(__name__)
 
 
 class _Use(msgspec.Struct, frozen=True):
-    """The part of `model.receipt.DeviceUse` that is read here, within bounds: user code can write anything into it."""
+    """The checked part of `model.receipt.DeviceUse`. User code can write anything into it."""
 
     samples: Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)]
     busy_percent: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
@@ -72,21 +75,21 @@ class _Use(msgspec.Struct, frozen=True):
 
 
 class _Seen(msgspec.Struct, frozen=True):
-    """The part of a receipt (`model.receipt.Receipt`) that is read here."""
+    """The part of a receipt (`model.receipt.Receipt`) that this module reads."""
 
     facts: int | None = None
     uses: Annotated[tuple[_Use, ...], msgspec.Meta(max_length=10_000)] = ()
 
 
 class ChargeOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a transaction that charges."""
+    """The outcome of a charging transaction."""
 
-    entries: int = 0  # how many were written
-    failed: Mapping[CrewId, str] = {}  # crews that could not be charged, and why
+    entries: int = 0  # Number of new entries.
+    failed: Mapping[CrewId, str] = {}  # Crews that the loop could not charge, and why.
 
 
 class Charging:
-    """Charges crews for what they used."""
+    """Charges crews for their usage."""
 
     def __init__(
         self, *, settings: Settings, clock: Clock, database: Transactions, hub: Hub, measures: ServerMetrics
@@ -102,13 +105,13 @@ class Charging:
         self._turn_ns = 0
 
     def tick(self, now_ns: int) -> int | None:
-        """Charge some of what is due; return when to look again."""
+        """Charge some of the due crews; return the time of the next tick."""
         self._aside = {crew: until_ns for crew, until_ns in self._aside.items() if until_ns > now_ns}
         due = self._due()
         if due:
             self._charge(due, now_ns)
             faults.reach("after_charges_before_more")
-            # Where so many cannot be charged, one of them may come again at once.
+            # If too many crews fail, a failed crew may become due again at once.
             return now_ns + (round(EVERY_S * 1e9) if len(self._aside) >= ASIDE_MAX else 0)
         if self._turn(now_ns):
             return now_ns
@@ -126,7 +129,7 @@ class Charging:
         return _some(due, counts)
 
     def _turn(self, now_ns: int) -> bool:
-        """Charge days that are over of crews that go on; return whether there are more."""
+        """Charge past days of running crews; return True if more crews follow."""
         day = self._clock.wall_ns() // DAY_NS
         if day != self._day:
             going_on = self._database.read(
@@ -150,7 +153,7 @@ class Charging:
         return True
 
     def _charge(self, ids: Sequence[CrewId], now_ns: int) -> frozenset[CrewId]:
-        """Charge crews; return those whose ended days are charged."""
+        """Charge crews; return those whose past days are charged."""
         at_ns = self._clock.wall_ns()
         final_before_ns = at_ns - round(self._settings.retention_s * 1e9)
 
@@ -161,7 +164,7 @@ class Charging:
 
         charged, past = self._database.write(work)
         for crew, why in charged.failed.items():
-            _log.error("attempt %s cannot be charged: %s", _named(crew), why)
+            _log.error("could not charge attempt %s: %s", _named(crew), why)
             self._measures.charge_failures.inc()
             if len(self._aside) < ASIDE_MAX:
                 self._aside[crew] = now_ns + round(ASIDE_S * 1e9)
@@ -172,30 +175,30 @@ class Charging:
 
 
 class ChargeableCrew(msgspec.Struct, frozen=True, kw_only=True):
-    """A crew, and all that its charges depend on."""
+    """A crew with everything that its charges depend on."""
 
     attempt: StoredAttempt
     crew: StoredCrew
     account_id: int
-    queued_ms: int  # how long the run waited for the attempt; nothing for others than its first crew
+    queued_ms: int  # How long the run waited for the attempt; 0 except for its first crew.
     facts: Sequence[Fact]
     posted: Sequence[PostedEntry]
-    seen: _Seen | None  # of its receipt; None without one
+    seen: _Seen | None  # From its receipt; None without one.
 
     @property
     def is_over(self) -> bool:
-        """Return whether no reports are expected, and the end of its attempt is known."""
+        """Return True if no reports are expected and the end of its attempt is known."""
         return self.crew.settled_ns is not None and self.attempt.ended_ns is not None
 
     def is_past(self, at_ns: int) -> bool:
-        """Return whether it reported on this day, or is over: then earlier days are charged."""
+        """Return True if the crew reported on this day or is over, so that earlier days are complete."""
         if self.is_over:
             return True
         last = metering.on_our_calendar(self.attempt, self.crew, self.facts)[-1:]
         return bool(last) and last[0].wall_ns // DAY_NS >= at_ns // DAY_NS
 
     def is_final(self, before_ns: int) -> bool:
-        """Return whether its facts are complete: devices are free, the receipt's facts came, or it ended long ago."""
+        """Return True if its facts are complete: devices returned, all facts arrived, or ended long ago."""
         if not self.facts or self.facts[-1].kind is FactKind.FREED:
             return True
         told = self.seen.facts if self.seen is not None else None
@@ -217,7 +220,7 @@ def charge(
             posted = [each.entry for each in one.posted]
             if one.is_over:
                 entries = post(posted, lines, final=one.is_final(final_before_ns))
-            else:  # its last day goes on
+            else:  # Its last day is not over.
                 entries = post(posted, lines[:-1], final=True)
             _check(lines, entries)
             if one.is_over and one.seen is not None and lines:
@@ -246,12 +249,12 @@ def charge(
 
 
 def _doubt(one: ChargeableCrew, lines: Sequence[LedgerLine], at_ns: int) -> None:
-    """Log a crew whose node counted more time than has passed since its placement; it is charged so."""
+    """Log a crew whose node counted more time than has passed since its placement. The charge stands."""
     held_s = (max(line.end_ns for line in lines) - min(line.start_ns for line in lines)) / 1e9 if lines else 0.0
     there_s = (at_ns - one.attempt.created_ns) / 1e9
     if held_s > there_s + DOUBT_S:
         _log.warning(
-            "attempt %s was placed %.0f s ago, and is said to have held devices for %.0f s",
+            "attempt %s was placed %.0f s ago, but its node reports that it held devices for %.0f s",
             _named(one.crew.id),
             there_s,
             held_s,
@@ -261,7 +264,7 @@ def _doubt(one: ChargeableCrew, lines: Sequence[LedgerLine], at_ns: int) -> None
 def _check(lines: Sequence[LedgerLine], entries: Sequence[LedgerEntry]) -> None:
     """Refuse numbers that are out of bounds."""
     if len(lines) > DAYS_MAX:
-        raise InvalidValue(f"it is said to have used devices on {len(lines)} days")
+        raise InvalidValue(f"its facts cover {len(lines)} days, over the limit of {DAYS_MAX}")
     for entry in entries:
         for name, value in msgspec.structs.asdict(entry.line).items():
             if value is not None and abs(value) >= _LIMIT:
@@ -280,7 +283,7 @@ def _utilisation(lines: Sequence[LedgerLine], uses: Sequence[_Use]) -> Utilisati
 
 
 def load(connection: sa.Connection, ids: Sequence[CrewId], *, currency: str) -> dict[CrewId, ChargeableCrew]:
-    """Return crews with all that their charges depend on."""
+    """Return crews with everything that their charges depend on."""
     run_ids = sorted({run_id for run_id, _, _ in ids})
     tries = attempts.of_runs(connection, run_ids)
     asked = runs.asked_ns(connection, run_ids)
@@ -305,7 +308,7 @@ def load(connection: sa.Connection, ids: Sequence[CrewId], *, currency: str) -> 
 
 
 def _account_id(connection: sa.Connection, attempt: StoredAttempt, *, currency: str) -> int:
-    """Return the account of an attempt; one without, from a backup, gets it now."""
+    """Return the account of an attempt; create it for an attempt of an old backup."""
     if attempt.account_id is not None:
         return attempt.account_id
     run, pool = runs.find(connection, attempt.run_id), nodes.pool_of(connection, attempt.crews[0].node_id)
@@ -321,7 +324,8 @@ def _seen(receipt: str | None) -> _Seen | None:
         return None
     try:
         return from_json(receipt, _Seen)
-    except (msgspec.DecodeError, RecursionError):  # of another version, or of no node's: its facts say all the same
+    # The receipt is of another version or invalid; the facts still contain everything that the charge needs.
+    except (msgspec.DecodeError, RecursionError):
         return _Seen()
 
 
@@ -338,6 +342,6 @@ def _some(ids: Sequence[CrewId], counts: Mapping[CrewId, int]) -> list[CrewId]:
 
 
 def _named(crew: CrewId) -> str:
-    """Return the name of a crew in the log: that of its attempt, and its number unless it is the first."""
+    """Return the name of a crew in the log: its attempt, and its number unless it is the first."""
     run_id, fence, number = crew
     return f"{run_id}:{fence}{f' (crew {number})' if number else ''}"

@@ -1,12 +1,12 @@
-"""Prices: the service that sets and ends prices of the price book, and its routes.
+"""Prices: the service that sets and ends prices of the price book, with its routes.
 
     set H100 2.99 from F      … ─ 3.49 ─┤F├─ 2.99 ─ …      the price in force at F ends there
-                                                            a price that is planned for later ends this one
-                                                            a price that is planned for F itself is replaced
-    end H100 at F             … ─ 3.49 ─┤F                  prices that are planned for later are withdrawn
+                                                            a price planned for later ends this one
+                                                            a price planned for F itself is replaced
+    end H100 at F             … ─ 3.49 ─┤F                  prices planned for later are withdrawn
 
-A price that was in force never changes, because tariffs of attempts were taken from it. A price in the past can be set
-only if nothing was placed since then that could have paid it. Each change has an entry in the audit.
+A price that was in force never changes, because attempts use it in their tariffs. An operator can set a price in the
+past only if no attempt since then could have paid it. Each change adds an audit entry.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX, NAME_CHARACTERS_MAX
 from serverless_gpu.wire.billing import Moment, PriceList, PriceRequest, PriceSet, PriceView
 
 PRICES_MAX = 5_000
-"""Rows of the book, those that ended among them."""
+"""The maximum number of rows in the price book, including ended prices."""
 
 
 class PriceService:
@@ -51,9 +51,10 @@ class PriceService:
         return PriceList(prices=_views(found, at_ns), currency=self._settings.currency)
 
     def set(self, who: Caller, resource: str, asked: PriceRequest) -> PriceSet:
-        """Set a price from a time on; attempts that were placed before keep theirs.
+        """Set a price from a time on; attempts placed before keep their price.
 
-        `resource` is a GPU type in any spelling, "core" or "memory". The past can be set only where nothing was placed
+        `resource` is a GPU type in any spelling, "core" or "memory". A price in the past requires that no attempt was
+        placed
         since.
         """
         at_ns = self._clock.wall_ns()
@@ -79,7 +80,7 @@ class PriceService:
             )
             _take_back(connection, replaced)
             if prices.count(connection) >= PRICES_MAX:
-                raise InvalidValue(f"the price book has {PRICES_MAX} rows, and takes no more")
+                raise InvalidValue(f"the price book already has {PRICES_MAX} rows, the maximum")
             _end(connection, ended, from_ns)
             prices.insert(connection, price, at_ns=at_ns)
             check_book([one.price for one in prices.of(connection, name, asked.pool)])
@@ -105,7 +106,7 @@ class PriceService:
         return self._database.write(work)
 
     def end(self, who: Caller, resource: str, *, pool: str = "", until_ns: int | None = None) -> PriceSet:
-        """End a price: from then on, attempts that are placed pay that of every pool, or are unpriced."""
+        """End a price. Attempts placed later pay the price for all pools, or are unpriced."""
         at_ns = self._clock.wall_ns()
         name = _name(resource)
         when_ns = at_ns if until_ns is None else until_ns
@@ -117,7 +118,7 @@ class PriceService:
             withdrawn = [one for one in own if one.price.from_ns >= when_ns]
             if not ended and not withdrawn:
                 where = f" in pool {pool!r}" if pool else ""
-                raise NotFound(f"{name[:64]!r} has no price{where}", hint="sgpu price list has those there are")
+                raise NotFound(f"{name[:64]!r} has no price{where}", hint="sgpu price list lists all prices")
             _take_back(connection, withdrawn)
             _end(connection, ended, when_ns)
             detail = {"pool": pool, "until_ns": when_ns, "withdrawn": len(withdrawn)}
@@ -137,25 +138,25 @@ def _name(resource: str) -> str:
     """Return the name of a resource as the catalogue spells it."""
     written = resource.strip()
     if not 0 < len(written) <= LABEL_CHARACTERS_MAX or not written.isprintable():
-        raise InvalidValue(f"nothing is named {resource[:64]!r}", hint="a GPU type, core or memory")
+        raise InvalidValue(f"{resource[:64]!r} is not a valid resource name", hint="use a GPU type, core or memory")
     return written.casefold() if written.casefold() in (CORE, MEMORY) else canonical(written)
 
 
 def _amount(name: str, asked: PriceRequest) -> tuple[int, int]:
     """Return the price per device-hour, and the DBUs per device-hour."""
-    hint = "either a price for one hour, or DBUs for one hour and the price of one"
+    hint = "give either a price per hour, or DBUs per hour and the price of one DBU"
     made = (asked.dbu_micros_per_hour, asked.micros_per_dbu)
     if asked.micros_per_hour is not None:
         if made != (None, None):
-            raise InvalidValue(f"two prices were said of {name}", hint=hint)
+            raise InvalidValue(f"the request contains two prices for {name}", hint=hint)
         return asked.micros_per_hour, 0
     if asked.dbu_micros_per_hour is None or asked.micros_per_dbu is None:
-        raise InvalidValue(f"no price was said of {name}", hint=hint)
+        raise InvalidValue(f"the request contains no price for {name}", hint=hint)
     if name in (CORE, MEMORY):
-        raise InvalidValue(f"the price of {name} is not made of DBUs: those count devices", hint=hint)
+        raise InvalidValue(f"{name} cannot have a price in DBUs, because DBUs count devices", hint=hint)
     micros = of_dbus(asked.dbu_micros_per_hour, asked.micros_per_dbu)
     if micros > MICROS_MAX:
-        raise InvalidValue(f"the price of {name} would be over {MICROS_MAX // MICROS_PER_UNIT} for one hour")
+        raise InvalidValue(f"the price of {name} would be over {MICROS_MAX // MICROS_PER_UNIT} per hour")
     return micros, asked.dbu_micros_per_hour
 
 
@@ -165,13 +166,13 @@ def _refuse_past(connection: sa.Connection, name: str, from_ns: int, at_ns: int)
     types = None if name in (CORE, MEMORY) else [name, *FAMILIES.get(name, ())]
     if attempts.is_any_since(connection, from_ns, types) or charges.is_any_since(connection, from_ns, types):
         raise InvalidValue(
-            f"the price of {name} cannot change in the past: attempts were placed since then, and keep theirs",
-            hint="from now on, or from a time to come",
+            f"the price of {name} cannot change in the past: attempts placed since then keep their price",
+            hint="set it from now on, or from a future time",
         )
 
 
 def _is_before(row: StoredPrice, at_ns: int) -> bool:
-    """Return whether a price is in force at a moment, and was before it."""
+    """Return True if a price is in force at a time and began before it."""
     return row.price.from_ns < at_ns and is_in_force(row.price, at_ns)
 
 
@@ -207,13 +208,13 @@ routes = Routes("prices")
 
 
 class PricesQuery(Query, frozen=True, kw_only=True):
-    """Whether prices that have ended are to be there, too."""
+    """The query of prices: `all` includes prices that have ended."""
 
     all: bool = False
 
 
 class EndQuery(Query, frozen=True, kw_only=True):
-    """Whose price ends, and when."""
+    """The pool whose price ends, and the time."""
 
     pool: Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS_MAX)] = ""
     at_ns: Moment | None = None
@@ -221,17 +222,17 @@ class EndQuery(Query, frozen=True, kw_only=True):
 
 @routes.get("/prices", needs=reading("prices"))
 def list_prices(call: Call, prices: PriceService, query: PricesQuery) -> PriceList:
-    """List prices: those in force, and those that are planned."""
+    """List prices: those in force, and those planned."""
     return prices.view(past=query.all)
 
 
 @routes.put("/prices/{resource}", needs=writing("prices"))
 def set_price(call: Call, prices: PriceService, resource: str, body: PriceRequest) -> PriceSet:
-    """Set a price from a time on; attempts that were placed before keep theirs."""
+    """Set a price from a time on; attempts placed before keep their price."""
     return prices.set(call.who, resource, body)
 
 
 @routes.delete("/prices/{resource}", needs=writing("prices"))
 def end_price(call: Call, prices: PriceService, resource: str, query: EndQuery) -> PriceSet:
-    """End a price; what is placed from then on has none, or that of every pool."""
+    """End a price. Attempts placed later pay the price for all pools, or are unpriced."""
     return prices.end(call.who, resource, pool=query.pool, until_ns=query.at_ns)

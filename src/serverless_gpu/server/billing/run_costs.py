@@ -1,14 +1,14 @@
 """Costs of runs so far, from the ledger and from facts that are not in it yet, and cost estimates.
 
     attempt ─┬─ charged ──────────────▶ its entries ──┐
-             └─ goes on, or uncharged ─▶ its facts ───┴─▶ lines ─▶ `model.cost.together` ─▶ Cost
-                                         up to the last sign of life
+             └─ running, or uncharged ─▶ its facts ───┴─▶ lines ─▶ `model.cost.together` ─▶ Cost
+                                         up to the last report
 
     resources ─▶ devices that could serve them, with the prices in force ─▶ the node it would start on, or the
-                 dearest of them ─▶ `model.cost.estimated` ─▶ CostEstimate
+                 most expensive of them ─▶ `model.cost.estimated` ─▶ CostEstimate
 
-Failure cases: facts contradict each other (the attempt counts as nothing, as in the ledger); no known node could serve
-a run (it has no price, and the estimate says so).
+Failure cases: Facts contradict each other. The attempt then counts as zero, as in the ledger. No known node can serve a
+run. The run then has no price, and the estimate says so.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from serverless_gpu.server.records.crews import StoredCrew
 from serverless_gpu.server.records.pools import RESERVED
 from serverless_gpu.server.records.runs import StoredRun
 
-ADVICE = "`sgpu price set {name} …` sets one"
+ADVICE = "set one with `sgpu price set {name} …`"
 
 
 def cost_of(connection: sa.Connection, run: StoredRun, at: Now) -> Cost:
-    """Return the use and costs of a run so far, over all of its attempts.
+    """Return the usage and costs of a run so far, in all of its attempts.
 
-    The transaction has to see ledger and facts of one moment.
+    The transaction must see ledger and facts at one moment.
     """
     return costs_of(connection, [run], at)[run.id]
 
 
 def costs_of(connection: sa.Connection, found: Sequence[StoredRun], at: Now) -> dict[str, Cost]:
-    """Return the use and costs of runs so far, by their identifiers; as `cost_of`."""
+    """Return the usage and costs of runs so far, by run identifier, like `cost_of`."""
     tried = attempts.of_runs(connection, [run.id for run in found])
     posted = charges.of_attempts(connection, tried.keys())
     open_ones = [crew.id for attempt in tried.values() for crew in attempt.crews if not _is_charged(crew)]
@@ -70,14 +70,14 @@ def costs_of(connection: sa.Connection, found: Sequence[StoredRun], at: Now) -> 
 
 
 def _is_charged(crew: StoredCrew) -> bool:
-    """Return whether a crew is charged in full."""
+    """Return True if a crew is charged in full."""
     return crew.ended_ns is not None and not crew.uncharged
 
 
 def _used(
     attempt: StoredAttempt, posted: Sequence[PostedEntry], so_far: Sequence[tuple[LedgerLine, ...]], waited_ms: int
 ) -> AttemptUse:
-    """Return the use of an attempt, crew by crew: from the ledger, else from facts."""
+    """Return the usage of an attempt, crew by crew: from the ledger, else from facts."""
     lines: list[LedgerLine] = []
     is_final = True
     for crew, used in zip(attempt.crews, so_far, strict=True):
@@ -97,7 +97,7 @@ def _used(
 def lines_so_far(
     attempt: StoredAttempt, crew: StoredCrew, own_facts: Sequence[Fact], at: Now
 ) -> tuple[LedgerLine, ...]:
-    """Return the lines of a crew that is not charged; none where its facts contradict each other."""
+    """Return the lines of a crew that is not charged; empty if its facts contradict each other."""
     try:
         return metering.so_far(attempt, crew, own_facts, at)
     except InvalidValue:
@@ -110,16 +110,16 @@ def lines_so_far(
 class CostRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A run whose cost is estimated."""
 
-    spec: RunSpec  # what it asks for, with what its policy adds
-    pool: str  # where it goes; "" for any on-demand one
-    node: str = ""  # where it would start, by name, or ""; of several the first
-    several_nodes: bool = False  # whether it may have several, where none is large enough
-    expected_s: float | None = None  # how long it is likely to have its devices
-    limit: str = "timeout"  # what limits how long it takes at a time
+    spec: RunSpec  # Its request, with the additions of its policy.
+    pool: str  # Its pool; "" for any on-demand pool.
+    node: str = ""  # Name of the (first) node on which it would start, or "".
+    several_nodes: bool = False  # True if it may use several nodes when no node is large enough.
+    expected_s: float | None = None  # Expected time with its devices.
+    limit: str = "timeout"  # The name of its time limit.
 
 
 def estimate(connection: sa.Connection, wish: CostRequest, *, now_ns: int, currency: str) -> CostEstimate:
-    """Return an estimate of what a run would cost."""
+    """Return an estimate of the cost of a run."""
     spec = wish.spec
     lasting = AttemptDuration(
         limit_s=spec.limit_s,
@@ -130,7 +130,7 @@ def estimate(connection: sa.Connection, wish: CostRequest, *, now_ns: int, curre
     )
     places = _places(connection, wish)
     if not places:
-        return CostEstimate(currency=currency, basis="no node that has joined could serve it")
+        return CostEstimate(currency=currency, basis="no node that has joined can serve the run")
     wanted = spec.resources
     found = [
         Devices(
@@ -143,22 +143,24 @@ def estimate(connection: sa.Connection, wish: CostRequest, *, now_ns: int, curre
         for gpu_type, pool, count in places
     ]
     costs = [estimated(each, lasting, advice=ADVICE.format(name=each.gpu_type)) for each in found]
-    # Without a price first, so that no price of another pool looks like the maximum.
+    # Unpriced devices come first, so that no price of another pool appears as the maximum.
     dearest = max(costs, key=lambda cost: (cost.micros_per_hour is None, cost.micros_per_hour or 0))
     if len({cost.micros_per_hour for cost in costs}) == 1:
         return dearest
-    return msgspec.structs.replace(dearest, basis=f"{dearest.basis}; the dearest of what it may get")
+    return msgspec.structs.replace(
+        dearest, basis=f"{dearest.basis}; for the most expensive devices that the run may get"
+    )
 
 
 def _places(connection: sa.Connection, wish: CostRequest) -> list[tuple[str, str, int]]:
-    """Return the types, pools and numbers of devices that a run may get, where it would start, else where it could."""
+    """Return the type, pool and number of devices where a run would start, else where it could start."""
     wanted = wish.spec.resources
     reserved = {pool.name for pool in pools.every(connection) if pool.kind == RESERVED}
     found: dict[str, set[tuple[str, str, int]]] = {}
-    parts: dict[str, set[tuple[str, str, int]]] = {}  # of gangs that no node is large enough for
+    parts: dict[str, set[tuple[str, str, int]]] = {}  # For gangs, if no single node is large enough.
     for node in nodes.every(connection):
         is_open = node.pool == wish.pool if wish.pool else node.pool not in reserved
-        if not is_open and node.name != wish.node:  # it may borrow in a reserved pool
+        if not is_open and node.name != wish.node:  # The run may borrow devices in a reserved pool.
             continue
         total, _ = census(node.hello.devices, node.unavailable)
         for gpu_type, there in total.items():
@@ -171,5 +173,5 @@ def _places(connection: sa.Connection, wish: CostRequest) -> list[tuple[str, str
         found = parts
     chosen = found.get(wish.node) or set().union(*found.values())
     if not chosen and wanted.gpus is not None and wanted.gpu_type is not None:
-        return [(wanted.gpu_type, wish.pool, wanted.gpus)]  # nothing that is there has as many, but the price is known
+        return [(wanted.gpu_type, wish.pool, wanted.gpus)]  # No node has as many devices, but the price is known.
     return sorted(chosen)

@@ -1,13 +1,13 @@
-"""Usage reports: use and costs by group, rows for billing tables, list prices and demand; and their routes.
+"""Usage reports: usage and costs by group, billing table rows, list prices, demand; with routes.
 
-A report adds what the ledger has to what it does not have yet: attempts that go on, or that ended a moment ago.
+A report adds two parts: the ledger, and usage that is not in it yet. The second part consists of running attempts and
+of attempts that ended a moment ago.
 
-    facts, up to the last sign of life ─▶ `metering.so_far` ─▶ minus posted entries ─▶ `UnpostedDay` of each crew
+    facts, up to the last report ─▶ `metering.so_far` ─▶ minus posted entries ─▶ `UnpostedDay` of each crew
 
-Both parts are read in one transaction, so nothing counts twice or not at all. An attempt whose facts contradict each
-other counts as nothing, as in the ledger. At most `UNPOSTED_MAX` crews are read, and the report says if there are more.
-
-A caller who may not see everything gets sums over their own and their teams' use. The totals contain nothing else.
+One transaction reads both parts, so no usage counts twice or not at all. An attempt whose facts contradict each other
+counts as zero, as in the ledger. A report reads at most `UNPOSTED_MAX` crews and says if more exist. A caller with
+limited access gets sums of their own usage and that of their teams. The totals contain nothing else.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from serverless_gpu.wire.billing import (
 )
 
 DAYS = 30
-"""Days of a report, by default."""
+"""The default number of days in a report."""
 _decode = msgspec.json.Decoder(dict[str, str]).decode
 UNPOSTED_MAX = 1_000
 _EVER_NS = 1 << 62
@@ -70,7 +70,7 @@ class UsageReports:
         self._leases = leases
 
     def view(self, who: Caller, reach: str, wanted: ReportRequest) -> UsageView:
-        """Return a report; `reach` decides whose use it contains."""
+        """Return a report; `reach` decides whose usage it contains."""
         seen_by, teams = _limits(who, reach)
         wanted = msgspec.structs.replace(wanted, seen_by=seen_by, teams=teams)
         at = metering.now(self._clock, self._leases)
@@ -96,9 +96,9 @@ class UsageReports:
         )
 
     def view_records(self, who: Caller, reach: str, window: DayRange, *, after: int, limit: int) -> RecordPage:
-        """Return rows of the ledger as billing tables have them.
+        """Return rows of the ledger in the format of billing tables.
 
-        An entry of the ledger has up to three rows; `after` is the last entry that the caller has.
+        An entry of the ledger has up to three rows. `after` is the last entry that the caller already has.
         """
         may_see = usage.visible(*_limits(who, reach))
         entries = max(1, limit // 3)
@@ -120,7 +120,7 @@ class UsageReports:
         return RecordPage(records=tuple(found), after=shown[-1].posted.seq if len(rows) > entries else None)
 
     def view_prices(self) -> ListPrices:
-        """Return the price book as billing tables have it, for what was used and what has a price."""
+        """Return the price book in the format of billing tables, for used and for priced devices."""
 
         def work(connection: sa.Connection) -> tuple[list[StoredPrice], list[tuple[str, str]]]:
             return prices.every(connection), usage.skus(connection, limit=SKUS_MAX + 1)
@@ -131,7 +131,7 @@ class UsageReports:
         return ListPrices(prices=tuple(found), is_cut=len(used) > SKUS_MAX)
 
     def view_demand(self, who: Caller, reach: str, asked: DemandFilter, *, after: int, limit: int) -> DemandPage:
-        """Return use over time, within the caller's reach; attempts that go on are on the last page."""
+        """Return usage over time, within the caller's access. The last page includes running attempts."""
         may_see = usage.visible(*_limits(who, reach))
         at = metering.now(self._clock, self._leases)
 
@@ -161,20 +161,20 @@ def where_of(text: str) -> Mapping[str, str]:
     try:
         where = _decode(text) if text else {}
     except msgspec.DecodeError as error:
-        raise InvalidValue(f"where= is not understood: {error}", hint='for example {"team":"search"}') from error
+        raise InvalidValue(f"where= is not valid: {error}", hint='for example {"team":"search"}') from error
     for field, value in where.items():
         usage_report.refuse_unknown(field)
         if "\0" in value:
-            raise InvalidValue(f"where= asks for a {field} that nothing can have")
+            raise InvalidValue(f"where= contains an invalid {field}")
         if field in PERIODS:
-            raise InvalidValue(f"where= cannot be about a {field}", hint="from_day and until_day say which days")
+            raise InvalidValue(f"where= cannot filter by {field}", hint="use from_day and until_day to select days")
     if len(where) > usage_report.WHERE_MAX:
-        raise InvalidValue(f"where= has {len(where)} fields, and may have {usage_report.WHERE_MAX}")
+        raise InvalidValue(f"where= has {len(where)} fields, over the limit of {usage_report.WHERE_MAX}")
     return where
 
 
 def _limits(who: Caller, reach: str) -> tuple[str | None, tuple[str, ...]]:
-    """Return whose use the caller may see, None for all, and of which teams."""
+    """Return the principal and teams whose usage the caller may see; None for all principals."""
     if reach == AccessReach.ALL:
         return None, ()
     return who.name, who.teams if reach == AccessReach.TEAM else ()
@@ -222,26 +222,26 @@ def _demand(one: UnpostedDay) -> DemandRow:
 
 
 class UnpostedDay(msgspec.Struct, frozen=True, kw_only=True):
-    """Use of a crew on a day that is not in the ledger."""
+    """The usage of a crew on a day that is not in the ledger."""
 
     run_id: str
     fence: int
     account: Account
-    line: LedgerLine  # the day as it is by now; `amounts` what of it is not in the ledger
+    line: LedgerLine  # The current line of the day. `amounts` contains the part that is not in the ledger.
     amounts: Amounts
-    is_posted: bool  # whether the ledger says something of that day
+    is_posted: bool  # True if the ledger has entries of that day.
 
 
 class UnpostedDays(msgspec.Struct, frozen=True, kw_only=True):
-    """Use that is not in the ledger yet."""
+    """Usage that is not in the ledger yet."""
 
     lines: tuple[UnpostedDay, ...] = ()
-    attempts: int = 0  # how many there are of them here, each crew of its own
-    is_cut: bool = False  # whether there are more
+    attempts: int = 0  # Number of crews in the result.
+    is_cut: bool = False  # True if more crews exist.
 
 
 def find_unposted(connection: sa.Connection, at: Now, *, currency: str, limit: int = UNPOSTED_MAX) -> UnpostedDays:
-    """Return use that is not in the ledger yet."""
+    """Return usage that is not in the ledger yet."""
     ids = sorted(
         {*charges.crews_going_on(connection, before_ns=_EVER_NS), *charges.due_crews(connection, limit=limit + 1)}
     )
@@ -254,7 +254,7 @@ def find_unposted(connection: sa.Connection, at: Now, *, currency: str, limit: i
     for attempt, number in found:
         crew = attempt.crews[number]
         account = known.get(attempt.account_id or 0)
-        if account is None:  # an older server placed it without one
+        if account is None:  # An older server placed the attempt without an account.
             run, pool = runs.find(connection, attempt.run_id), nodes.pool_of(connection, attempt.crews[0].node_id)
             if run is not None:
                 gpu_type = attempt.gpu_type
@@ -265,7 +265,7 @@ def find_unposted(connection: sa.Connection, at: Now, *, currency: str, limit: i
 
 
 def group_unposted(lines: Iterable[UnpostedDay], by: Sequence[str]) -> list[ReportRow]:
-    """Group unposted use for a report; days that are posted in full are in no group."""
+    """Group unposted usage for a report, without days that are completely posted."""
     return usage_report.together(
         ReportRow(
             key=usage_report.key_of(by, one.account, run_id=one.run_id, day=one.line.day),
@@ -297,7 +297,7 @@ def _lines(
 
 
 def _less(line: LedgerLine, posted: Sequence[LedgerLine]) -> Amounts:
-    """Return the use of a day minus its posted entries."""
+    """Return the usage of a day minus its posted entries."""
     numbers = {name: getattr(line, name) - sum(getattr(one, name) for one in posted) for name in _NUMBERS}
     priced = [one.micros for one in posted if one.micros is not None]
     micros = None if line.micros is None and not priced else (line.micros or 0) - sum(priced)
@@ -309,7 +309,7 @@ def _less(line: LedgerLine, posted: Sequence[LedgerLine]) -> Amounts:
 def _first_counted(
     lines: Sequence[UnpostedDay], posted: Mapping[CrewId, Sequence[PostedEntry]]
 ) -> tuple[UnpostedDay, ...]:
-    """Return the lines; a run that is not in the ledger is counted once, in its first line."""
+    """Return the lines; a run that is not in the ledger counts once, in its first line."""
     counted = {run_id for (run_id, fence, _), entries in posted.items() if entries or fence > 1}
     found = []
     for one in sorted(lines, key=lambda line: (line.run_id, line.fence, line.line.day)):
@@ -326,7 +326,7 @@ Day = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
 
 
 class UsageQuery(Query, frozen=True, kw_only=True):
-    """By what (fields with commas), over which days, and of whom (`where`: a JSON object); how many groups."""
+    """The query of a report: `by` (fields with commas), days, `where` (a JSON object), number of groups."""
 
     by: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     from_day: Day | None = None
@@ -336,7 +336,7 @@ class UsageQuery(Query, frozen=True, kw_only=True):
 
 
 class RecordsQuery(Query, frozen=True, kw_only=True):
-    """From where on, over which days, and how many at most."""
+    """The query of ledger rows: the last entry of the caller, days, maximum number of rows."""
 
     after: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
     from_day: Day | None = None
@@ -345,7 +345,7 @@ class RecordsQuery(Query, frozen=True, kw_only=True):
 
 
 class DemandQuery(Query, frozen=True, kw_only=True):
-    """Of when, and only of this team, pool and GPU type; `cursor` of the page before."""
+    """The query of demand: time, team, pool and GPU type; `cursor` of the previous page."""
 
     from_ns: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
     to_ns: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = (1 << 62) - 1
@@ -358,7 +358,7 @@ class DemandQuery(Query, frozen=True, kw_only=True):
 
 @routes.get("/usage", needs=reading("usage"))
 def view_usage(call: Call, usage_reports: UsageReports, query: UsageQuery) -> UsageView:
-    """Return what was used and what it cost, by whatever it is grouped by."""
+    """Return usage and costs by group."""
     wanted = ReportRequest(
         by=parse_by(query.by),
         window=usage_reports.window(query.from_day, query.until_day),
@@ -370,20 +370,20 @@ def view_usage(call: Call, usage_reports: UsageReports, query: UsageQuery) -> Us
 
 @routes.get("/usage/records", needs=reading("usage"))
 def view_records(call: Call, usage_reports: UsageReports, query: RecordsQuery) -> RecordPage:
-    """Return rows of the ledger as billing tables have them."""
+    """Return rows of the ledger in the format of billing tables."""
     window = usage_reports.window(query.from_day, query.until_day)
     return usage_reports.view_records(call.who, call.reach, window, after=query.after, limit=query.limit)
 
 
 @routes.get("/usage/prices", needs=reading("prices"))
 def view_prices(call: Call, usage_reports: UsageReports) -> ListPrices:
-    """Return the price book as billing tables have it."""
+    """Return the price book in the format of billing tables."""
     return usage_reports.view_prices()
 
 
 @routes.get("/usage/demand", needs=reading("usage"))
 def view_demand(call: Call, usage_reports: UsageReports, query: DemandQuery) -> DemandPage:
-    """Return when devices were had, and by whom."""
+    """Return the usage of devices over time, with its owners."""
     asked = DemandFilter(
         from_ns=query.from_ns, to_ns=query.to_ns, team=query.team, pool=query.pool, gpu_type=query.gpu_type
     )

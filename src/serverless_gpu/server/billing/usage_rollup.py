@@ -1,12 +1,12 @@
-"""The loop that adds charges up by account and day, so that a report does not read each of them.
+"""The loop that sums charges by account and day, so that a report need not read each charge.
 
-    charges ── some thousands after the last that was added ─▶ by account and day ─▶ added to `used_days`
-                                                               by plain account   ─▶ added to `used_plain_days`
-                                     `folded` says how far that is, in the same transaction ┘
+    charges ── some thousands after the last added one ─▶ by account and day ─▶ added to `used_days`
+                                                          by plain account   ─▶ added to `used_plain_days`
+                                `folded` stores the last one, in the same transaction ┘
 
-Entries are only added and become visible in the order of their numbers, so each is added once. A report reads the sums
-and the entries after them: its figures do not depend on how far this loop is. A loop that was killed goes on where it
-was.
+Entries never change and become visible in the order of their numbers, so the loop adds each entry once. A report reads
+the sums and the entries after them. Its figures therefore do not depend on the progress of this loop. After a crash,
+the loop continues at its last entry.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ AT_ONCE = 10_000
 
 
 class UsageRollup:
-    """Adds charges up by account and day."""
+    """Sums charges by account and day."""
 
     def __init__(self, *, database: Transactions) -> None:
         self._database = database
 
     def tick(self, now_ns: int) -> int | None:
-        """Add up some charges; return when to look again."""
+        """Sum some charges; return the time of the next tick."""
         newer = sa.select(charges.c.seq).limit(1)
         is_done = self._database.read(
             lambda connection: connection.scalar(newer.where(charges.c.seq > folded_seq(connection))) is None
@@ -46,7 +46,7 @@ class UsageRollup:
 
 
 def fold(connection: sa.Connection, *, limit: int = AT_ONCE) -> bool:
-    """Add some entries to the sums; return whether there may be more."""
+    """Add some entries to the sums; return True if more may follow."""
     after = folded_seq(connection)
     some = sa.select(charges.c.seq).where(charges.c.seq > after).order_by(charges.c.seq).limit(limit)
     seqs = list(connection.scalars(some))
@@ -70,7 +70,7 @@ def fold(connection: sa.Connection, *, limit: int = AT_ONCE) -> bool:
 
 
 def _add(connection: sa.Connection, table: sa.Table, new: Mapping[tuple[int, int], Amounts]) -> None:
-    """Add amounts to the sums by day and account that a table has."""
+    """Add amounts to the sums of a table, by day and account."""
     there = _there(connection, table, sorted(new))
     made = [{"day": day, "account_id": of} | _row(one) for (day, of), one in new.items() if (day, of) not in there]
     if made:
@@ -82,7 +82,7 @@ def _add(connection: sa.Connection, table: sa.Table, new: Mapping[tuple[int, int
 
 
 def _there(connection: sa.Connection, table: sa.Table, keys: list[tuple[int, int]]) -> dict[tuple[int, int], Amounts]:
-    """Return the stored sums; day by day, so that both databases look them up in the index."""
+    """Return the stored sums, day by day, so that both databases use the index."""
     found: dict[tuple[int, int], Amounts] = {}
     columns = [table.c[name] for name in SUMS]
     by_day: dict[int, list[int]] = defaultdict(list)

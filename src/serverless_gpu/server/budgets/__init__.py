@@ -1,5 +1,5 @@
-"""Budgets: admission of a run, enforcement while runs go on, alarms and notices.
+"""Budgets: admission of runs, enforcement while runs are active, alarms and notices.
 
-`budget_enforcer.py` stops runs over a hard limit every few seconds; `budget_service.py` has the routes. Start with
-`spending.py`, the standing of every budget in memory.
+`budget_enforcer.py` stops runs over a hard limit every few seconds. `budget_service.py` has the routes. Start with
+`spending.py`, which keeps the standing of every budget in memory.
 """

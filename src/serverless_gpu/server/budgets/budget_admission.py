@@ -1,9 +1,11 @@
-"""Checks runs against budgets: when they are submitted or estimated, while they wait, and before they are placed.
+"""Checks runs against budgets: at submission and estimate, while they wait, and before placement.
 
-submit, estimate ─▶ `refuse`   a budget is used up for this period: refused, with its name and who can raise it
-estimate         ─▶ `left`     what is left, in words
-each tick        ─▶ `rooms`    what is left, counted down in the order of the queue
-placed           ─▶ `Spending.enter`, in the same transaction
+    submit, estimate ─▶ `refuse`   a budget is used up for this period: refused, with its name and the remedy
+    estimate         ─▶ `left`     the remaining amounts, as text
+    each tick        ─▶ `rooms`    the remaining amounts, counted down in the order of the queue
+    placed           ─▶ `Spending.enter`, in the same transaction
+
+All checks use the standings in memory (`spending.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from serverless_gpu.server.policies import AdmittedRun
 from serverless_gpu.server.records import prices
 
 LEFT_MAX = 20
-"""Budgets that an estimate lists, at most."""
+"""The maximum number of budgets in an estimate."""
 
 
 class BudgetAdmission:
@@ -40,7 +42,7 @@ class BudgetAdmission:
         self._spending = spending
 
     def as_of(self) -> LookInputs:
-        """Return the inputs of a look at budgets. Call it before the transaction reads anything."""
+        """Return the inputs of a look at budgets. Call this before the transaction reads anything."""
         clock = self._clock
         return LookInputs(
             wall_ns=clock.wall_ns(),
@@ -51,7 +53,7 @@ class BudgetAdmission:
         )
 
     def refuse(self, connection: sa.Connection, allowed: AdmittedRun, who: Caller) -> None:
-        """Refuse a run that a budget has nothing left for in this period; if other runs hold it, the run waits."""
+        """Refuse a run that a used up budget cannot pay in this period; holds of other runs only delay it."""
         if not self._spending.standings():
             return
         spec, currency = allowed.spec, self._settings.currency
@@ -65,13 +67,13 @@ class BudgetAdmission:
         self._spending.refuse(_subject(allowed, who), hold, currency=currency)
 
     def left(self, allowed: AdmittedRun, who: Caller) -> tuple[str, ...]:
-        """Return in words what is left of budgets that count a run; amounts only of those that its owner may see."""
+        """Return the remaining amounts of budgets that count a run, as text, within the access of its owner."""
         sees_all = access_control.reach(who.role, Resource.BUDGETS, write=False, scopes=who.scopes) is AccessReach.ALL
         subject = _subject(allowed, who)
         return self._spending.left(subject, currency=self._settings.currency, sees_all=sees_all)[:LEFT_MAX]
 
     def rooms(self, connection: sa.Connection, there: CapacitySnapshot) -> BudgetsLeft | None:
-        """Return what budgets had left at the last look, to be counted down for one tick; None without budgets."""
+        """Return the remaining amounts of the last look, to be counted down in one tick; None without budgets."""
         if not self._spending.standings():
             return None
         at_ns, currency = self._clock.wall_ns(), self._settings.currency
@@ -82,7 +84,7 @@ class BudgetAdmission:
         known: dict[tuple[str | None, str], list[tuple[str, Tariff]]] = {}
 
         def pays(wanted: str | None, pool: str) -> list[tuple[str, Tariff]]:
-            """Return the types of devices that a run may get, with what it would pay for them."""
+            """Return the GPU types that a run may get, with their prices."""
             if (wanted, pool) not in known:
                 may = {
                     (gpu_type, there)
@@ -97,7 +99,7 @@ class BudgetAdmission:
             return known[wanted, pool]
 
         def hold(one: WaitingRun) -> BudgetUse:
-            """Return what a run holds at first; of the dearest where it takes whatever there is."""
+            """Return the first hold of a run, with the most expensive devices that it may get."""
             gpus = one.gpus or max(1, gpus_max)
             rates = [
                 pricing.rate(tariff, gpu_type=gpu_type, gpus=gpus, cpus=one.cpus, memory_bytes=one.memory_bytes)

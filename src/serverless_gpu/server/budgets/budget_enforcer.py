@@ -1,18 +1,22 @@
-"""The loop that enforces budgets every five seconds: stops runs over a hard limit and sends threshold notices.
+"""Enforces budgets every five seconds: stops runs over a hard limit and sends threshold notices.
 
     look (`spending.py`) ─▶ 80 %, 95 %, 100 %, closed ─▶ row, audit, notice (one transaction); event of its runs
                         └─▶ nothing left to hold ─▶ StopReason.BUDGET, by the server, with the budget ─▶ node
             its ranks write a checkpoint ─▶ BUDGET_STOPPED
 
-A stop request is a row of the run: the run stops even if the budget is raised, deleted or reset meanwhile (no
-flapping), and may be submitted again. A threshold that was announced is a row, too, so a server that is killed
-announces it once. A hard budget is closed before any run is stopped: what stopped runs release admits no other run
-until an operator opens the budget again.
+A stop request is a row of the run. The run therefore stops even if an operator raises, deletes or resets the budget in
+the meantime (no flapping). Its owner may submit it again. An announced threshold is a row too, so a server that is
+killed announces it once. The enforcer closes a hard budget before it stops any run. So the amounts that stopped runs
+release admit no other run until an operator opens the budget again.
 
 Failure cases:
-- Killed between judging and asking: the next server judges again five seconds later, within what each run holds ahead.
-- The database is away: nothing is stopped, and runs end with their leases.
-- A budget is raised between look and stop: the transaction that asks reads the budget again.
+
+- The server is killed between the judgement and the request. The next server judges again within five seconds, which
+  the holds of the runs cover.
+
+- The database is unavailable. The enforcer stops nothing, and runs end with their leases.
+
+- An operator raises a budget between the look and the stop. The transaction of the stop reads the budget again.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ from serverless_gpu.server.records.budgets import NoticeKind
 
 EVERY_S = 5.0
 TOGETHER = 8
-"""Runs that are asked to stop in one transaction: others write, too."""
+"""Stop requests in one transaction, so that other writers do not wait long."""
 TOLD_TOGETHER = 64
 """Runs that get the event of a threshold in one transaction."""
 _log = logging.getLogger(__name__)
@@ -75,7 +79,7 @@ class BudgetEnforcer:
         self._budget_admission = budget_admission
 
     def tick(self, now_ns: int) -> int | None:
-        """Look at all budgets, announce thresholds and stop runs; return when to look again."""
+        """Look at all budgets, announce thresholds and stop runs; return the time of the next tick."""
         now = self._budget_admission.as_of()
         since_ns = first_day_of(now.wall_ns) * DAY_NS
 
@@ -113,7 +117,7 @@ class BudgetEnforcer:
             if told is not None and told.changed:
                 self._announcer.announce(told)
                 self._measures.budget_stops.inc()
-                _log.warning("run %s is stopped for its budget", told.before.id)
+                _log.warning("asked run %s to stop because of its budget", told.before.id)
 
     # --- saying -------------------------------------------------------------------------------------------------------
 
@@ -141,7 +145,7 @@ class BudgetEnforcer:
             _log.warning("%s", sentence)
             self._measures.budget_warnings.labels("closed" if mark == CLOSED else str(mark)).inc()
         self._hub.touch(NOTICES)
-        # Those that are stopped hear of that, and why, from the stop itself.
+        # Runs that stop for the budget get the reason from the stop request.
         concerned = [one for one in going if name in one.names and not one.spender.is_over]
         concerned = [one for one in concerned if one.spender.run_id not in standing.stop and not one.spender.stop_ns]
         for first in range(0, len(concerned), TOLD_TOGETHER):
@@ -169,7 +173,7 @@ def _ask(connection: sa.Connection, due: _Due, currency: str, at_ns: int) -> Tra
     there = budgets.find_in_force(connection, name)
     run = runs.find(connection, one.spender.run_id)
     if there is None or there.budget != standing.budget:
-        return None  # the next tick judges it as it is now
+        return None  # The next tick judges the changed budget.
     if run is None or run.fence != one.spender.fence or run.state not in ACTIVE:
         return None
     because = stopped_text(name, standing, currency, is_open=is_open_to(standing.budget, one.subject))

@@ -1,6 +1,6 @@
-"""The budget service: lists, sets, reopens and deletes budgets; and its routes.
+"""The budget service: lists, sets, reopens and deletes budgets; with its routes.
 
-Each change has an entry in the audit and wakes the scheduler and the budget loop.
+Each change adds an audit entry and wakes the scheduler and the budget loop.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class BudgetService:
         return view
 
     def put(self, who: Caller, name: str, asked: BudgetRequest) -> BudgetView:
-        """Make or replace a budget; use since the beginning of its period counts."""
+        """Insert or replace a budget; usage since the start of its period counts."""
         check_name("a budget", name)
         said = self._budget(asked)
         at_ns = self._clock.wall_ns()
@@ -108,14 +108,15 @@ class BudgetService:
             _check_scope(connection, said.scope)
             check_time_zone(said.time_zone)
             usual = budgets.team_zone(connection, said.scope) or "UTC"
-            # Without a zone of its own it follows its team's.
+            # Without its own zone, the budget follows the zone of its team.
             budget = msgspec.structs.replace(said, time_zone="") if said.time_zone == usual else said
             before = budgets.find(connection, name)
             if before is None and budgets.count(connection) >= BUDGETS_MAX:
-                raise TooLarge(f"there are {BUDGETS_MAX} budgets, and more are not taken", hint="delete some")
+                raise TooLarge(f"there are already {BUDGETS_MAX} budgets, the maximum", hint="delete some")
             budgets.put(connection, StoredBudget(name=name, budget=budget, set_ns=at_ns))
             if before is not None and before.budget != budget:
-                budgets.forget_said(connection, name)  # thresholds are announced again, and it is open
+                # The enforcer announces thresholds again, and the budget is open.
+                budgets.forget_said(connection, name)
             audit.record(
                 connection,
                 who=who,
@@ -130,7 +131,7 @@ class BudgetService:
         return self.view(who, AccessReach.ALL, name)
 
     def reopen(self, who: Caller, name: str) -> BudgetView:
-        """Open a hard budget again that has stopped runs: runs start while what is left pays for them."""
+        """Open a hard budget again that has stopped runs; runs start while the rest pays for them."""
         at_ns = self._clock.wall_ns()
 
         now = self._budget_admission.as_of()
@@ -147,7 +148,7 @@ class BudgetService:
             if budgets.find(connection, name) is None:
                 raise _unknown(name)
             if not budgets.reopen(connection, name, start_ns=standing.window.start_ns):
-                raise InvalidValue(f"budget {name!r} is open", hint=f"sgpu budget show {name} says how it stands")
+                raise InvalidValue(f"budget {name!r} is already open", hint=f"show it: sgpu budget show {name}")
             detail = _detail(standing.budget) | {"used": standing.budget.counts(standing.used)}
             audit.record(connection, who=who, action=Action.BUDGET_REOPEN, subject=name, now_ns=at_ns, detail=detail)
 
@@ -156,7 +157,7 @@ class BudgetService:
         return self.view(who, AccessReach.ALL, name)
 
     def delete(self, who: Caller, name: str) -> BudgetView:
-        """Delete a budget: nothing is stopped or held back for it any more. A run that was asked to stop stops."""
+        """Delete a budget: it stops and delays no more runs. A run that was asked to stop still stops."""
         at_ns = self._clock.wall_ns()
         view = self.view(who, AccessReach.ALL, name)
 
@@ -173,14 +174,14 @@ class BudgetService:
         return view
 
     def _standings(self, connection: sa.Connection) -> dict[str, Standing]:
-        """Return how budgets stood at the last look, some seconds ago, so that not each reader reads all attempts."""
+        """Return the standings of the last look, some seconds old, because a look reads all attempts."""
         known = self._spending.known()
         return self._spending.look(connection, self._budget_admission.as_of()) if known is None else known
 
     def _ring(self) -> None:
         self._spending.change()
         self._hub.touch(BUDGETS)
-        self._hub.touch(SCHEDULER)  # who was held back may start now
+        self._hub.touch(SCHEDULER)  # Runs that the budget delayed may start now.
 
     def _budget(self, asked: BudgetRequest) -> Budget:
         ours = self._settings.currency
@@ -188,7 +189,8 @@ class BudgetService:
         given = [(limit, most) for limit, most in limits if limit is not None]
         if len(given) != 1:
             raise InvalidValue(
-                "a budget has one limit", hint="of money or of GPU time: --money 500, or --gpu-hours 100"
+                "a budget needs exactly one limit",
+                hint="limit either money or GPU time: --money 500 or --gpu-hours 100",
             )
         for limit, most in given:
             if not 0 <= limit <= most:
@@ -238,11 +240,11 @@ class BudgetService:
 
 
 def _check_scope(connection: sa.Connection, scope: Scope) -> None:
-    """Refuse a scope that does not exist; a tag may come later."""
+    """Refuse a scope that does not exist, except a tag, which runs may use later."""
     kind, name = scope.kind, scope.name
     if kind == "everything":
         if name:
-            raise InvalidValue(f"a budget for everything names nobody, and not {name[:64]!r}")
+            raise InvalidValue(f"a budget for everything must not have a name, but the request names {name[:64]!r}")
     elif kind == "user":
         principals.principal(connection, name)
     elif kind == "team":
@@ -252,20 +254,20 @@ def _check_scope(connection: sa.Connection, scope: Scope) -> None:
             raise InvalidValue(f"there is no pool {name[:64]!r}", hint="sgpu pools lists them")
     elif kind == "policy":
         if policies.find(connection, name) is None:
-            raise InvalidValue(f"there is no policy {name[:64]!r}", hint="sgpu policy list has those there are")
+            raise InvalidValue(f"there is no policy {name[:64]!r}", hint="sgpu policy list lists them")
     elif not name.partition("=")[0].strip() or not name.isprintable() or len(name) > 2 * TAG_CHARACTERS_MAX + 1:
-        raise InvalidValue(f"{name[:64]!r} is no tag", hint="key=value, or key for each run that has it")
+        raise InvalidValue(f"{name[:64]!r} is not a valid tag", hint="write key=value, or key for all values")
 
 
 def _may_see(budget: Budget, who: Caller, reach: str) -> bool:
-    """Return whether the caller may see a budget: theirs, or of a team they are in."""
+    """Return True if the caller may see a budget: their own, or one of their teams."""
     kind, name = budget.scope.kind, budget.scope.name
     owner, team = (name if kind == "user" else "", name if kind == "team" else "")
     return access_control.covers(reach, name=who.name, teams=who.teams, owner=owner, team=team)
 
 
 def _unknown(name: str) -> NotFound:
-    return NotFound(f"there is no budget {name[:64]!r}", hint="sgpu budget list has those you may see")
+    return NotFound(f"there is no budget {name[:64]!r}", hint="sgpu budget list lists those that you may see")
 
 
 def _detail(budget: Budget) -> dict[str, object]:
@@ -282,11 +284,13 @@ def _detail(budget: Budget) -> dict[str, object]:
 def _sentence(standing: Standing, currency: str) -> str:
     parts = [used_text(standing, currency)]
     if standing.is_used_up:
-        why = "" if standing.is_spent else "closed: what is left did not pay for another minute of its runs; "
-        parts.append(f"{why}nothing new starts until {next_day_text(standing)}")
+        why = "" if standing.is_spent else ("closed, because the rest does not pay for another minute of its runs; ")
+        parts.append(f"{why}no new runs start until {next_day_text(standing)}")
     unpriced_ms = standing.used.unpriced_ms
     if unpriced_ms and standing.budget.limit_micros is not None:
-        parts.append(f"{format_gpu_ms(unpriced_ms, unit=time_unit())} have no price and count nothing: sgpu price set")
+        parts.append(
+            f"{format_gpu_ms(unpriced_ms, unit=time_unit())} have no price and do not count; set one: sgpu price set"
+        )
     return "; ".join(parts)
 
 
@@ -295,29 +299,29 @@ routes = Routes("budgets")
 
 @routes.get("/budgets", needs=reading("budgets"))
 def list_budgets(call: Call, budgets: BudgetService) -> BudgetList:
-    """List budgets and how they stand: one's own, and those of one's teams."""
+    """List budgets with their standings: the caller's own, and those of their teams."""
     return budgets.view_all(call.who, call.reach)
 
 
 @routes.get("/budgets/{name}", needs=reading("budgets"))
 def show_budget(call: Call, budgets: BudgetService, name: str) -> BudgetView:
-    """Show a budget and how it stands."""
+    """Return a budget with its standing."""
     return budgets.view(call.who, call.reach, name)
 
 
 @routes.put("/budgets/{name}", needs=writing("budgets"))
 def put_budget(call: Call, budgets: BudgetService, name: str, body: BudgetRequest) -> BudgetView:
-    """Make a budget, or put another one in its place; what was used in its period counts from its beginning."""
+    """Insert or replace a budget; usage since the start of its period counts."""
     return budgets.put(call.who, name, body)
 
 
 @routes.post("/budgets/{name}/reopen", needs=writing("budgets"))
 def reopen_budget(call: Call, budgets: BudgetService, name: str) -> BudgetView:
-    """Open a hard budget again that has stopped runs and of which something is left."""
+    """Open a hard budget again that has stopped runs and is not used up."""
     return budgets.reopen(call.who, name)
 
 
 @routes.delete("/budgets/{name}", needs=writing("budgets"))
 def delete_budget(call: Call, budgets: BudgetService, name: str) -> BudgetView:
-    """Delete a budget; a run that was asked to stop stops all the same."""
+    """Delete a budget; a run that was asked to stop still stops."""
     return budgets.delete(call.who, name)

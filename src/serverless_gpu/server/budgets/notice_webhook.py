@@ -1,20 +1,24 @@
 """The webhook: a loop that posts notices, one at a time, to the address that the operator configured.
 
     a threshold of a budget, an alarm ─▶ `notices` (written with the event) ─▶ POST, JSON ─▶ 2xx: sent
-                                                                                 └─ else: again, later
+                                                                                 └─ else: retried later
 
     {"kind": "budget.warning", "at": "2026-11-22T17:40:00Z", "budget": "llm", "percent": 80, "used": …, "limit": …,
      "unit": "micros", "currency": "USD", "sentence": "budget 'llm' is at 80 %: …"}
 
-A notice may come twice, with the same `id`. Without an address notices are kept for `sgpu budget list` and not sent.
-Each notice has retries of its own, so one that is refused delays no other.
+A notice may arrive twice, with the same `id`. Without an address, the server keeps notices for `sgpu budget list` and
+does not send them. Each notice has its own retries, so a refused notice delays no other.
 
 Failure cases:
-- No answer, or not 2xx: again after 5, 10, 20 … s, at most an hour. It is given up after ten tries or a day. A server
-  that restarts knows the tries, not the pauses.
-- An answer that never ends: 5 s, and its body is not read.
-- A redirect: not followed, so notices go only where the operator said.
-- The log shows the address without its path, which may be a secret.
+
+- No answer, or not 2xx: The loop retries after 5, 10, 20 … s, at most an hour. It gives up after ten tries or a day. A
+  server that restarts knows the number of tries, not the pauses.
+
+- An endless answer: The timeout is 5 s, and the loop does not read the body.
+
+- A redirect: The loop does not follow it, so notices go only to the configured address.
+
+- The log contains the address without its path, which may be a secret.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 3_600.0
 IDLE_S = 30.0
 LOOKED_AT = 100
-"""Notices of one look, those with fewest tries first, so that refused ones do not block the rest."""
+"""The maximum number of notices in one read. Those with the fewest tries come first, so that refused ones do not block.
+"""
 _log = logging.getLogger(__name__)
 
 
@@ -54,7 +59,7 @@ class NoticeWebhook:
         self._not_before_ns: dict[int, int] = {}
 
     def tick(self, now_ns: int) -> int | None:
-        """Post one notice that is due; return when to look again."""
+        """Post one notice that is due; return the time of the next tick."""
         waiting = self._database.read(lambda connection: budgets.open_notices(connection, limit=LOOKED_AT))
         pauses = {one.seq: self._not_before_ns.get(one.seq, 0) for one in waiting}
         self._not_before_ns = pauses
@@ -65,7 +70,7 @@ class NoticeWebhook:
         is_old = one.tries >= TRIES_MAX or at_ns - one.at_ns > OLD_S * 1e9
         if not self._settings.webhook or is_old:
             if is_old:
-                _log.error("notice %d (%s) is given up after %d tries", one.seq, one.kind, one.tries)
+                _log.error("gave up notice %d (%s) after %d tries", one.seq, one.kind, one.tries)
             self._done(one, at_ns)
             return now_ns
         problem = _post(self._settings.webhook, one)
@@ -74,7 +79,7 @@ class NoticeWebhook:
             self._done(one, at_ns)
             return now_ns
         host = urlsplit(self._settings.webhook).hostname
-        _log.warning("the webhook at %s did not take notice %d: %s", host, one.seq, problem)
+        _log.warning("the webhook at %s did not accept notice %d: %s", host, one.seq, problem)
         self._database.write(lambda connection: budgets.mark_tried(connection, one.seq))
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**one.tries)
         pauses[one.seq] = self._clock.boottime_ns() + round(pause_s * 1e9)
@@ -85,11 +90,12 @@ class NoticeWebhook:
 
 
 def _post(url: str, one: Notice) -> str:
-    """Post a notice; return what went wrong, or ""."""
+    """Post a notice; return the problem, or ""."""
     body = {"id": one.seq, "kind": one.kind, "at": format_utc(one.at_ns), **one.document}
     headers = {"User-Agent": f"serverless-gpu/{__version__}"}
     try:
-        # A client each time: one notice a day keeps no connection. A proxy from the environment would see it.
+        # Each notice uses a new client: one notice a day needs no open connection. A proxy from the environment could
+        # read notices.
         with (
             httpx2.Client(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False) as client,
             client.stream("POST", url, json=body, headers=headers) as answer,

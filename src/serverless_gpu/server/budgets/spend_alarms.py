@@ -1,13 +1,13 @@
 """The loop that detects unusual spending of runs and teams, each minute.
 
-    run      its use in an hour  >  3 × the median of its owner's last 50 runs of that name          once
-    team     its use in the last hour  >  3 × the median of its own hours in four weeks              once a day
+    run      its usage per hour  >  3 × the median of its owner's last 50 runs of that name          once
+    team     its usage in the last hour  >  3 × the median of its own hours in four weeks            once a day
 
-Amounts are money where there are prices, else device time. An alarm goes to the log, the audit, the notices (`sgpu
-budget list`, the webhook) and, for a run, to the run. A row of `budget_warnings` with 0 per cent marks it as sent.
+Amounts are money if prices exist, else device time. An alarm goes to the log, the audit, the notices (`sgpu budget
+list`, the webhook) and, for a run, to the run. A row of `budget_warnings` with 0 per cent marks the alarm as sent.
 
-A team's hours are kept in memory, read from the ledger: an entry is spread evenly over its time. What goes on is posted
-when its day is over, so it is added for the last hour.
+The loop keeps the hours of a team in memory and reads them from the ledger. It spreads an entry evenly over its time.
+The ledger gets the usage of a running attempt when the day is over, so the loop adds that usage for the last hour.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from serverless_gpu.server.records.duration_history import latest_of_name
 
 EVERY_S = 60.0
 AT_ONCE = 100
-"""Attempts of one look."""
+"""The maximum number of attempts in one look."""
 PAGE = 5_000
-"""Entries of one read: what there is at the start is read page by page, a page in each look."""
+"""Entries of one read. After a start, the loop reads existing entries page by page."""
 MONEY, TIME = "micros", "gpu_ms"
 _log = logging.getLogger(__name__)
 _Hours = dict[int, tuple[int, int]]
@@ -83,7 +83,7 @@ class SpendAlarms:
         self._seen: set[tuple[str, int]] = set()
 
     def tick(self, now_ns: int) -> int:
-        """Announce unusual spending of attempts that go on; return when to look again."""
+        """Announce unusual spending of running attempts; return the time of the next tick."""
         going = self._spending.going_on()
         there = [one for one in going if not one.spender.is_over and one.spender.started_ns is not None]
         self._database.read(self._read)
@@ -94,7 +94,7 @@ class SpendAlarms:
     # --- runs ---------------------------------------------------------------------------------------------------------
 
     def _look_at_runs(self, going: Sequence[OngoingAttempt]) -> None:
-        """Compare each attempt once with earlier ones: its costs per hour do not change."""
+        """Compare each attempt once with earlier ones, because its costs per hour do not change."""
         gangs = {(one.spender.run_id, one.spender.fence) for one in going}
         self._seen &= gangs
         new = [one for one in going if one.name and (one.spender.run_id, one.spender.fence) not in self._seen]
@@ -113,15 +113,15 @@ class SpendAlarms:
                 past = [each.world_size * units.MS_PER_HOUR for each in earlier]
             found = budget.unusual(rate, past, least=RUNS_MIN)
             if found is not None:
-                usual = f"the median of {found.count} earlier runs named {one.name!r}"
-                sentence = f"run {spender.run_id} uses {self._words(found, unit)} in an hour: {usual}"
+                usual = f"the usual value is the median of {found.count} earlier runs named {one.name!r}"
+                sentence = f"run {spender.run_id} uses {self._words(found, unit)} per hour; {usual}"
                 whose = {"owner": one.subject.owner, "team": one.subject.team}
                 self._say(f"run {spender.run_id}", 0, sentence, found, whose, one)
 
     # --- teams --------------------------------------------------------------------------------------------------------
 
     def _read(self, connection: sa.Connection) -> None:
-        """Read on in the ledger, some pages at most."""
+        """Read new entries of the ledger, some pages at most."""
         oldest = self._clock.wall_ns() // HOUR_NS - HOURS
         for _ in range(20):
             page = charges.after(connection, self._seq, limit=PAGE)
@@ -144,7 +144,7 @@ class SpendAlarms:
 
     def _look_at_teams(self, going: Iterable[OngoingAttempt]) -> None:
         now_ns = self._clock.wall_ns()
-        # What goes on is posted when its day is over: of that, yesterday's part counts as that.
+        # The ledger gets running usage when the day is over. So yesterday's part is already in the ledger.
         last = BudgetWindow(start_ns=max(now_ns - HOUR_NS, now_ns // DAY_NS * DAY_NS), end_ns=now_ns)
         uses: dict[str, BudgetUse] = {}
         for one in going:
@@ -154,14 +154,14 @@ class SpendAlarms:
         for team, use in uses.items():
             hours = self._teams.get(team, {})
             ahead, before = hours.get(this, (0, 0)), hours.get(this - 1, (0, 0))
-            part_ns = HOUR_NS - now_ns % HOUR_NS  # of the hour before that lies within the last 60 minutes
+            part_ns = HOUR_NS - now_ns % HOUR_NS  # The part of the previous hour within the last 60 minutes.
             which = 0 if use.micros else 1
             rate = (use.micros if which == 0 else use.gpu_ms) + ahead[which] + before[which] * part_ns // HOUR_NS
             past = [amounts[which] for hour, amounts in hours.items() if hour < this - 1]
             found = budget.unusual(rate, past, least=HOURS_MIN)
             if found is not None:
-                usual = f"the median of its {found.count} hours in four weeks"
-                sentence = f"team {team} used {self._words(found, (MONEY, TIME)[which])} in the last hour: {usual}"
+                usual = f"the usual value is the median of its {found.count} hours in four weeks"
+                sentence = f"team {team} used {self._words(found, (MONEY, TIME)[which])} in the last hour; {usual}"
                 self._say(f"team {team}", now_ns // DAY_NS * DAY_NS, sentence, found, {"team": team}, None)
 
     # --- saying -------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class SpendAlarms:
         run: OngoingAttempt | None,
     ) -> None:
         at_ns = self._clock.wall_ns()
-        # The name of a budget has no line's end in it (`check_name`): no alarm is forgotten with a budget's marks.
+        # Budget names contain no line break (`check_name`), so deleting a budget's warnings deletes no alarm.
         key = f"alarm\n{hashlib.sha256(subject.encode()).hexdigest()[:32]}"
         document = {"subject": subject, "sentence": sentence, "rate": found.rate, "usual": found.usual, **whose}
 
@@ -215,7 +215,7 @@ class SpendAlarms:
 
 
 def _earlier(connection: sa.Connection, one: OngoingAttempt) -> tuple[list[StoredAttempt], dict[str, RunSpec]]:
-    """Return earlier attempts of a name, and what their runs asked for."""
+    """Return earlier attempts of a name, and the specs of their runs."""
     found = latest_of_name(connection, one.subject.owner, one.name, limit=RUNS_MAX)
     there = runs.find_many(connection, [each.run_id for each in found])
     return found, {run.id: run.spec for run in there}

@@ -1,33 +1,36 @@
-"""The standing of every budget, in memory: what the ledger has, what goes on and what that holds.
+"""The standing of every budget, in memory: ledger entries, running attempts and their holds.
 
-    charges, by account and day ─┐  one read of the database: what is posted between two reads would count twice, or
-    attempts that go on ─────────┤  not at all
-    what is posted of those ─────┘
-            └─▶ look ─▶ standings ─┬─▶ `refuse`     submit: may it ever start in this period?
+    charges, by account and day ─┐  one read of the database: entries between two reads would count twice, or
+    running attempts ────────────┤  not at all
+    their posted entries ────────┘
+            └─▶ look ─▶ standings ─┬─▶ `refuse`     submit: can it ever start in this period?
                                    ├─▶ `BudgetsLeft.take` each tick: which waiting runs may start (`queue_snapshot.py`)
-                                   ├─▶ `enter`      the transaction that places one: is there room still?
+                                   ├─▶ `enter`      the transaction that places one: is capacity left?
                                    └─▶ `budget_enforcer.py`: which runs stop, which thresholds are reached
 
-`BudgetIndex` knows which budgets count a run. `LedgerSums` holds posted use by budget and day, and reads on from where
-it was. `BudgetsLeft` counts down what budgets have left, within one tick.
+`BudgetIndex` knows which budgets count a run. `LedgerSums` holds posted usage by budget and day, and reads only new
+entries. `BudgetsLeft` counts down the remaining amounts within one tick.
 
-An attempt that goes on counts with the price of its devices from the start of user code, by the server's clock, until
-its last sign of life. Its charges replace that once it has ended. It pays the tariff, and counts for the account, of
-its placement.
+A running attempt counts with the price of its devices, from the start of user code until its last report, by the
+server's clock. After its end, its charges replace this amount. It pays the tariff of its placement, and it counts for
+the account of its placement.
 
-Two loops look: the scheduler before each decision, so that what it has just placed counts, and the budget enforcer.
-The caller provides the transaction. Between two looks `enter` counts what is placed. Readers get what is `known`. All
-methods may be called from any thread.
+Two loops look: the scheduler before each decision, and the budget enforcer. So the scheduler's own placements count at
+once. The caller provides the transaction. Between two looks, `enter` counts new placements. Readers get the standings
+that are `known`. All methods are thread-safe.
 
-Several looks run at once, each at its own state of the database. Events here are numbered (`moment`), and a look says
-at which number it began, before it read anything. If another look finished meanwhile, its state may be older: it
-changes nothing and returns what the other one found. An attempt that was entered counts in each look that began before
-its transaction was over.
+Several looks run concurrently, each at its own state of the database. This module numbers its events (`moment`). A look
+passes the number at which it began, before it read anything. If another look has finished in the meantime, the first
+may have read an older state. It then changes nothing and returns the result of the other. An entered attempt counts in
+each look that began before the end of its transaction.
 
 Failure cases:
-- Before the first look nothing may start that a budget could count (`look` is part of reading the queue).
-- A look fails: the standings stay, and the caller fails with it.
-- A budget changes during a look: the next look reads it.
+
+- Before the first look, no run may start that a budget could count (`look` is part of reading the queue).
+
+- A look fails. The standings stay, and the caller fails too.
+
+- A budget changes during a look. The next look reads it.
 """
 
 from __future__ import annotations
@@ -83,30 +86,30 @@ from serverless_gpu.server.records.pools import StoredPool
 from serverless_gpu.server.records.runs import StoredRun
 
 _KNOWN_MAX = 100_000
-"""Accounts that are remembered; beyond, all of them are read again."""
+"""The maximum number of cached accounts. Above it, the cache is cleared."""
 
 
 class LookInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Inputs of a look beside the database."""
+    """The inputs of a look in addition to the database."""
 
-    wall_ns: int  # now, nanoseconds since 1970
-    boot_ns: int  # the same moment by the clock that leases are kept by
-    moment: int  # `Spending.moment` before the transaction that looks read anything
+    wall_ns: int  # Now, nanoseconds since 1970.
+    boot_ns: int  # The same moment on the clock of the leases.
+    moment: int  # `Spending.moment` before the transaction of the look read anything.
     leases: Leases
-    currency: str  # of budgets; what is charged in another one has no price here
+    currency: str  # Currency of the budgets. Charges in another currency have no price here.
 
 
 class OngoingAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that counts for budgets, now."""
+    """An attempt that counts for budgets now."""
 
     spender: Spender
     subject: Subject
-    names: tuple[str, ...]  # budgets that count it
-    name: str = ""  # of its run
+    names: tuple[str, ...]  # Budgets that count it.
+    name: str = ""  # Name of its run.
 
 
 class _Known(msgspec.Struct):
-    """Constant values of an attempt that goes on."""
+    """Constant values of a running attempt."""
 
     subject: Subject
     names: tuple[str, ...]
@@ -122,35 +125,34 @@ class Spending:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._moment = 1
-        self._changed = 1  # when budgets were changed for the last time
-        self._book_of = 0  # as of when they were read
-        self._looked = 0  # when the last look was done
+        self._changed = 1  # When budgets last changed.
+        self._book_of = 0  # The moment at which they were read.
+        self._looked = 0  # When the last look finished.
         self._index = BudgetIndex(())
         self._ledger = LedgerSums()
         self._known: dict[Gang, _Known] = {}
         self._lives: dict[Gang, Lifetime] = {}
         self._going: dict[Gang, OngoingAttempt] = {}
-        self._entered: dict[Gang, int | None] = {}  # when the transaction that places it was over
+        self._entered: dict[Gang, int | None] = {}  # When the transaction of its placement ended.
         self._standings: dict[str, Standing] = {}
         self._closed: frozenset[tuple[str, int]] = frozenset()
         self._as_of_ns = 0
         self._learned = LearnedDurations()
 
     def moment(self) -> int:
-        """Return the number of the last thing that happened here."""
+        """Return the number of the last event in this object."""
         with self._lock:
             return self._moment
 
     def change(self) -> None:
-        """Note that budgets were changed, after the commit: the next look reads everything again."""
+        """Note that budgets have changed, after the commit. The next look reads everything again."""
         with self._lock:
             self._changed = self._next()
 
     def look(self, connection: sa.Connection, as_of: LookInputs, *, at_all: bool = False) -> dict[str, Standing]:
-        """Look at the database, and return how each budget stands, by name.
+        """Read the database and return the standing of each budget by name.
 
-        The transaction has to see one state of the database. With `at_all`, attempts are read where there are no
-        budgets, too.
+        The transaction must see one state of the database. With `at_all`, the look reads attempts even without budgets.
         """
         with self._lock:
             first_day = first_day_of(as_of.wall_ns)
@@ -182,25 +184,25 @@ class Spending:
             return dict(self._judge())
 
     def standings(self) -> dict[str, Standing]:
-        """Return how each budget stood at the last look, with what was placed since."""
+        """Return the standings of the last look, including later placements."""
         with self._lock:
             return dict(self._standings)
 
     def known(self) -> dict[str, Standing] | None:
-        """Return the same; None without a look since the start or the last change of budgets."""
+        """Return the standings, or None without a look since the start or the last change of budgets."""
         with self._lock:
             return None if self._book_of < self._changed else dict(self._standings)
 
     def going_on(self) -> list[OngoingAttempt]:
-        """Return the attempts that went on at the last look, or were placed since and count for a budget."""
+        """Return the attempts that ran at the last look, and later placements that count for a budget."""
         with self._lock:
             return list(self._going.values())
 
     def by_day(self, name: str) -> dict[int, int]:
-        """Return what a budget's runs used on each day of the last week and of its period, in the unit of its limit."""
+        """Return the daily usage of a budget in the last week and its period, in the unit of its limit."""
         with self._lock:
             if name not in self._index.budgets:
-                return {}  # it was deleted since
+                return {}  # The budget was deleted after the last look.
             found = {day: self._index.budgets[name].counts(use) for day, use in self._ledger.days(name).items()}
             for gang, one in self._going.items():
                 if name not in one.names:
@@ -225,7 +227,7 @@ class Spending:
                     )
 
     def left(self, subject: Subject, *, currency: str, sees_all: bool = False) -> tuple[str, ...]:
-        """Return in words what is left of the budgets that a run would count for."""
+        """Return the remaining amounts of the budgets that would count a run, as text."""
         with self._lock:
             there = [(name, self._standings.get(name)) for name in sorted(self._index.names(subject))]
             return tuple(
@@ -244,23 +246,23 @@ class Spending:
         return ""
 
     def rooms(self, holds: Callable[[WaitingRun], BudgetUse]) -> BudgetsLeft | None:
-        """Return what budgets have left, to be counted down for one tick; None where there are no budgets."""
+        """Return the remaining amounts, to be counted down in one tick; None without budgets."""
         with self._lock:
             if not self._standings:
                 return None
             return BudgetsLeft(self._index, dict(self._standings), holds)
 
     def longest_s(self, connection: sa.Connection, owner: str, name: str, now_ns: int) -> float | None:
-        """Return the longest that the last runs of an owner and a name had their devices; None: that is not known."""
+        """Return the longest time for which recent runs of this owner and name held devices; None if unknown."""
         with self._lock:
             return self._learned.longest_s(connection, owner, name, now_ns)
 
     def enter(
         self, connection: sa.Connection, run: StoredRun, account: Account, tariff: Tariff, *, gpus: int, now_ns: int
     ) -> str:
-        """Count an attempt that is about to be placed; return why it cannot be: others were placed before it.
+        """Count an attempt that is about to be placed; return why it cannot start, or "".
 
-        Called again for the same attempt, it is counted once. Call `entered` once the transaction is over.
+        A repeated call for the same attempt counts it once. Call `entered` after the end of the transaction.
         """
         gang = (run.id, run.fence + 1)
         with self._lock:
@@ -292,7 +294,7 @@ class Spending:
             return ""
 
     def entered(self) -> None:
-        """Note that the transaction is over in which attempts were entered: the next look sees its result."""
+        """Note that the transaction of the entered attempts is over, so that the next look sees its result."""
         with self._lock:
             at = self._next()
             self._entered = {gang: at if was is None else was for gang, was in self._entered.items()}
@@ -313,7 +315,7 @@ class Spending:
             spec = None if run is None else run.spec
             if one.account_id is not None:
                 subject, names, is_foreign = self._ledger.account(one.account_id)
-            else:  # an older server placed it
+            else:  # An older server placed the attempt.
                 subject = Subject(owner="") if run is None else subject_of_run(run)
                 names, is_foreign = self._index.names(subject), False
             micros_per_hour = rate_of(one.tariff, one.gpu_type, one.world_size, spec)
@@ -356,7 +358,7 @@ class Spending:
         return window(budget.period, at_ns, budget.zone)
 
     def _judge(self) -> dict[str, Standing]:
-        """Return how each budget stands with what goes on now."""
+        """Return the standing of each budget, including running attempts."""
         of: dict[str, list[Spender]] = {name: [] for name in self._index.budgets}
         posted = {name: NOTHING for name in self._index.budgets}
         for gang, one in self._going.items():
@@ -385,7 +387,7 @@ class Spending:
 class BudgetIndex:
     """The budgets, and which of them count a run.
 
-    It needs the pools, too: a run that names none may come to any that is not reserved.
+    The index needs the pools too, because a run without a named pool may use any pool that is not reserved.
     """
 
     def __init__(self, there: Iterable[StoredBudget], pools_there: Iterable[StoredPool] = ()) -> None:
@@ -396,11 +398,11 @@ class BudgetIndex:
         self._reserved = {pool.name for pool in pools_there if pool.kind == pools.RESERVED}
 
     def names(self, subject: Subject) -> tuple[str, ...]:
-        """Return the budgets that count a run, by name."""
+        """Return the names of the budgets that count a run, in order."""
         return self._sorted({name for key in keys(subject) for name in self._index.get(key, ())}, subject)
 
     def names_of_waiting(self, subject: Subject) -> tuple[str, ...]:
-        """Return the budgets that may count a run which waits: one that names no pool may come to several."""
+        """Return the budgets that may count a waiting run. A run without a named pool may use several pools."""
         found = set(self.names(subject))
         if not subject.pool:
             for (kind, pool), names in self._index.items():
@@ -414,7 +416,7 @@ class BudgetIndex:
 
 
 class BudgetsLeft:
-    """What budgets have left, counted down along the queue (`concurrency_limits.BudgetRooms`)."""
+    """The remaining amounts, counted down along the queue (`concurrency_limits.BudgetRooms`)."""
 
     def __init__(
         self,
@@ -425,7 +427,7 @@ class BudgetsLeft:
         self._index, self._standings, self._hold = index, standings, holds
 
     def take(self, candidate: WaitingRun) -> str:
-        """Take what the first minute of a run needs; return why there is no room, or "" if it was taken."""
+        """Take the first hold of a run; return why a budget has too little left, or ""."""
         names = self._index.names_of_waiting(candidate.subject)
         if not names:
             return ""
@@ -437,7 +439,7 @@ class BudgetsLeft:
         return ""
 
     def keep(self, candidate: WaitingRun) -> None:
-        """Take the same for a run that is about to be placed, also without room."""
+        """Take the same hold for a run that is about to be placed, even if too little is left."""
         self._count(self._index.names_of_waiting(candidate.subject), self._hold(candidate))
 
     def _count(self, names: Iterable[str], hold: BudgetUse) -> None:
@@ -446,7 +448,7 @@ class BudgetsLeft:
 
 
 class LedgerSums:
-    """Posted use by budget and day; each read goes on where the last one ended."""
+    """Posted usage by budget and day; each read continues after the last entry."""
 
     def __init__(self, first_day: int = -1, index: BudgetIndex | None = None, currency: str = "") -> None:
         self.first_day = first_day
@@ -458,20 +460,20 @@ class LedgerSums:
         self._cuts: dict[int, _Cut] = {}
 
     def days(self, name: str) -> Mapping[int, BudgetUse]:
-        """Return what is posted for a budget, by day."""
+        """Return the posted usage of a budget, by day."""
         return self._days[name]
 
     def posted_of(self, gang: Gang) -> Sequence[tuple[LedgerLine, BudgetUse]]:
-        """Return what is posted of an attempt that goes on, by line."""
+        """Return the posted usage of a running attempt, by line."""
         return self._posted.get(gang, ())
 
     def before(self, name: str, at_ns: int) -> BudgetUse:
-        """Return what is posted for a budget of a moment's day of UTC, before that moment."""
+        """Return the posted usage of a budget on the UTC day of a time, before that time."""
         cut = self._cuts.get(at_ns)
         return NOTHING if cut is None else cut.uses.get(name, NOTHING)
 
     def account(self, number: int) -> tuple[Subject, tuple[str, ...], bool]:
-        """Return the subject of an account, the budgets that count it, and whether its currency is another one."""
+        """Return the subject of an account, the budgets that count it, and True if its currency differs."""
         return self._accounts.get(number, (Subject(owner=""), (), False))
 
     def read(
@@ -481,24 +483,24 @@ class LedgerSums:
         wall_ns: int,
         cuts: AbstractSet[int] = frozenset(),
     ) -> None:
-        """Read what was posted since, and what is posted of attempts that go on.
+        """Read new entries, and all entries of running attempts.
 
-        The transaction has to see one state of the database. `cuts` are moments within a day of UTC at which periods of
+        The transaction must see one state of the database. `cuts` are times within a UTC day at which periods of
         budgets began.
         """
-        if not self._index.budgets:  # only running attempts are of interest
+        if not self._index.budgets:  # Without budgets, only running attempts matter.
             going = {one.attempt.account_id for one in there.values() if one.attempt.account_id is not None}
             self._get_to_know(connection, going)
             return
         newest = charges.newest_seq(connection)
-        assert newest >= self._seq, "an older state of the ledger would be counted twice"
+        assert newest >= self._seq, "a look at an older state of the ledger would count entries twice"
         sums = []
         if newest > self._seq:
             sums = charges.sums(connection, from_day=self.first_day, after_seq=self._seq)
         wanted = {one.account_id for one in sums}
         wanted |= {one.attempt.account_id for one in there.values() if one.attempt.account_id is not None}
         self._get_to_know(connection, wanted)
-        # Nothing is posted of an attempt before its first day is over, or it has ended.
+        # The ledger gets entries of an attempt after its first day, or after its end.
         today_ns = wall_ns // DAY_NS * DAY_NS
         may = {gang for gang, one in there.items() if one.attempt.created_ns < today_ns or one.attempt.uncharged}
         if newest > self._seq or may != self._posted.keys():
@@ -520,7 +522,7 @@ class LedgerSums:
             self._read_cut(connection, at_ns, cut, newest)
 
     def _read_cut(self, connection: sa.Connection, at_ns: int, cut: _Cut, newest: int) -> None:
-        """Read what was posted since of the time before a moment, on its day of UTC."""
+        """Read new entries before a time, on its UTC day."""
         if cut.seq == newest:
             return
         whole, crossing = charges.before(connection, at_ns, after_seq=cut.seq)
@@ -551,20 +553,20 @@ class LedgerSums:
 
 
 class _Cut:
-    """Posted use of one day of UTC before a moment, by budget."""
+    """Posted usage of one UTC day before a time, by budget."""
 
     def __init__(self) -> None:
         self.seq = 0
         self.uses: dict[str, BudgetUse] = {}
 
     def add(self, names: Iterable[str], use: BudgetUse) -> None:
-        """Count a use for budgets."""
+        """Add usage to budgets."""
         for name in names:
             self.uses[name] = self.uses.get(name, NOTHING) + use
 
 
 def use_until(line: LedgerLine, use: BudgetUse, at_ns: int) -> BudgetUse:
-    """Return the part of a line's use before a moment."""
+    """Return the part of a line's usage before a time."""
     micros, gpu_ms, unpriced_ms = (
         part_until(amount, line.gpu_ms, line.gpus, line.start_ns, line.end_ns, at_ns)
         for amount in (use.micros, use.gpu_ms, use.unpriced_ms)
@@ -573,13 +575,13 @@ def use_until(line: LedgerLine, use: BudgetUse, at_ns: int) -> BudgetUse:
 
 
 def first_day_of(now_ns: int) -> int:
-    """Return the first day of UTC that a period of any time zone, or a forecast, looks at: since 1970-01-01."""
-    month = window(Period.MONTH, now_ns - DAY_NS)  # no zone is a day behind
+    """Return the first UTC day that a period or forecast needs in any zone: days since 1970-01-01."""
+    month = window(Period.MONTH, now_ns - DAY_NS)  # No time zone is a full day behind UTC.
     return min(month.days[0] - 1, now_ns // DAY_NS - FORECAST_DAYS)
 
 
 def rate_of(tariff: Tariff, gpu_type: str, gpus: int, spec: RunSpec | None) -> int | None:
-    """Return what an attempt costs in an hour; None where its devices have no price."""
+    """Return the cost of an attempt per hour; None if its devices have no price."""
     cpus = memory_bytes = 0
     if spec is not None:
         cpus, memory_bytes = spec.resources.cpus or 0, spec.resources.memory_bytes or 0
@@ -587,7 +589,7 @@ def rate_of(tariff: Tariff, gpu_type: str, gpus: int, spec: RunSpec | None) -> i
 
 
 def is_open_to(budget: Budget, subject: Subject) -> bool:
-    """Return whether a budget is of a run's owner or team: who sees the run may see its amounts."""
+    """Return True if readers of a run may see a budget's amounts: it belongs to the owner or a team."""
     teams = [("team", team) for team in subject.teams]
     return (budget.scope.kind, budget.scope.name) in (("user", subject.owner), *teams)
 
@@ -617,7 +619,7 @@ def with_hold(standing: Standing, hold: BudgetUse) -> Standing:
 
 
 def _days_of(budget: Budget, one: Spender, first_day: int) -> dict[int, int]:
-    """Return what an attempt that goes on used on each day."""
+    """Return the usage of a running attempt on each day."""
     if one.started_ns is None:
         return {}
     days = range(max(first_day, one.started_ns // DAY_NS), one.seen_ns // DAY_NS + 1)

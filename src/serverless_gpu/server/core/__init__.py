@@ -1,4 +1,4 @@
-"""What every part of the server uses: settings, the hub, loops, keys, health, metrics, validation.
+"""Shared foundations of the server: settings, hub, loops, keys, health, metrics, validation.
 
-It knows no table and no route. Start with `settings.py` and `hub.py`.
+This package imports no table and no route. Start with `settings.py` and `hub.py`.
 """

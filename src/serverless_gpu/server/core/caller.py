@@ -1,4 +1,4 @@
-"""The caller of a request, and checks of text, numbers and names that come from outside."""
+"""Defines the caller of a request, and validates text, numbers and names from outside."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from serverless_gpu.wire.base import NAME_CHARACTERS_MAX
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """A principal, or one crew of an attempt.
+    """A principal, or one supervisor of an attempt.
 
     Attributes:
-        name: of the principal; "" on public routes, and for an attempt.
+        name: name of the principal; "" on public routes and for an attempt.
         kind: user, service, or "attempt".
-        role: of `wire.principals`; "" for an attempt.
-        teams: it is in.
-        scopes: what the token may be used for; none means everything its owner may do.
-        token_id: for the audit.
-        attempt: run, fence and number of the crew, for the token of an attempt.
-        until_ns: when that ends, nanoseconds since 1970; None where it does not.
-        late: that crew was given up: what it has to tell is heard, and nothing else is taken.
+        role: a role from `wire.principals`; "" for an attempt.
+        teams: teams of the principal.
+        scopes: uses that the token permits; empty if the token permits everything that its owner may do.
+        token_id: identifier of the token, for the audit.
+        attempt: run, fence and number of the supervisor, for the token of an attempt.
+        until_ns: end of the token's validity, nanoseconds since 1970; None for a token without an end.
+        late: True if the server has given this attempt up. It accepts only final reports from the supervisor.
     """
 
     name: str = ""
@@ -38,33 +38,35 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ANONYMOUS = Caller()
-# Characters that make text read as something else than it is, beside control characters.
+# Format characters that can make text look different from its content. Control characters are checked separately.
 _DECEIVING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def check_text(name: str, text: str, most: int) -> None:
-    """Refuse text that is too long, or that a terminal or a reader would take for something else."""
+    """Refuse text that is too long, or that contains control or deceptive format characters."""
     if len(text) > most:
-        raise InvalidValue(f"{name} has {len(text)} characters; {most} are the most")
+        raise InvalidValue(f"{name} has {len(text)} characters; the maximum is {most}")
     if any(unicodedata.category(letter) == "Cc" or letter in _DECEIVING for letter in text):
-        raise InvalidValue(f"{name} has control characters in it: {text!r:.80}")
+        raise InvalidValue(f"{name} contains control characters: {text!r:.80}")
 
 
 def check_range(name: str, value: float | None, least: float, most: float) -> None:
-    """Refuse a number that is not between two others; None is no number."""
-    if value is not None and not least <= value <= most:  # NaN is neither
+    """Refuse a number outside of a range; None passes."""
+    if value is not None and not least <= value <= most:  # also refuses NaN
         raise InvalidValue(f"{name} must be between {least} and {most}, not {value}")
 
 
 def check_time_zone(name: str) -> None:
-    """Refuse the name of a time zone that the server does not know; "" is UTC."""
+    """Refuse the name of an unknown time zone; "" means UTC."""
     try:
         zoneinfo.ZoneInfo(name or "UTC")
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError) as error:
-        raise InvalidValue(f"there is no time zone {name[:64]!r} on the server", hint="as Europe/Berlin") from error
+        raise InvalidValue(
+            f"the server has no time zone {name[:64]!r}", hint="use a name like Europe/Berlin"
+        ) from error
 
 
 def check_name(what: str, name: str) -> None:
     """Refuse a name that is hard to read or type."""
     if not 0 < len(name) <= NAME_CHARACTERS_MAX or not name.isprintable() or name != name.strip():
-        raise InvalidValue(f"{what} cannot be named {name[:64]!r}", hint="1 to 64 printable characters")
+        raise InvalidValue(f"{what} cannot be named {name[:64]!r}", hint="use 1 to 64 printable characters")

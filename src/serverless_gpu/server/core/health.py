@@ -1,23 +1,23 @@
-"""Health: asks each part of the server for problems, and waits for none of them longer than a bound.
+"""Checks the health of each part of the server, and bounds the wait for each answer.
 
     GET /health ─▶ database            one read, and one write after 10 s without any  probe, 2 s
                    store, environments a small object put, read back, deleted    probe, 5 s, kept for 10 s
-                   disk, database_disk room that is left                         probe, 2 s
-                   mlflow              the one beside it, where there is one     probe, 2 s
-                   server              it is not being stopped                   memory
-                   claim               the database is this server's             memory
-                   scheduler, …        each loop: a good tick not too long ago   memory
+                   disk, database_disk space left                                probe, 2 s
+                   mlflow              the MLflow server, if one runs            probe, 2 s
+                   server              the server is not stopping                memory
+                   claim               this server holds the leader lock         memory
+                   scheduler, …        each loop: a recent successful tick       memory
 
-    Probe.answer() ─▶ a good answer that is young enough? ─▶ it
+    Probe.answer() ─▶ recent good answer exists? ─▶ return it
                       └─ else one thread asks; later callers wait for the same answer
-                           └─ until the question is `bound_s` old ─▶ "has not answered for 7 s", at once from then on
+                           └─ after `bound_s` ─▶ "has not answered for 7 s", returned at once until the answer comes
 
-A disk that is gone or a bucket behind a broken network does not answer at all. If requests asked it themselves, a few
-visits to `/health` would take every thread of the server. So each part has one thread, which ends with the process at
-the latest. A bad answer is not kept: the next caller asks again.
+A failed disk or a bucket behind a broken network does not answer at all. If requests asked it directly, a few requests
+to `/health` would block every thread of the server. Therefore each part has one probe thread, a daemon thread that ends
+with the process. A bad answer is not kept: the next caller asks again.
 
-`/health` is public, so an answer names no host, path, user or run: fixed names, fixed words, milliseconds. The server's
-log has the rest, once for each change.
+`/health` is public, so an answer names no host, path, user or run. It contains fixed names, fixed texts and
+milliseconds. The server's log has the details, once for each change.
 """
 
 from __future__ import annotations
@@ -39,24 +39,28 @@ T = TypeVar("T")
 BOUND_S = 2.0
 STORE_BOUND_S = 5.0
 STORE_FRESH_S = 10.0
-"""How long the store is believed: each look is three requests to a bucket."""
+"""Seconds that a good answer of the store stays valid, because each check sends three requests to a bucket."""
 RETRY_AFTER_S = 5
 _log = logging.getLogger(__name__)
 Check = Callable[[], str]
-"""Returns what is wrong, in words that name no one, or ""."""
+"""Returns the problem in fixed terms without names of users or hosts, or ""."""
 
 
 class Unwell(Exception):
-    """What was asked has a problem: in words that follow its name and name no one; the cause is for the log."""
+    """Reports a problem of a health check.
+
+    The message follows the name of the checked part. It names no user or host, because `/health` is public; the log has
+    the cause.
+    """
 
 
 class ProbeAnswer(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     """Result of a probe.
 
     Attributes:
-        value: None where nothing came.
-        problem: why, in words that follow the name of what was asked; "" where something came.
-        took_ms: how long it took, or has taken so far.
+        value: the answer; None without an answer.
+        problem: reason for the missing answer, phrased to follow the name of the part; "" if there is an answer.
+        took_ms: time until the answer, or the waiting time so far, in milliseconds.
     """
 
     value: T | None = None
@@ -65,15 +69,15 @@ class ProbeAnswer(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
 
 
 class Probe(Generic[T]):
-    """One thing that is asked; all methods may be called from any thread.
+    """Asks one part of the server in a thread of its own. Any thread may call the methods.
 
     Args:
-        name: of the thread, and in the log.
-        ask: the question; blocks. What it raises is logged once until it is well again, and no answer.
-        clock: how old an answer is.
-        fresh_s: how long an answer is good.
-        bound_s: how long anybody waits for one.
-        is_good: whether an answer may be kept.
+        name: name of the thread, also used in the log.
+        ask: blocking question. An exception counts as no answer; the log records it once until the next success.
+        clock: measures the age of answers.
+        fresh_s: seconds that a good answer stays valid.
+        bound_s: maximum wait of a caller in seconds.
+        is_good: returns True for an answer that may be kept.
     """
 
     def __init__(
@@ -94,10 +98,10 @@ class Probe(Generic[T]):
         self._asking: Future[ProbeAnswer[T]] | None = None
         self._last: ProbeAnswer[T] | None = None
         self._last_ns = 0
-        self._is_failing = False  # then the log has it
+        self._is_failing = False  # True once the log contains the current failure
 
     async def answer(self) -> ProbeAnswer[T]:
-        """Return an answer that is fresh, or what is known after the bound."""
+        """Return a fresh answer, or the current problem once the bound has passed."""
         with self._lock:
             now_ns = self._clock.boottime_ns()
             if self._last is not None and now_ns - self._last_ns < self._fresh_ns:
@@ -105,7 +109,8 @@ class Probe(Generic[T]):
             asking = self._asking
             if asking is None:
                 asking = Future()
-                asking.set_running_or_notify_cancel()  # a wait that is cancelled must not cancel it
+                # A caller that cancels its wait must not cancel the shared question.
+                asking.set_running_or_notify_cancel()
                 self._asking, self._asked_ns = asking, now_ns
                 arguments = (asking, now_ns)
                 threading.Thread(target=self._work, args=arguments, name=f"probe-{self._name}", daemon=True).start()
@@ -113,7 +118,7 @@ class Probe(Generic[T]):
         if left_ns > 0 and not asking.done():
             waited = asyncio.wrap_future(asking)
             await asyncio.wait({waited}, timeout=left_ns / 1e9)
-            waited.cancel()  # it stays with the thread; only this wait for it ends
+            waited.cancel()  # This ends only the caller's wait; the probe thread keeps the question.
         if asking.done():
             return asking.result()
         waited_ns = self._clock.boottime_ns() - self._asked_ns
@@ -124,9 +129,9 @@ class Probe(Generic[T]):
         problem = ""
         try:
             value = self._ask()
-        except Exception as error:  # noqa: BLE001 — whatever is wrong with it is what was asked for; the log has it
+        except Exception as error:  # noqa: BLE001 — any exception is a health problem; the log has it
             if not self._is_failing:
-                _log.warning("looked at the %s", self._name, exc_info=True)
+                _log.warning("the check of the %s failed", self._name, exc_info=True)
             problem = str(error) if isinstance(error, Unwell) else "cannot be looked at"
         now_ns = self._clock.boottime_ns()
         answer = ProbeAnswer(value=value, problem=problem, took_ms=(now_ns - asked_ns) / 1e6)
@@ -138,7 +143,7 @@ class Probe(Generic[T]):
 
 
 class PartHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """How one part is."""
+    """Health of one part of the server."""
 
     name: str
     problem: str
@@ -146,7 +151,7 @@ class PartHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerHealth:
-    """All parts of a server that can be unwell; more may be added while it is asked."""
+    """Collects the health of all parts of the server. Parts may be added at any time."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -156,13 +161,13 @@ class ServerHealth:
         self._last: dict[str, str] = {}
 
     def watch(self, name: str, check: Check) -> None:
-        """Add a part that is known from memory: `check` returns at once. Of the same name, both are asked."""
+        """Add a part whose `check` only reads memory; two checks with the same name are combined."""
         with self._lock:
             before = self._memory.get(name)
             self._memory[name] = check if before is None else lambda: before() or check()
 
     def probe(self, name: str, check: Check, *, fresh_s: float = 0.0, bound_s: float = BOUND_S) -> None:
-        """Add a part that has to be asked, and may not answer."""
+        """Add a part that a thread must ask, because the part may not answer."""
         made = Probe(
             name, check, clock=self._clock, fresh_s=fresh_s, bound_s=bound_s, is_good=lambda problem: not problem
         )
@@ -170,7 +175,7 @@ class ServerHealth:
             self._probes[name] = made
 
     async def look(self) -> list[PartHealth]:
-        """Return how every part is, asked now; takes as long as the longest bound at most."""
+        """Check every part now and return the results; takes at most as long as the longest bound."""
         with self._lock:
             memory, probes = dict(self._memory), dict(self._probes)
         answers = await asyncio.gather(*(probe.answer() for probe in probes.values()))
@@ -183,7 +188,7 @@ class ServerHealth:
         return found
 
     def last(self) -> dict[str, bool]:
-        """Return whether each part was well when it was looked at last; nothing before that."""
+        """Return the last known health of each part: True if it had no problem."""
         with self._lock:
             return {name: not problem for name, problem in self._last.items()}
 

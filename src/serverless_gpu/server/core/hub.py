@@ -1,13 +1,15 @@
-"""Hub: wakes readers when something changed. Each key has a version that only grows.
+"""Wakes readers when something changed. Each key has a version that only grows.
 
     writer (any thread):  the transaction is committed, then  hub.touch(run_key(run_id))
     reader (event loop):  seen = hub.version(key);  read;  show;  seen = await hub.changed(key, seen, timeout_s)
 
-A reader notes the version *before* it reads: a change between its reading and its waiting then ends the wait at once.
-Nothing is carried here but "look again", so a touch that is lost with the process costs a reader one timeout at most,
-and every reader has one. Once the hub is closed every wait ends at once: that is how streams learn that the server is
-to stop, and a stream looks at `closed` before it waits again. Keys that were not touched for long are forgotten; who
-waits for one of them looks once for nothing.
+A reader notes the version *before* it reads. If the key changes between the read and the wait, the wait then ends
+immediately. A touch carries no data. If a touch is lost with the process, a reader only waits until its timeout, and
+every reader has a timeout.
+
+Once the hub is closed, every wait ends immediately. Streams learn this way that the server is stopping, so a stream
+checks `closed` before it waits again. The hub drops keys that were not touched for long. A reader that waits for a
+dropped key wakes once without a change.
 """
 
 from __future__ import annotations
@@ -18,48 +20,48 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 SCHEDULER = "scheduler"
-"""Touch it when there may be something to place: the scheduler looks at once."""
+"""Touch this key when there may be a run to place; the scheduler then ticks immediately."""
 RECONCILER = "reconciler"
 COLLECTOR = "collector"
 RETENTION = "retention"
 AUDIT = "audit"
 LEDGER = "ledger"
-"""Touch it when an attempt has ended, or was settled: what it used is charged."""
+"""Touch this key when an attempt has ended or was settled; the ledger loop then charges its usage."""
 CHARGED = "charged"
-"""Touched when entries of the ledger were written."""
+"""The server touches this key after it wrote entries of the ledger."""
 SELF_CHECK = "self-check"
 USAGE = "usage"
 BUDGETS = "budgets"
 ALARMS = "alarms"
 NOTICES = "notices"
-"""Touch it when there is something to tell the webhook."""
+"""Touch this key when there is a notice for the webhook."""
 KEYS_MAX = 20_000
 
 
 def run_key(run_id: str) -> str:
-    """Return the key of a run: its row, events, logs and files."""
+    """Return the key of a run: it covers the row, events, logs and files."""
     return f"run:{run_id}"
 
 
 def node_key(node_id: str) -> str:
-    """Return the key of a node: orders wait for it."""
+    """Return the key of a node, for which orders wait."""
     return f"node:{node_id}"
 
 
 class Hub:
-    """Versions by key, and who waits for them. Every method but `changed` may be called from any thread."""
+    """Versions by key, and readers that wait for changes. Any thread may call every method but `changed`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = 0
         self._closed = False
-        self._forgotten = 0  # the highest version of a key that was forgotten
+        self._forgotten = 0  # highest version of any dropped key
         self._versions: OrderedDict[str, int] = OrderedDict()
         self._waiting: dict[str, list[_Waiting]] = {}
         self._listeners: dict[str, list[Callable[[], None]]] = {}
 
     def touch(self, key: str) -> None:
-        """Say that what a key stands for has changed; after the commit, never inside of a transaction."""
+        """Increment the version of a key. Call this after the commit, never inside of a transaction."""
         with self._lock:
             self._count += 1
             self._versions[key] = self._count
@@ -75,11 +77,11 @@ class Hub:
 
     @property
     def closed(self) -> bool:
-        """Return whether the server is to stop: what waits for news has to end."""
+        """Return True while the server stops, so that readers end their waits."""
         return self._closed
 
     def close(self) -> None:
-        """End every wait, now and from now on."""
+        """End all current and future waits."""
         with self._lock:
             self._closed = True
             waiting = [one for ones in self._waiting.values() for one in ones]
@@ -88,30 +90,30 @@ class Hub:
             one.wake()
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Return what is remembered here, in words → (how much, how much there may be)."""
+        """Return the current and maximum size of each table in memory, by description."""
         with self._lock:
             return {"keys of the hub": (len(self._versions), KEYS_MAX)}
 
     def version(self, key: str) -> int:
-        """Return the version of a key now, to be noted before what it stands for is read."""
+        """Return the current version of a key; note it before reading the data of the key."""
         with self._lock:
             return self._versions.get(key, self._forgotten)
 
     def listen(self, key: str, listener: Callable[[], None]) -> None:
-        """Call `listener` at every touch of a key, in the thread that touches: it must return at once."""
+        """Call `listener` at every touch of a key. It runs in the touching thread and must return immediately."""
         with self._lock:
             self._listeners.setdefault(key, []).append(listener)
 
     async def changed(self, key: str, seen: int, timeout_s: float) -> int:
-        """Wait until the version of a key is another one than the reader has seen.
+        """Wait until the version of a key differs from the version that the reader has seen.
 
         Args:
-            key: what is waited for.
-            seen: the version as `version` or an earlier call returned it.
+            key: the key to wait for.
+            seen: the version that `version` or an earlier call returned.
             timeout_s: seconds after which the wait ends without a change.
 
         Returns:
-            The version now: `seen` when nothing changed, or the hub is closed.
+            The current version; this is `seen` if nothing changed or the hub is closed.
         """
         one = _Waiting()
         with self._lock:
@@ -138,7 +140,7 @@ class Hub:
 
 
 class _Waiting:
-    """One reader, in its event loop."""
+    """A waiting reader in its event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -148,7 +150,7 @@ class _Waiting:
         try:
             self._loop.call_soon_threadsafe(self._done)
         except RuntimeError:
-            return  # the loop has ended, and with it its readers
+            return  # The event loop has ended together with its readers.
 
     def _done(self) -> None:
         if not self.future.done():

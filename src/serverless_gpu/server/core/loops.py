@@ -1,29 +1,30 @@
-"""Loops that call ticks, and the wall clock of the server, which does not follow a jump at once.
+"""Runs ticks in loops, and provides a wall clock that does not follow jumps immediately.
 
-A loop calls `tick(now) → when to tick again` in a thread, and sooner when rung. Tests call the ticks themselves.
+A loop calls `tick(now) → next wake-up` in a thread. A ring wakes it sooner. Tests call the ticks directly.
 
     ring (any thread) ─┐
     the wake-up time ──┴─▶ tick in a thread of its own ─▶ next wake-up
 
-A loop works at most half of the time: a tick that took long (a thousand runs wait) is followed by as long a pause,
-however often it is rung. A tick that fails is logged and tried again with growing pauses: a database that is away for
-half a minute must not end the scheduler. What a loop has not finished when the server stops, the next server does:
-ticks keep nothing that is not in the database.
+A loop works at most half of the time. After a long tick it pauses for as long as the tick took, even if it is rung. A
+loop logs a failed tick and retries it with growing pauses, so a database outage of half a minute does not end the
+scheduler. A tick keeps its state in the database. After a stop, the next server therefore finishes the remaining work.
 
 `JumpTolerantClock` reads the machine's clock:
 
-    first ten minutes         believed: a machine that has just started has its clock set then
-    slews, small steps        believed: within two minutes of what this process expects
-    a jump, forward or back   for an hour time goes on as before; then it is believed, unless the clock came back
+    first ten minutes         accepted: a machine often sets its clock shortly after its start
+    slews, small steps        accepted: within two minutes of the expected time
+    a jump, forward or back   ignored for an hour; then accepted, unless the clock has jumped back
 
-So a clock that is set wrong and put right again costs nothing: no token ends early or lives longer, nothing that is
-kept is removed, no receipt is given up. Durations and deadlines do not depend on it in any case: they are boottime.
-The log says when a jump comes, and when it is believed.
+A clock that is set wrong and corrected within the hour has no effect. Tokens keep their lifetimes, retention removes
+nothing early, and the server gives up no receipt. Durations and deadlines never depend on this clock, because they use
+boottime. The log records each jump and its acceptance.
 
 Failure cases:
-- The server is started while the clock is wrong: it is believed, for nothing better is known. A clock that is behind
-  lets in a token that has ended.
-- The clock jumps again and again: each time counts from the last one.
+
+* The server starts while the clock is wrong: the server accepts the clock, because it has no better source. With a slow
+clock it accepts expired tokens.
+
+* The clock jumps repeatedly: the hour starts again with each jump.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from serverless_gpu.server.core.server_metrics import ServerMetrics
 
 LONGEST_S = 30.0
 LATE_S = 90.0
-"""A loop without a good tick for so long is a problem of the server's: three times its longest pause."""
+"""Seconds without a successful tick that count as a server problem: three times the longest pause."""
 SHORT_S = 0.005
 SETTLING_S = 600.0
 STEP_S = 120.0
@@ -48,11 +49,11 @@ _PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _log = logging.getLogger(__name__)
 
 Tick = Callable[[int], int | None]
-"""Does what is due at this boottime (nanoseconds); returns when something is due again, or None for when it is rung."""
+"""Does the work due at this boottime (ns). Returns the next due time, or None to wait for a ring."""
 
 
 class Loop:
-    """One loop in a thread of its own."""
+    """Runs one tick function in a thread of its own."""
 
     def __init__(
         self, name: str, tick: Tick, *, clock: Clock, late_s: float = LATE_S, measures: ServerMetrics | None = None
@@ -67,11 +68,11 @@ class Loop:
 
     @property
     def name(self) -> str:
-        """Return its name."""
+        """Return the loop's name."""
         return self._name
 
     def problem(self) -> str:
-        """Return what is wrong with it, or "": its last good tick is too long ago, or its thread is gone."""
+        """Return the loop's problem, or "": its last successful tick is too old, or its thread has ended."""
         if not self._stopped.is_set() and self._thread.ident is not None and not self._thread.is_alive():
             return f"the {self._name} has ended"
         silent_s = (self._clock.boottime_ns() - self._good_ns) / 1e9
@@ -80,16 +81,16 @@ class Loop:
         return f"the {self._name} has finished nothing for {silent_s:.0f} s"
 
     def start(self) -> None:
-        """Begin; the first tick is now."""
+        """Start the loop's thread; the first tick runs immediately."""
         self._good_ns = self._clock.boottime_ns()
         self._thread.start()
 
     def ring(self) -> None:
-        """Have it look now, or right after the tick it is in."""
+        """Wake the loop now, or directly after its current tick."""
         self._rung.set()
 
     def stop(self, *, timeout_s: float) -> bool:
-        """Let the tick it is in end, and no other begin; return whether it has ended within this time."""
+        """Stop after the current tick; return True if the thread ended within the timeout."""
         self._stopped.set()
         self._rung.set()
         self._thread.join(timeout_s)
@@ -104,18 +105,18 @@ class Loop:
             self._measures.ticks.labels(self._name).observe(took_s)
             if took_s > SHORT_S:
                 self._stopped.wait(min(took_s, LONGEST_S))
-            if not self._stopped.is_set():  # `stop` may have rung before the bell was cleared
+            if not self._stopped.is_set():  # `stop` may have rung before the event was cleared.
                 self._rung.wait(pause_s)
 
     def _turn(self, now_ns: int) -> float:
-        """Do one tick; return the seconds until the next."""
+        """Run one tick; return the seconds until the next."""
         try:
             with server_log.bound(loop=self._name):
                 due_ns = self._tick(now_ns)
         except ServerProblem as error:
             _log.warning("%s: %s", self._name, error.message)
-        except Exception:  # noqa: BLE001 — a loop must outlive its mistakes: runs depend on it, and the log has them
-            _log.exception("%s failed and is tried again", self._name)
+        except Exception:  # noqa: BLE001 — a failed tick must not end the loop, because runs depend on it
+            _log.exception("%s failed; the loop tries again", self._name)
         else:
             self._failures = 0
             self._good_ns = self._clock.boottime_ns()
@@ -129,7 +130,7 @@ class Loop:
 
 
 class JumpTolerantClock:
-    """A clock whose wall time does not follow jumps at once."""
+    """A clock whose wall time ignores jumps for an hour."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -148,7 +149,7 @@ class JumpTolerantClock:
         return self._clock.boot_id()
 
     def wall_ns(self) -> int:
-        """Return nanoseconds since 1970, as far as the machine is believed."""
+        """Return nanoseconds since 1970, without jumps that are not yet accepted."""
         with self._lock:
             now_ns = self._clock.boottime_ns()
             base_ns = self._clock.wall_ns() - now_ns
@@ -160,11 +161,15 @@ class JumpTolerantClock:
             return now_ns + self._base_ns
 
     def _consider(self, base_ns: int, now_ns: int) -> None:
-        """Believe a clock that has jumped once it has stood by that for long enough."""
+        """Accept a changed clock after it has kept its new time long enough."""
         if self._jumped_ns is None or abs(base_ns - self._seen_ns) > STEP_S * 1e9:
             self._jumped_ns, self._seen_ns = now_ns, base_ns
             jump_s, minutes = (base_ns - self._base_ns) / 1e9, round(BELIEVED_S / 60)
-            _log.warning("the clock of this machine jumped by %+.0f s; it is believed in %d minutes", jump_s, minutes)
+            _log.warning(
+                "the clock of this machine jumped by %+.0f s; the server accepts the new time in %d minutes",
+                jump_s,
+                minutes,
+            )
         elif now_ns - self._jumped_ns >= BELIEVED_S * 1e9:
             self._base_ns, self._jumped_ns = base_ns, None
-            _log.warning("the clock of this machine is believed again: it is %s", format_utc(now_ns + base_ns))
+            _log.warning("the server accepts the clock of this machine again: it is %s", format_utc(now_ns + base_ns))

@@ -1,23 +1,23 @@
-"""The server's key: 32 random bytes in a private file, and what is derived from them.
+"""Reads the server's key, 32 random bytes in a private file, and derives other keys from it.
 
     key ─┬─ "sealing"  ─▶ `Sealer`: encrypts callers' variables and secrets in the database
-         ├─ "attempts" ─▶ tokens of attempts, one for each of their crews
-         └─ "requests" ─▶ fingerprints, by which a request that comes again is known
+         ├─ "attempts" ─▶ tokens of attempts, one for each supervisor
+         └─ "requests" ─▶ fingerprints that identify repeated requests
 
     sealed = form (1 byte) · identifier of the key (8) · nonce (12, random) · ciphertext and tag (AES-256-GCM)
 
-What sealed data belongs to (a run's identifier) is authenticated with it: the variables of one run, copied into the row
-of another, do not open. The key's identifier tells a wrong key from damaged data.
+The identifier of the owner, such as a run, is authenticated with the sealed data. A copy in the row of another run
+therefore does not open. The key's identifier distinguishes a wrong key from damaged data.
 
-A token of an attempt is computed, not remembered, so that an order can be delivered again after a restart, and a lease
-be renewed without a write. It ends: its last second is a part of it.
+The server computes an attempt's token instead of storing it. It can therefore deliver an order again after a restart,
+and renew a lease without a write. A token expires: its last second is a part of it.
 
     sgpa_<run>_<fence>_<until>_<43 characters>     until: seconds since 1970
-    sgpa_<run>_<fence>_<43 characters>             of nodes that take no renewal; the database has its hash. No end
-    sgpa_<run>_<fence>-<crew>_…                    of another crew than the first, of a gang on several nodes
+    sgpa_<run>_<fence>_<43 characters>             for nodes without renewal; the database has its hash. No end
+    sgpa_<run>_<fence>-<crew>_…                    for later supervisors of a gang on several nodes
 
-A reader of the database who lacks this file can neither read the callers' variables nor speak for an attempt. Without
-the file, what was sealed is lost, so `sgpu server backup` takes both: a backup is as secret as the server.
+A reader of the database without this file can neither read callers' variables nor act as an attempt. Without the file,
+sealed data is lost, so `sgpu server backup` contains both. A backup is therefore as confidential as the server.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _HEAD_BYTES = len(_FORM) + _KEY_BYTES + _NONCE_BYTES
 
 
 class Keys:
-    """What is derived from the server's key."""
+    """Keys derived from the server's key."""
 
     def __init__(self, key: bytes) -> None:
         if len(key) != KEY_BYTES:
@@ -63,35 +63,36 @@ class Keys:
         self._requests = _derived(key, "requests")
 
     def attempt_token(self, run_id: str, fence: int, crew: int = 0, *, until_s: int | None = None) -> str:
-        """Return the token of a crew of an attempt; the same one each time.
+        """Return the token of one supervisor of an attempt; equal arguments give the same token.
 
         Args:
             run_id: the run.
             fence: number of the attempt.
-            crew: number of the crew; the first one's looks as if there were no others.
-            until_s: when it ends, seconds since 1970; None for one that a node without renewal gets.
+            crew: number of the supervisor in its gang; the token of the first one contains no number.
+            until_s: expiry, seconds since 1970; None for a node that does not renew tokens.
         """
         whose = [run_id, f"{fence}-{crew}" if crew else f"{fence}", *([] if until_s is None else [f"{until_s}"])]
         said = hmac.digest(self._attempts, ":".join(["attempt", *whose]).encode(), "sha256")
         return PREFIX + "_".join([*whose, encode(said)])
 
     def has_signed(self, token: str) -> bool:
-        """Return whether a token of an attempt that has an end is of this server's making."""
+        """Return True if this server has signed an attempt token that has an end."""
         whose, until_s = parse_attempt_token(token), token_until_s(token)
         if whose is None or until_s is None:
             return False
         return hmac.compare_digest(token, self.attempt_token(*whose, until_s=until_s))
 
     def fingerprint(self, request: bytes) -> str:
-        """Return 64 characters that tell one request from another, and nothing of what is in it.
+        """Return 64 characters that identify a request without revealing its content.
 
-        With a plain hash, a reader of the database could try passwords: the request holds the caller's variables.
+        A plain hash would let a reader of the database test guessed passwords, because the request contains the
+        caller's variables.
         """
         return hmac.digest(self._requests, request, "sha256").hex()
 
 
 def read_keys(directory: Path) -> Keys:
-    """Return the keys of a server; makes its key at the first start."""
+    """Return the keys of a server; the first start creates the server's key."""
     path = directory / "key"
     with contextlib.suppress(FileNotFoundError):
         return Keys(path.read_bytes())
@@ -100,19 +101,19 @@ def read_keys(directory: Path) -> Keys:
 
 
 def parse_attempt_token(token: str) -> tuple[str, int, int] | None:
-    """Return run, fence and crew that a token says it is for, or None when it is no token of an attempt."""
+    """Return run, fence and supervisor number of an attempt token, or None if it is not an attempt token."""
     match = _ATTEMPT.fullmatch(token)
     return None if match is None else (match["run"], int(match["fence"]), int(match["crew"] or 0))
 
 
 def token_until_s(token: str) -> int | None:
-    """Return when a token of an attempt says that it ends, seconds since 1970, or None when it does not."""
+    """Return the expiry in an attempt token, seconds since 1970, or None for a token without an expiry."""
     match = _ATTEMPT.fullmatch(token)
     return None if match is None or match["until"] is None else int(match["until"])
 
 
 def sha256(token: str) -> str:
-    """Return what the database has of a token. They are random: guessing one is hopeless without a slow hash, too."""
+    """Return the hash of a token for the database. A fast hash is enough, because tokens are random."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
@@ -122,7 +123,7 @@ def encode(data: bytes) -> str:
 
 
 def remove_unnamed(directory: Path) -> None:
-    """Remove what `write_private` has left of a process that was killed in it; no process may be writing there now."""
+    """Remove files that an interrupted `write_private` left behind; no process may be writing there now."""
     for path in directory.glob(".*"):
         if _UNNAMED.fullmatch(path.name):
             path.unlink(missing_ok=True)
@@ -133,31 +134,31 @@ def _derived(key: bytes, purpose: str) -> bytes:
 
 
 class Sealer:
-    """Seals and opens with one key."""
+    """Seals and opens data with one key."""
 
     def __init__(self, key: bytes) -> None:
         self._identifier = hashlib.sha256(b"identifier" + key).digest()[:_KEY_BYTES]
         self._cipher = AESGCM(key)
 
     def seal(self, data: bytes, *, about: str) -> bytes:
-        """Return data so that only this key opens it, and only for what it is about.
+        """Encrypt data so that only this key opens it, and only with the same `about`.
 
         Args:
-            data: of any length.
-            about: what it belongs to, for example a run's identifier.
+            data: bytes of any length.
+            about: identifier of the owner, for example a run.
         """
         nonce = os.urandom(_NONCE_BYTES)
         return _FORM + self._identifier + nonce + self._cipher.encrypt(nonce, data, about.encode())
 
     def is_mine(self, sealed: bytes) -> bool:
-        """Return whether this key sealed it."""
+        """Return True if this key sealed the data."""
         return sealed[1 : 1 + _KEY_BYTES] == self._identifier
 
     def unseal(self, sealed: bytes, *, about: str) -> bytes:
-        """Return what was sealed.
+        """Return the decrypted data.
 
         Raises:
-            ServerProblem: it was sealed with another key, is about something else, or was changed.
+            ServerProblem: the data was sealed with another key, belongs to something else, or was changed.
         """
         if sealed[:1] != _FORM or len(sealed) < _HEAD_BYTES:
             raise ServerProblem(f"the sealed data of {about} is damaged")

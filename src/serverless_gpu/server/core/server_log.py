@@ -1,23 +1,28 @@
-"""The server's own log: `server.log`, one JSON object a line, bounded, with times in UTC, and without secrets.
+"""Writes the server's own log, `server.log`: JSON lines, UTC times, bounded size, no secrets.
 
     {"ts":"2026-11-22T10:04:11.052Z","level":"WARNING","logger":"scheduler","msg":"…","run":"01k…","attempt":2}
 
     bound(request_id="…", method="GET")              context of a request, in its task and every thread it starts
-      └─ note(route="/runs/{run}", principal="ada")  what is found out later
+      └─ note(route="/runs/{run}", principal="ada")  fields that become known later
            └─ _log.warning("…") ─▶ queue of 10,000 records ─▶ a thread ─▶ redacted ─▶ file, 16 MiB,
-                                                                                     and the three before it
+                                                                                     and three rotated files
 
-Only the fields of `FIELDS` can be there, so a line cannot hold a request's contents, a token or a caller's variable by
-mistake. A message is one of ours; a traceback has lines of source and what an exception says. What looks like a token
-of ours, a password in an address, or a secret that the server was started with is taken out of both. Threads that anyio
-starts have the context of their caller; loops bind their own.
+A line can contain only the fields of `FIELDS`. A request's contents, a token or a caller's variable therefore cannot
+enter by mistake. The server's own code writes the messages; a traceback contains source lines and the text of the
+exception. The formatter removes several kinds of secrets from both: our tokens, passwords in addresses, and secrets
+given at the server's start. Threads that anyio starts have the context of their caller; loops bind their own.
 
-One thread writes the file, and callers take no lock that it holds: neither the event loop nor the end of the process
+One thread writes the file, and callers never wait for its locks. Neither the event loop nor the end of the process
 waits for the disk.
 
-What can go wrong: the disk stands still (records wait in the queue; beyond it they are counted and left out, which a
-later line says; the end waits `CLOSING_S` for them); it is full (lines are lost, the server goes on); the process is
-killed (the last moments may be missing).
+Failure cases:
+
+* The disk does not respond: records wait in the queue. The log drops and counts records beyond the queue's capacity,
+and a later line reports the count. At its end the process waits `CLOSING_S` for the queue.
+
+* The disk is full: lines are lost, and the server continues.
+
+* The process is killed: the last lines may be missing.
 """
 
 from __future__ import annotations
@@ -38,19 +43,19 @@ from pathlib import Path
 import msgspec
 
 FIELDS = (
-    "loop",  # whose tick it is
+    "loop",  # loop whose tick wrote the line
     "run",
     "attempt",  # number of the attempt: its fence
     "node",
-    "request_id",  # also in the answer's header SGPU-Request
-    "principal",  # whose token it is
+    "request_id",  # also in the response header SGPU-Request
+    "principal",  # owner of the request's token
     "method",
-    "route",  # as declared, "/runs/{run}": never the path
+    "route",  # declared route such as "/runs/{run}", never the path
     "status",
-    "ms",  # until the answer began
-    "total_ms",  # until it ended
-    "peer",  # address it came from
-    "more",  # lines like this one that were left out before it
+    "ms",  # milliseconds until the response began
+    "total_ms",  # milliseconds until the response ended
+    "peer",  # network address of the peer
+    "more",  # number of lines like this that the log dropped before
 )
 VALUE_CHARACTERS_MAX = 200
 _fields: ContextVar[dict[str, object] | None] = ContextVar("sgpu_log_fields", default=None)
@@ -63,22 +68,22 @@ ACCESS = "serverless_gpu.server.http.access_log"
 """The logger of lines about requests."""
 QUEUE_MAX = 10_000
 CLOSING_S = 5.0
-"""How long the end waits for what was not written yet."""
+"""Seconds that the end of the process waits for unwritten lines."""
 MESSAGE_CHARACTERS_MAX = 8_000
 TRACEBACK_CHARACTERS_MAX = 32_000
 SECRET_CHARACTERS_MIN = 6
-"""A shorter secret is not looked for: it would be found in every other word."""
+"""Minimum length of a secret that the formatter removes; shorter ones would match many ordinary words."""
 _TOKEN = re.compile(r"\b(sgp[ua]_)[A-Za-z0-9_\-]{8,}")
 _PASSWORD = re.compile(r"(://[^/\s:@]*):[^/\s@]+@")
 _BEARER = re.compile(r"(?i)\b(bearer) +[A-Za-z0-9._~+/=-]{8,}")
 _ROW = re.compile(r"Failing row contains \(.*")
-"""PostgreSQL shows the row that it refused, whatever is in it."""
+"""PostgreSQL quotes the refused row in its error, and the row may contain secrets."""
 _OURS = "serverless_gpu."
 
 
 @contextlib.contextmanager
 def bound(**fields: object) -> Iterator[None]:
-    """Have lines say this, too, until the block ends."""
+    """Add fields to all log lines until the block ends."""
     token = _fields.set({**current(), **_checked(fields)})
     try:
         yield
@@ -87,21 +92,21 @@ def bound(**fields: object) -> Iterator[None]:
 
 
 def note(**fields: object) -> None:
-    """Add to the innermost `bound`, for everybody in it; nothing happens outside of one."""
+    """Add fields to the innermost `bound` block; without such a block this does nothing."""
     held = _fields.get()
     if held is not None:
         held.update(_checked(fields))
 
 
 def current() -> Mapping[str, object]:
-    """Return what lines say now."""
+    """Return the fields that log lines get now."""
     return _fields.get() or {}
 
 
 def _checked(fields: Mapping[str, object]) -> dict[str, object]:
     unknown = set(fields) - set(FIELDS)
     if unknown:
-        raise ValueError(f"lines of the log have no field {sorted(unknown)[0]!r}")
+        raise ValueError(f"log lines have no field {sorted(unknown)[0]!r}")
     return {
         name: value if isinstance(value, int | float) else str(value)[:VALUE_CHARACTERS_MAX]
         for name, value in fields.items()
@@ -110,7 +115,7 @@ def _checked(fields: Mapping[str, object]) -> dict[str, object]:
 
 
 class RedactingFormatter(logging.Formatter):
-    """A line of the log as JSON, with secrets taken out; of a traceback, too."""
+    """Formats a log record as JSON, and removes secrets from the message and the traceback."""
 
     def __init__(self, secrets: Collection[str] = ()) -> None:
         super().__init__()
@@ -118,7 +123,7 @@ class RedactingFormatter(logging.Formatter):
         self._secrets = sorted((one for one in secrets if len(one) >= SECRET_CHARACTERS_MIN), key=len, reverse=True)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record."""
+        """Return the JSON line of a record."""
         logger = record.name.removeprefix(_OURS)
         line: dict[str, object] = {
             "ts": self.formatTime(record),
@@ -142,12 +147,12 @@ class RedactingFormatter(logging.Formatter):
             text = text.replace(secret, "…")
         text = _ROW.sub("Failing row contains …", _TOKEN.sub(r"\1…", text))
         text = _BEARER.sub(r"\1 …", _PASSWORD.sub(r"\1:…@", text))
-        text = text.encode("utf-8", "replace").decode()  # a lone surrogate has no bytes
+        text = text.encode("utf-8", "replace").decode()  # A lone surrogate cannot be encoded.
         return text if len(text) <= characters_max else f"{text[:characters_max]}… ({len(text)} characters)"
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
-    """The file, written by a thread of its own, so that no caller waits for the disk."""
+    """A log file that a thread of its own writes, so that no caller waits for the disk."""
 
     def __init__(self, path: Path, secrets: Collection[str] = ()) -> None:
         super().__init__(path, maxBytes=BYTES_MAX, backupCount=KEPT, encoding="utf-8")
@@ -159,12 +164,13 @@ class LogFile(logging.handlers.RotatingFileHandler):
         self._thread.start()
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Put a record where the thread finds it, with what it is about; return whether there was room."""
-        record = copy.copy(record)  # other handlers have theirs
+        """Put a record with its context into the writer's queue; return False if the queue is full."""
+        record = copy.copy(record)  # Other handlers use the same record.
         try:
-            record.msg, record.args = record.getMessage(), None  # the thread would see what its values have become
+            # The writer thread runs later, when mutable arguments may have changed.
+            record.msg, record.args = record.getMessage(), None
         except (TypeError, ValueError):
-            record.args = None  # they do not fit: the line says what it can
+            record.args = None  # The arguments do not fit the format, so the line shows only the format.
         fields = dict(getattr(record, "sgpu", current()))
         record.sgpu = {**fields, "more": self._left_out} if self._left_out else fields
         try:
@@ -176,16 +182,16 @@ class LogFile(logging.handlers.RotatingFileHandler):
         return True
 
     def flush(self) -> None:
-        """Write what the file has in memory; only the thread does, others would wait for it."""
+        """Flush the file; only the writer thread does so, because other threads would wait for it."""
         if self.stream and threading.current_thread() is self._thread:
             self.stream.flush()
 
     def close(self) -> None:
-        """Write what waits, and end; a disk that stands still keeps the file, and not the process."""
+        """Write the queued lines and stop; on a hanging disk the process ends without closing the file."""
         if self._is_closed:
             return
         self._is_closed = True
-        if self._thread.ident is None:  # it could not be started, and nothing waits
+        if self._thread.ident is None:  # The thread never started, so the queue is empty.
             super().close()
             return
         deadline_s = time.monotonic() + CLOSING_S
@@ -196,7 +202,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
             super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Lose a line that cannot be written: there is nowhere to say so, and the server goes on."""
+        """Ignore a line that cannot be written; the server continues."""
 
     def _write(self) -> None:
         while (record := self._queue.get()) is not None:
@@ -208,7 +214,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
 
 
 def to_file(path: Path, secrets: Collection[str] = ()) -> logging.Handler:
-    """Send what the server logs to a file that only its user can read; returns the handler, for `detach`."""
+    """Send the server's log to a file that only its user can read; return the handler for `detach`."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
     handler = LogFile(path, secrets)
@@ -220,7 +226,7 @@ def to_file(path: Path, secrets: Collection[str] = ()) -> logging.Handler:
 
 
 def detach(handler: logging.Handler) -> None:
-    """Log to the file no more."""
+    """Stop logging to the file."""
     for name in LOGGERS:
         logging.getLogger(name).removeHandler(handler)
     handler.close()

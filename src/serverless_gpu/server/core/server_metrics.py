@@ -1,15 +1,18 @@
-"""Metrics of the server for Prometheus: one object, made once, counted into from any thread.
+"""Defines the server's Prometheus metrics in one object. Any thread may count.
 
-    measures.retries.inc()                                        what happens is counted where it happens
+    measures.retries.inc()                                        code counts an event where the event happens
     with measures.ticks.labels("scheduler").time(): ...
-    what is there (runs, nodes, devices, disk) is read when Prometheus asks: `operations/server_status.py`
+    Prometheus scrapes the current state (runs, nodes, devices, disk) through `operations/server_status.py`
 
-A new measure is an attribute here with its sentence, a row in docs/how-to/operating-a-server.md, and, when people
-should look at it, a panel or an alert in `deploy/`; tests compare the three. A label has few values that nobody outside
-can add to: a loop, a route as it was declared, a reason, a class of status. Never a run, a user, a node, or text from a
-request: each new value is kept for ever, and readers of metrics may not see who works on what.
+A new metric needs an attribute here with its help text, and a row in docs/how-to/operating-a-server.md. If operators
+should watch the metric, add a panel or an alert in `deploy/`. Tests compare the three places.
 
-Counters begin at zero with each process; Prometheus knows. Nothing here can fail a request: it is memory.
+A label has few values, and callers cannot add any. Valid labels are a loop, a declared route, a reason or a class of
+status. A run, a user, a node, or text from a request is never a label. Prometheus keeps each new value for ever, and
+readers of metrics must not see which user works on which run.
+
+Counters restart at zero with each process, which Prometheus handles. Metrics are in memory, so they cannot fail a
+request.
 """
 
 from __future__ import annotations
@@ -26,27 +29,27 @@ from serverless_gpu.version import __version__
 
 CONTENT_TYPE = exposition.CONTENT_TYPE_PLAIN_0_0_4
 OTHER = "other"
-"""The value of a label for everything that is not in a short list."""
+"""The label value for everything that is not in a short list."""
 LABEL_VALUES_MAX = 24
-"""Values of one label that come from outside, such as types of GPUs; what is beyond is `OTHER`."""
+"""Maximum number of values of one label from outside, such as GPU types; further values become `OTHER`."""
 _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _SLOW_S = (0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _WORKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-# One more unused series for each.
-prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call] # theirs has no annotation
+# Without this, every metric has one more unused series.
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call] # the library has no annotation
 
 
 class MetricsSource(Collector, abc.ABC):
-    """Metrics of the current state, refreshed when Prometheus asks."""
+    """Metrics of the current state, refreshed when Prometheus scrapes."""
 
     @abc.abstractmethod
     async def refresh(self) -> None:
-        """Look again; never raises, and returns within a bound."""
+        """Update the metrics; never raises, and returns within a bound."""
 
 
 class ServerMetrics:
-    """Counters and histograms of one server; a registry of its own, so that two servers of a test do not mix."""
+    """Counters and histograms of one server, with a registry of its own because tests run several servers."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry(auto_describe=False)
@@ -62,47 +65,53 @@ class ServerMetrics:
             return Gauge(f"sgpu_{name}", sentence, labels, registry=registry)
 
         self.requests = histogram(
-            "request_seconds", "Seconds until the answer to a request began.", _FAST_S, "method", "route", "status"
+            "request_seconds", "Seconds until the response to a request began.", _FAST_S, "method", "route", "status"
         )
-        self.streams = gauge("streams_open", "Event streams that are open.")
+        self.streams = gauge("streams_open", "Open event streams.")
         self.transactions = histogram(
-            "transaction_seconds", "Seconds of a database transaction, with the wait for it.", _FAST_S, "kind"
+            "transaction_seconds",
+            "Seconds of a database transaction, including the wait for its start.",
+            _FAST_S,
+            "kind",
         )
         self.transaction_failures = counter(
-            "transaction_failures", "Transactions that the database could not do: away, or full.", "kind"
+            "transaction_failures", "Transactions that failed because the database was unreachable or full.", "kind"
         )
-        self.commits = counter("commits", "Commits of SQLite's one writer.")
-        self.commit_works = histogram("commit_works", "Works that shared one commit.", _WORKS)
-        self.retries = counter("transaction_retries", "Transactions done again because another one was in the way.")
+        self.commits = counter("commits", "Commits of SQLite's single writer.")
+        self.commit_works = histogram("commit_works", "Transactions that shared one commit.", _WORKS)
+        self.retries = counter("transaction_retries", "Transactions that the server retried after a conflict.")
         self.ticks = histogram("tick_seconds", "Seconds of one tick of a loop.", _SLOW_S, "loop")
-        self.tick_failures = counter("tick_failures", "Ticks of a loop that failed.", "loop")
-        self.tick_success = gauge("tick_success_time_seconds", "When a loop's last good tick ended.", "loop")
-        self.submitted = counter("runs_submitted", "Runs that were accepted.")
-        self.placed = counter("attempts_placed", "Attempts that were placed on a node.")
-        self.preempted = counter("attempts_preempted", "Attempts asked to stop so that another run finds room.")
-        self.reservations = gauge("reservations", "Runs that devices are kept for.")
-        self.budgets = gauge("budgets", "Budgets that there are.")
-        self.budgets_used_up = gauge("budgets_used_up", "Budgets that nothing new starts for.")
+        self.tick_failures = counter("tick_failures", "Failed ticks of a loop.", "loop")
+        self.tick_success = gauge("tick_success_time_seconds", "Time of the last successful tick of a loop.", "loop")
+        self.submitted = counter("runs_submitted", "Accepted runs.")
+        self.placed = counter("attempts_placed", "Attempts placed on a node.")
+        self.preempted = counter("attempts_preempted", "Attempts asked to stop so that another run can start.")
+        self.reservations = gauge("reservations", "Runs with reserved devices.")
+        self.budgets = gauge("budgets", "Defined budgets.")
+        self.budgets_used_up = gauge("budgets_used_up", "Budgets that are used up, so that no new run starts.")
         self.budget_stops = counter("budget_stops", "Runs that a hard budget asked to stop.")
-        self.budget_warnings = counter("budget_warnings", "Marks of budgets that were reached.", "percent")
+        self.budget_warnings = counter("budget_warnings", "Budget thresholds that were reached.", "percent")
         self.notices = counter("notices", "Posts to the webhook, by outcome.", "outcome")
-        self.alarms = counter("spend_alarms", "Runs and teams that spent far more than they are used to.")
-        self.decisions = histogram("decision_seconds", "Seconds of one decision about the queue, in memory.", _FAST_S)
-        self.ended = counter("runs_ended", "Runs that ended, by reason.", "reason")
-        self.given_up = counter("attempts_given_up", "Attempts given up without a word from their node.", "reason")
-        self.log_bytes = counter("log_bytes", "Bytes of output that were taken.")
-        self.log_bytes_dropped = counter("log_bytes_dropped", "Bytes of output that the server had no room for.")
-        self.charges = counter("charges_posted", "Entries of the ledger that were written.")
-        self.charge_failures = counter("charge_failures", "Times that an attempt could not be charged.")
-        self.upload_bytes = counter("upload_bytes", "Bytes that were put into a store.", "store")
+        self.alarms = counter("spend_alarms", "Runs and teams that spent far more than usual.")
+        self.decisions = histogram("decision_seconds", "Seconds of one scheduling decision, in memory.", _FAST_S)
+        self.ended = counter("runs_ended", "Ended runs, by reason.", "reason")
+        self.given_up = counter("attempts_given_up", "Attempts given up because their node did not report.", "reason")
+        self.log_bytes = counter("log_bytes", "Bytes of output that the server accepted.")
+        self.log_bytes_dropped = counter(
+            "log_bytes_dropped", "Bytes of output that the server dropped for lack of space."
+        )
+        self.charges = counter("charges_posted", "Written entries of the ledger.")
+        self.charge_failures = counter("charge_failures", "Failed charges of attempts.")
+        self.upload_bytes = counter("upload_bytes", "Bytes written to a store.", "store")
         self.store = histogram("store_seconds", "Seconds of one call to a store.", _SLOW_S, "store", "operation")
-        self.store_errors = counter("store_errors", "Calls to a store that failed.", "store", "operation")
-        self.violations = counter("violations", "Violations of invariants that the self-check found.", "invariant")
-        for kind in ("read", "write"):  # a series that begins with its first failure shows no increase
+        self.store_errors = counter("store_errors", "Failed calls to a store.", "store", "operation")
+        self.violations = counter("violations", "Invariant violations that the self-check found.", "invariant")
+        # Create the series now: a series that starts with its first failure shows no increase.
+        for kind in ("read", "write"):
             self.transaction_failures.labels(kind)
         for reason in (Reason.NODE_GONE, Reason.NODE_REBOOTED):
             self.given_up.labels(reason.value)
-        gauge("build_info", "Which version this is.", "version").labels(__version__).set(1)
+        gauge("build_info", "Version of the server.", "version").labels(__version__).set(1)
 
     def watch(self, source: MetricsSource) -> None:
         """Add metrics of the current state."""
@@ -110,9 +119,9 @@ class ServerMetrics:
         self.registry.register(source)
 
     async def refresh(self) -> None:
-        """Have every source look again, within its bound."""
+        """Refresh every source within its bound."""
         await asyncio.gather(*(source.refresh() for source in self._sources))
 
     def text(self) -> bytes:
-        """Return all figures as Prometheus reads them (`CONTENT_TYPE`)."""
+        """Return all metrics in Prometheus' text format (`CONTENT_TYPE`)."""
         return exposition.generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""Settings of the server: options of `sgpu up`, over variables, over `server.toml` in its home, over defaults.
+"""Reads the settings of the server from `sgpu up` options, variables, `server.toml` and defaults.
 
     sgpu up --partition-grace 1h    >    SGPU_PARTITION_GRACE=1h    >    server.toml    >    default
 
@@ -11,16 +11,16 @@
     hosts = ["gpu.internal"]
     partition_grace = "15m"
     retention = "30d"
-    engine = "ray"  # a Ray head of our own at `ray_port`; with ray_address and ray_token_file: a cluster that is there
+    engine = "ray"  # a Ray head of our own at `ray_port`; ray_address and ray_token_file name an existing cluster
     [queue]  # the settings whose names begin with "queue_"
     half_life = "7d"
 
-Files of the server lie in `$SERVERLESS_GPU_HOME/server/`:
+Files of the server are in `$SERVERLESS_GPU_HOME/server/`:
 
     server.db  key  token  node.token  port  server.log  logs/<run>/<fence>/<rank>.<stream>  store/  blobs/
 
-`_Options` is the one table: a field there is a key of the file, a variable and an option. An error names the place
-where the wrong value was given. An empty variable counts as not given.
+`_Options` is the only table of settings: each field is a key of the file, a variable and an option. An error names the
+place of the wrong value. An empty variable counts as not given.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ PORT = 7878
 PARTITION_GRACE_MIN_S = 60.0
 DAY_S = 86_400.0
 RETENTION_MIN_S = 3_600.0
-"""A client that still asks for a run that ended finds it."""
+"""Minimum retention in seconds, so that a waiting client still finds a run that has just ended."""
 RETENTION_MAX_S = 3_650 * DAY_S
 STOP_WITHIN_MAX_S = 600.0
 VARIABLES = "SGPU_"
-"""What names of variables begin with; the rest is the setting's name in capital letters."""
-# Said to ranks, by callers, and by tests and benchmarks.
+"""Prefix of the variables; the rest is the setting's name in capital letters."""
+# Variables for ranks, callers, tests and benchmarks. They are not settings.
 _NO_SETTINGS = (
     *("SGPU_RUN_ID", "SGPU_FENCE", "SGPU_GPU_UUIDS", "SGPU_STOP_FILE", "SGPU_STOP_REASON"),
     *("SGPU_CHECKPOINT_DIR", "SGPU_RESUME_DIR", "SGPU_RESUME_FENCE", "SGPU_SECRETS_DIR", "SGPU_FAULT"),
@@ -71,18 +71,18 @@ _USUAL = QueuePolicy()
 _DEFAULT = "default"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-# Secrets in an address.
+# Secrets in an address
 _SECRET = re.compile(r"(?<=://)([^/@:]*):[^/@]*@|\b(\w*(?:password|secret|token|sig)\w*)=[^&\s]+", re.IGNORECASE)
 
 
 class RaySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How Ray makes one pool.
+    """Settings of Ray, which combines machines into one pool.
 
     Attributes:
         port: the first of this machine's ports.
-        node_address: at which other machines reach this one; "" to find that out.
-        address: of a cluster that is there already; "" for one of our own.
-        token_file: path of the file with that one's token.
+        node_address: address of this machine for other machines; "" to detect it.
+        address: address of an existing cluster; "" for a cluster that this server starts.
+        token_file: path of the file with the existing cluster's token.
     """
 
     port: int
@@ -92,7 +92,7 @@ class RaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _typed(seconds: float) -> str:
-    """Return a duration as people type it."""
+    """Return a duration as users type it."""
     if math.isinf(seconds):
         return _NEVER
     sizes = ((DAY_S, "d"), (3_600, "h"), (60, "m"))
@@ -101,7 +101,7 @@ def _typed(seconds: float) -> str:
 
 
 class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What may be said, as it is written; "" and None: what holds without it."""
+    """The settings as written, with their defaults; "" and None select a default."""
 
     database: str = ""
     store: str = ""
@@ -145,44 +145,44 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a server, and what follows from them. Durations are seconds.
+    """Settings of a server after validation. Durations are seconds.
 
     Attributes:
         home: the home directory, `$SERVERLESS_GPU_HOME`.
-        database: url, see `db/database.py`.
+        database: database url, see `db/database.py`.
         store: url or path of the store of environments; "" for `server/store`.
-        host: address it listens on.
-        port: it listens on; 0 for any that is free; None for 7878, or a free one when that is taken.
-        hosts: further names it answers to.
-        tls_cert: file with the server's certificate and those between it and its issuer; "" for plain HTTP.
-        tls_key: file with its key.
-        tls_ca: file with the certificate of who issued it, for machines that join; "" where every machine knows that.
-        behind_proxy: addresses or networks of proxies that speak TLS for this server; what they say of who asks is
-            believed, and beyond loopback no other peer is answered.
-        node: whether the machine it is on is a node, too.
-        partition_grace_s: how long an attempt goes on without an answer of the server.
-        partition_margin_s: how much longer the server waits before it believes that.
-        soft_expiry_s: silence after which an attempt is shown as unreachable.
-        heartbeat_s: nodes and attempts are heard of at least this often.
-        lease_written_s: how often a lease that is renewed is written down, at most.
-        upload_s: how long this machine's node tries to send the outputs of an ended attempt while the server answers.
-        retention_s: runs that ended longer ago lose their rows, output and results.
-        unsatisfiable_after_s: a run that nothing that has joined can ever serve ends after so long; 0 is never.
-        max_run_s: the longest an attempt runs where its usage policy does not say; None for as long as it likes.
-        logs_bytes_max: what the output of all runs may take; beyond, that of the oldest goes.
-        nearby_bytes_max: what copies of environments in a bucket may take on this disk; 0 for none.
-        runs_waiting_max: runs of one principal that may wait at once.
-        on_owner_disabled: what happens to the runs of an owner who may start none any more: finish, or stop.
-        currency: of prices, and of what is charged.
-        ray: how Ray makes one pool of several machines; None for this machine alone.
-        key_lost: whether to start although the key of secrets, or of runs that have not ended, is another one.
-        accept_rollback: whether to start although the database lacks what this server had acknowledged.
-        mlflow: whether an MLflow server runs beside this one.
-        mlflow_store: url or path of its store; "" for the home's own.
-        mlflow_url: where clients and nodes find it; "" for its address on loopback.
+        host: address on which the server listens.
+        port: port of the server; 0 for any free port; None for 7878, or a free port if 7878 is taken.
+        hosts: additional host names that the server accepts.
+        tls_cert: file with the server's certificate and intermediate certificates; "" for plain HTTP.
+        tls_key: file with the key of the certificate.
+        tls_ca: file with the certificate authority for machines that join; "" where machines already trust it.
+        behind_proxy: addresses or networks of TLS proxies. The server trusts their client address headers, and beyond
+            loopback it answers only these proxies.
+        node: True if the server's machine is also a node.
+        partition_grace_s: time that an attempt continues without an answer of the server.
+        partition_margin_s: additional wait of the server before it assumes that the grace has passed.
+        soft_expiry_s: silence after which the server shows an attempt as unreachable.
+        heartbeat_s: maximum interval between heartbeats of nodes and attempts.
+        lease_written_s: minimum interval between two database writes of one renewed lease.
+        upload_s: time that this machine's node retries sending outputs of an ended attempt while the server answers.
+        retention_s: age after which the server removes rows, output and results of ended runs.
+        unsatisfiable_after_s: time until a run ends that no joined node can ever serve; 0 for never.
+        max_run_s: maximum runtime of an attempt whose usage policy has no limit; None for no limit.
+        logs_bytes_max: maximum output of all runs; beyond it, the server removes the oldest output.
+        nearby_bytes_max: maximum disk space for copies of environments in a bucket; 0 for no copies.
+        runs_waiting_max: maximum number of waiting runs of one principal.
+        on_owner_disabled: fate of the runs of an owner who may not start runs any more: finish, or stop.
+        currency: currency of prices and charges.
+        ray: settings of Ray for a pool of several machines; None for this machine alone.
+        key_lost: True to start although the key of secrets or unfinished runs is lost.
+        accept_rollback: True to start although the database lacks changes that this server had acknowledged.
+        mlflow: True if an MLflow server runs beside this server.
+        mlflow_store: url or path of the MLflow store; "" for the home's own.
+        mlflow_url: address of MLflow for clients and nodes; "" for its address on loopback.
         webhook: address that gets notices of budgets and alarms; "" for none.
-        stopping_s: how long requests may go on when the server is to stop; no others are taken meanwhile.
-        queue: what was decided about the queue, but for the shares, which are in the database (`records/pools.py`).
+        stopping_s: time that running requests get when the server stops; it refuses new requests meanwhile.
+        queue: policy of the queue without the shares, which are in the database (`records/pools.py`).
     """
 
     home: Path
@@ -227,17 +227,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def store_place(self) -> str:
-        """Return where environments are: the url that was given, or the path of the server's own directory."""
+        """Return the place of environments: the given url, or the path of the server's own store."""
         return self.store or str(self.directory / "store")
 
 
 class EffectiveSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting as it holds, for people.
+    """One setting with its effective value, for display.
 
     Attributes:
-        name: as in `server.toml`.
-        value: as it would be written there; passwords in addresses are not shown.
-        origin: where that was said: an option, a variable, the file, or "default".
+        name: name as in `server.toml`.
+        value: value as in `server.toml`, without passwords in addresses.
+        origin: source of the value: an option, a variable, the file, or "default".
     """
 
     name: str
@@ -251,13 +251,13 @@ def read_settings(
     """Return the settings of a server.
 
     Args:
-        home: the home directory; `server.toml` in it is read when it is there.
-        options: what was said on the command line, by the names of `server.toml`; None for what was not said.
-        environ: the environment variables to look at; none without it.
+        home: the home directory; the function reads `server.toml` there if the file exists.
+        options: values from the command line, by the names of `server.toml`; None for options not given.
+        environ: the environment variables to read; None for no variables.
 
     Raises:
-        InvalidOption: there is no such setting, or a value is of the wrong type.
-        InvalidValue: the file cannot be read, or a value is not possible; the message names where it was said.
+        InvalidOption: a setting does not exist, or a value has the wrong type.
+        InvalidValue: the file cannot be read, or a value is invalid; the message names its origin.
     """
     merged, origins = _merged(home, options or {}, environ or {})
     checked = _Checked(origins)
@@ -299,7 +299,7 @@ def read_settings(
 def effective_settings(
     home: Path, options: Mapping[str, object] | None = None, *, environ: Mapping[str, str] | None = None
 ) -> list[EffectiveSetting]:
-    """Return every setting as it holds, with where it was said; as `read_settings`, which has to succeed first."""
+    """Return every effective setting with its origin; `read_settings` must succeed first."""
     merged, origins = _merged(home, options or {}, environ or {})
     return [
         EffectiveSetting(name=name, value=_shown(getattr(merged, name)), origin=origins.get(name, _DEFAULT))
@@ -308,7 +308,7 @@ def effective_settings(
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each variable that is named like a setting, and is none."""
+    """Return a message for each variable that is named like a setting but is not one."""
     known = {f"{VARIABLES}{name.upper()}": name for name in _Options.__struct_fields__}
     as_options = {f"{VARIABLES}{option_of(name)[2:].replace('-', '_').upper()}": name for name in known.values()}
     found: list[str] = []
@@ -317,19 +317,19 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
             continue
         near = difflib.get_close_matches(variable, {**known, **as_options}, n=1)
         meant = as_options.get(near[0]) or known[near[0]] if near else ""
-        found.append(f"{variable} is no setting" + (f": {VARIABLES}{meant.upper()} is" if meant else ""))
+        found.append(f"{variable} is not a setting" + (f": {VARIABLES}{meant.upper()} is" if meant else ""))
     return found
 
 
 def option_of(name: str) -> str:
-    """Return the option of `sgpu up` that says a setting."""
+    """Return the option of `sgpu up` for a setting."""
     return "--allow-host" if name == "hosts" else f"--{name.replace('_', '-')}"
 
 
 def _merged(
     home: Path, options: Mapping[str, object], environ: Mapping[str, str]
 ) -> tuple[_Options, Mapping[str, str]]:
-    """Return what holds, and where that was said."""
+    """Return the merged settings, and the origin of each."""
     path = home / _FILE
     variables = {f"{VARIABLES}{name.upper()}": name for name in _Options.__struct_fields__}
     merged, origins = _Options(), {}
@@ -359,7 +359,7 @@ def _read(path: Path) -> dict[str, Any]:
     queue = said.pop(_QUEUE, {})
     if not isinstance(queue, dict):
         raise InvalidOption(
-            f"{path}: {_QUEUE} is a table", hint=f"[{_QUEUE}], and below it lines like half_life = '7d'"
+            f"{path}: {_QUEUE} is a table", hint=f"write [{_QUEUE}], and below it lines like half_life = '7d'"
         )
     return {**said, **{f"{_QUEUE}_{name}": value for name, value in queue.items()}}
 
@@ -375,7 +375,7 @@ def _converted(name: str, value: object, origin: str, *, strict: bool) -> object
 
 
 def _spoken(name: str, text: str, variable: str) -> object:
-    """Return the value that a variable's text stands for; msgspec converts numbers."""
+    """Return the value that a variable's text represents; msgspec converts numbers."""
     if name in _LISTS:
         return [item.strip() for item in text.split(",") if item.strip()]
     if name in _SWITCHES:
@@ -398,7 +398,7 @@ def _shown(value: object) -> object:
 
 
 class _Checked:
-    """What settings mean, or where what cannot be was said."""
+    """Validates settings; an error names the origin of the wrong value."""
 
     def __init__(self, origins: Mapping[str, str]) -> None:
         self._origins = origins
@@ -441,7 +441,7 @@ class _Checked:
                 ("node_address", node_address),
             ):
                 if value:
-                    raise self._impossible(name, f"{name} comes without engine = 'ray'", hint="sgpu up --engine ray")
+                    raise self._impossible(name, f"{name} needs engine = 'ray'", hint="sgpu up --engine ray")
             return None
         name = "ray_port"
         try:
@@ -453,11 +453,11 @@ class _Checked:
             raise self._impossible(name, f"{name}: {error.message}", hint=error.hint) from None
         if bool(address) != bool(token_file):
             there, lacks = ("ray_address", "ray_token_file") if address else ("ray_token_file", "ray_address")
-            hint = "a cluster that is there has an address and a token"
+            hint = "an existing cluster needs an address and a token"
             raise self._impossible(there, f"{there} comes without {lacks}", hint=hint)
         host, _, number = address.rpartition(":")
         if address and not (host and number.isdigit() and 0 < int(number) < 65_536):
-            hint = "an address and a port: 10.0.0.5:6379"
+            hint = "name an address and a port: 10.0.0.5:6379"
             raise self._impossible("ray_address", f"ray_address is {address!r}", hint=hint)
         return RaySettings(port=port, node_address=node_address, address=address, token_file=token_file)
 
@@ -466,7 +466,7 @@ class _Checked:
             there, lacks = ("tls_cert", "tls_key") if said.tls_cert else ("tls_key", "tls_cert")
             raise self._impossible(there, f"{there} comes without {lacks}", hint="TLS needs both files")
         if said.tls_cert and said.behind_proxy:
-            hint = "the proxy speaks TLS, or this server does"
+            hint = "either the proxy or this server handles TLS; remove one of the settings"
             raise self._impossible("behind_proxy", "behind_proxy comes with tls_cert", hint=hint)
         return _path(said.tls_cert)
 
@@ -475,10 +475,12 @@ class _Checked:
             try:
                 network = ipaddress.ip_network(text)
             except ValueError as error:
-                hint = "addresses or networks: 10.0.0.9, 10.0.0.0/24"
+                hint = "use addresses or networks: 10.0.0.9, 10.0.0.0/24"
                 raise self._impossible("behind_proxy", f"behind_proxy: {error}", hint=hint) from None
             if network.prefixlen == 0:
-                raise self._impossible("behind_proxy", f"behind_proxy is {text}, which is everybody", hint="name it")
+                raise self._impossible(
+                    "behind_proxy", f"behind_proxy is {text}, which includes every address", hint="name it"
+                )
         return said.behind_proxy
 
     def mlflow_url(self, said: _Options) -> str:
@@ -486,7 +488,7 @@ class _Checked:
         parts = urlsplit(text)
         if text and (parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None):
             raise self._impossible(
-                "mlflow_url", f"mlflow_url is {text!r}", hint="it is like https://mlflow.example.com"
+                "mlflow_url", f"mlflow_url is {text!r}", hint="use an address like https://mlflow.example.com"
             )
         return text.rstrip("/")
 
@@ -498,7 +500,10 @@ class _Checked:
         except ValueError as error:
             raise self._impossible("webhook", f"webhook is {_shown(text)!r}: {error}") from error
         if text and (not host or not (parts.scheme == "https" or (parts.scheme == "http" and host in _LOOPBACK))):
-            hint = "https://hooks.example.com/…; plain http is for loopback: anybody on the way could read it"
+            hint = (
+                "use https://hooks.example.com/…; plain http is for loopback only, because others could read "
+                "it on the way"
+            )
             raise self._impossible("webhook", f"webhook is {_shown(text)!r}", hint=hint)
         return text
 
@@ -508,7 +513,7 @@ class _Checked:
         except ValueError as error:
             raise self._impossible(name, f"{name}: {error}") from error
         if not least_s <= seconds <= most_s:
-            raise self._impossible(name, f"{name} is {text}", hint=f"it can be {least_s:.0f} s to {most_s:.0f} s")
+            raise self._impossible(name, f"{name} is {text}", hint=f"use {least_s:.0f} s to {most_s:.0f} s")
         return seconds
 
     def _duration_or_never(self, name: str, text: str, least_s: float) -> float:

@@ -1,4 +1,4 @@
-"""The database: connections, group commit, the leader lock, the disk reserve, tables and migrations.
+"""Manages the database: connections, group commit, leader lock, disk reserve, tables, migrations.
 
 The records package writes SQL on `tables.py`; services call `Transactions` (`database.py`).
 """

@@ -1,23 +1,29 @@
-"""The database: one way to read, one way to write, the same on SQLite and PostgreSQL.
+"""Runs transactions on the database, with the same interface for SQLite and PostgreSQL.
 
                     read                                     write
-    SQLite          a connection per thread, a snapshot      one thread; who waits shares a commit (`group_commit`)
-    PostgreSQL      a connection from the pool, a snapshot   a connection from the pool, REPEATABLE READ, tried again
+    SQLite          a connection per thread, a snapshot      one thread; waiting works share a commit (`group_commit`)
+    PostgreSQL      a connection from the pool, a snapshot   a connection from the pool, REPEATABLE READ, retried
 
-A piece of work is a function of a connection. It is one transaction: all of it is durable when `write` returns, or
-nothing of it is there. It sees the database as of its start; where a row that it changes was changed by another one
-meanwhile, it is done again. So it must be pure database work: no clock, no file, no network, no engine inside.
+A work is a function of a connection, and one transaction. Either all its changes are durable when `write` returns, or
+none exists. The work sees the database as of its start. If another transaction changes the same row meanwhile, the work
+runs again. Therefore a work must only use the database: no clock, no file, no network and no engine.
 
-What can go wrong:
+Failure cases:
 
-- The database is away, or too busy: `ServerUnavailable`; nothing was written, or, where the connection broke while
-  committing, everything was. Callers repeat their request, and requests may be repeated.
-- The disk is full: what is kept back is given back, and the work done again (`disk_reserve`); if there is nothing any
-  more, `ServerStorageFull`, and reading goes on.
-- A value does not fit: `InvalidValue`, the last resort behind the checks of each body.
-- Its file is damaged, or none: `ServerProblem`; a backup is what helps.
-- A work in a work would wait for itself: refused.
-- Another server uses the database, or the session that says so broke: nothing is written (`leader_lock`).
+* The database is unreachable or too busy: callers get `ServerUnavailable`. Usually nothing was written. If the
+connection broke during the commit, all changes may be durable. Callers repeat their request, which is safe.
+
+* The disk is full: the disk reserve is released, and the work runs again (`disk_reserve`). Without a reserve, callers
+get `ServerStorageFull`, and reads continue.
+
+* A value does not fit into its column: callers get `InvalidValue`. This is the last check after those of each request
+body.
+
+* The database file is damaged or not a database: callers get `ServerProblem`, and the operator restores a backup.
+
+* A work starts another work: the database refuses the inner work, because it would wait for itself.
+
+* Another server uses the database, or the leader lock's session broke: nothing is written (`leader_lock`).
 """
 
 from __future__ import annotations
@@ -55,60 +61,61 @@ _log = logging.getLogger(__name__)
 READERS_MAX = 40
 POSTGRES_POOL = 16
 WAIT_S = 10
-"""How long a work waits for a connection of the pool, or for SQLite's lock when another process has it."""
+"""Seconds that a work waits for a pooled connection, or for SQLite's lock held by another process."""
 CONNECT_S = 5
 TRIES = 6
 AT_ONCE = 500
-"""How many values a portion of a long list for ``IN (…)`` has: a statement takes only so many."""
+"""Maximum number of values in one ``IN (…)`` list, because databases limit the parameters of a statement."""
 TOLD_EVERY_NS = 5_000_000_000
 PROBE_NS = 10_000_000_000
-"""After so long without a write, a health check writes."""
-DAMAGED = "the database is damaged, or is none"
-DAMAGED_HINT = "stop the server; `sgpu server restore` makes it anew from a backup, once server/ is moved away"
+"""Nanoseconds without a write after which a health check writes."""
+DAMAGED = "the database file is damaged or not a database"
+DAMAGED_HINT = "stop the server, move server/ away, and restore a backup with `sgpu server restore`"
 OLDEST = {"postgresql": (15,), "sqlite": (3, 35)}
 _CHANGED_MEANWHILE = frozenset({"40001", "40P01"})  # serialisation failure, deadlock
 _UNIQUE = "23505"
 _FULL = "53100"
-_SQLITE_FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})  # the latter: for the log's index
+# SQLite reports SHMSIZE when the log's index does not fit on the disk.
+_SQLITE_FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})
 _DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _FAILING = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY})
-_READ_ONLY = frozenset({"25006", "58030"})  # PostgreSQL: a transaction that may not write, an error of its disk
-UNWRITABLE = "the database cannot be written: its disk is read-only, or fails"
+_READ_ONLY = frozenset({"25006", "58030"})  # PostgreSQL: read-only transaction, disk error
+UNWRITABLE = "the database cannot be written: its disk is read-only or failing"
 
 
 _KINDS = "write sqlite:///path/to/server.db or postgresql://user:password@host/name"
-# A machine that is gone sends no farewell: half a minute of silence, and the connection counts as broken.
+# A failed machine does not close its connections, so they count as broken after half a minute of silence.
 _KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000}
 
 
 class Transactions(Protocol):
-    """Reads and writes of the database; `Database` implements it."""
+    """Interface for reads and writes of the database; `Database` implements it."""
 
     def read(self, work: Callable[[sa.Connection], T]) -> T:
-        """Return what `work` returns, reading one state of the database; called in a thread."""
+        """Run `work` on one snapshot of the database and return its result; called in a thread."""
         ...
 
     def write(self, work: Callable[[sa.Connection], T]) -> T:
-        """Return what `work` returns once its changes are durable; called in a thread. `work` may run twice."""
+        """Return the result of `work` once its changes are durable; called in a thread. `work` may run twice."""
         ...
 
 
 def in_chunks(values: Sequence[T], size: int = AT_ONCE) -> Iterator[Sequence[T]]:
-    """Yield values in their order, so many at a time, for ``IN (…)``."""
+    """Yield values in order, in chunks that fit into ``IN (…)``."""
     return (values[start : start + size] for start in range(0, len(values), size))
 
 
 class Database:
-    """A database of a server.
+    """The database of one server.
 
     Args:
         url: ``sqlite:///path``, ``sqlite://`` (in memory, for tests) or ``postgresql://…``.
-        clock: bounds how long writers are gathered for one commit.
-        measures: where transactions are counted.
+        clock: bounds the time in which one commit collects works.
+        measures: metrics that count transactions.
 
     Attributes:
-        leader_lock: of the one server that uses it; taken by `acquire`.
-        reserve: room that is kept back; the loop `reserve` tends it.
+        leader_lock: lock of the server that owns this database; `acquire` takes it.
+        reserve: reserved disk space; the loop `reserve` maintains it.
     """
 
     def __init__(self, url: str, *, clock: Clock, measures: ServerMetrics | None = None) -> None:
@@ -116,7 +123,7 @@ class Database:
         self._working = threading.local()
         self._closed = False
         self._clock = clock
-        self._served = False  # once it is, what goes wrong is read by those who ask, and not by who started it
+        self._served = False  # True after the start; errors then reach remote callers instead of the operator.
         self._told_ns = -TOLD_EVERY_NS
         self._is_numbered = False
         self._write_problem = ""
@@ -137,31 +144,31 @@ class Database:
             return
         memory = not parsed.database
         if not memory:
-            # Made before SQLite does: its owner alone may read it, and SQLite's other files take on its mode.
+            # Create the file before SQLite does, readable only by its owner. SQLite's other files copy its mode.
             path = Path(str(parsed.database))
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             self.reserve = FileReserve(path)
         self._engine = _sqlite(parsed, begin="BEGIN IMMEDIATE", readers=False)
-        # A database in memory belongs to its one connection, so its writer reads, too.
+        # A database in memory exists only in one connection, so the writer also reads.
         self._readers = self._engine if memory else _sqlite(parsed, begin="BEGIN", readers=True)
         self._writer = GroupCommit(self._engine, clock=clock, measures=self._measures)
 
     def acquire(self) -> None:
-        """Be the only server of this database, until it is closed.
+        """Make this server the only server of the database until it is closed.
 
         Raises:
-            ServerProblem: another server uses it.
+            ServerProblem: another server uses the database.
             ServerUnavailable: the database does not answer.
         """
         with self._told():
             self.leader_lock.take()
 
     def number(self, *, now_ns: int) -> DatabasePosition:
-        """Give this server a generation of its own: no older one commits anything from now on.
+        """Assign this server a new generation, so that no older server can commit.
 
         Returns:
-            Where the database stands.
+            The current position of the database.
         """
         name = self.leader_lock.name
         found = self.write(lambda connection: leader_lock.begin(connection, holder=name, now_ns=now_ns))
@@ -172,27 +179,27 @@ class Database:
         return found
 
     def on_commit(self, told: Callable[[int], None]) -> None:
-        """Call a function with each commit's number before its writer returns; PostgreSQL's are not counted."""
+        """Call a function with each commit's number before its writer returns; PostgreSQL counts no commits."""
         if self._writer is not None:
             self._writer.on_commit = told
 
     def checkpoint(self) -> None:
-        """Move what is in SQLite's log into its file, so that less is lost with the log; without waiting for a lock."""
+        """Copy SQLite's log into the database file without waiting for a lock, so that a lost log loses less."""
         if self._file is None:
             return
         try:
             with contextlib.closing(sqlite3.connect(self._file, timeout=0)) as connection:
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
         except sqlite3.Error as error:
-            self._tell_operator(f"the database's log was not moved into its file: {error}", logging.WARNING)
+            self._tell_operator(f"SQLite's log was not copied into the database file: {error}", logging.WARNING)
 
     def migrate(self) -> None:
-        """Bring the tables to this version; a few milliseconds when they are."""
+        """Migrate the tables to this version; takes a few milliseconds if they are current."""
         is_current = self.read(migrations.is_current)
         version = tuple(self._readers.dialect.server_version_info or ())  # known since the first connection
         if version < OLDEST[self.kind]:
             there, least = (".".join(map(str, numbers)) for numbers in (version, OLDEST[self.kind]))
-            raise ServerProblem(f"the database is {self.kind} {there}", hint=f"{self.kind} {least} or newer is needed")
+            raise ServerProblem(f"the database is {self.kind} {there}", hint=f"use {self.kind} {least} or newer")
         if not is_current:
             self._migrate()
         self._served = True
@@ -202,15 +209,16 @@ class Database:
             self.write(migrations.bring)
             return
         with self._told(), self._engine.connect() as connection:
-            # The lock is waited for first, and what was committed meanwhile must be seen.
+            # This waits for the lock first, and must then see changes committed in the meantime.
             committed = connection.execution_options(isolation_level="READ COMMITTED")
             with committed.begin():
-                committed.execute(sa.text("SET LOCAL lock_timeout = 0"))  # another server may migrate for minutes
+                # Another server may migrate for minutes, so this waits without a timeout.
+                committed.execute(sa.text("SET LOCAL lock_timeout = 0"))
                 committed.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": migrations.LOCK})
                 migrations.bring(committed)
 
     def read(self, work: Callable[[sa.Connection], T]) -> T:
-        """Return what a work finds; it sees one moment of the database, and may not write."""
+        """Return the result of a work that reads one snapshot of the database and must not write."""
         if self.leader_lock.is_stale:
             self.leader_lock.require()
         with self._measured("read"), self._told(), self._one_at_a_time():
@@ -223,12 +231,12 @@ class Database:
                     return work(connection)
 
     def write(self, work: Callable[[sa.Connection], T]) -> T:
-        """Return what a work returns, once all that it wrote is durable.
+        """Return the result of a work, once all its changes are durable.
 
         Raises:
-            ServerUnavailable: the database is away, or closed.
+            ServerUnavailable: the database is unreachable or closed.
             ServerStorageFull: its disk is full.
-            Exception: whatever the work raises; nothing of it is written then.
+            Exception: any exception of the work; then none of its changes is written.
         """
         self.leader_lock.require()
         with self._noted(), self._measured("write"), self._told(), self._one_at_a_time():
@@ -241,13 +249,13 @@ class Database:
 
     @property
     def write_problem(self) -> str:
-        """Return why the last write did not succeed, where that was the database's fault, or ""."""
+        """Return why the database refused the last write, or ""."""
         return self._write_problem
 
     def problem(self, *, now_ns: int) -> str:
-        """Return what is wrong with the database, or "": asked to read, and now and then to write.
+        """Return the database's problem, or "". The check reads, and sometimes writes too.
 
-        A disk that turned read-only under a server goes on being read.
+        A database whose disk turned read-only still answers reads, so a read alone proves too little.
         """
         try:
             self.read(lambda connection: connection.scalar(sa.select(tables.principals.c.name).limit(1)))
@@ -260,7 +268,7 @@ class Database:
 
     @contextlib.contextmanager
     def _noted(self) -> Iterator[None]:
-        """Remember whether the database takes writes."""
+        """Record whether the database accepts writes."""
         try:
             yield
         except (ServerUnavailable, ServerStorageFull) as error:
@@ -273,7 +281,7 @@ class Database:
         return self._write_postgres(work) if self._writer is None else self._writer.do(self._marked(work))
 
     def close(self) -> None:
-        """Finish what waits and close all connections."""
+        """Finish waiting works and close all connections."""
         self._closed = True
         if self._writer is not None:
             self._writer.close()
@@ -286,7 +294,7 @@ class Database:
             turn = self._turns.together() if tried == 1 else self._turns.alone()
             try:
                 with turn, self._engine.begin() as connection:
-                    # The connection may be a new one, because another server has ended the last.
+                    # The pool may open a new connection after another server has ended the previous one.
                     self.leader_lock.require()
                     if self._is_numbered:
                         leader_lock.require_postgres(connection, self.leader_lock.name)
@@ -296,7 +304,7 @@ class Database:
                 return done
             except sa.exc.DBAPIError as error:
                 state = getattr(error.orig, "sqlstate", None)
-                # A row that another transaction wrote after this one had looked for it will be found the next time.
+                # Another transaction wrote this row after the work had searched for it. The second run will find it.
                 again = state in _CHANGED_MEANWHILE or (state == _UNIQUE and tried == 1)
                 if not again or tried == TRIES:
                     raise
@@ -304,7 +312,7 @@ class Database:
         raise AssertionError("unreachable")
 
     def _marked(self, work: Callable[[sa.Connection], T]) -> Callable[[sa.Connection], T]:
-        """Return a work that the writer's thread knows it is in, and whose lines in the log say whose it is."""
+        """Return a work that marks its writer thread as busy and logs in its caller's context."""
         context = contextvars.copy_context()
 
         def marked(connection: sa.Connection) -> T:
@@ -316,7 +324,7 @@ class Database:
     @contextlib.contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
         if getattr(self._working, "now", False):
-            raise RuntimeError("work on the database inside of other work: pass the connection on instead")
+            raise RuntimeError("a database work must not start another one; pass the connection on instead")
         if self._closed:
             raise WriterClosed
         self._working.now = True
@@ -330,13 +338,13 @@ class Database:
         try:
             with self._measures.transactions.labels(kind).time():
                 yield
-        except (ServerUnavailable, ServerStorageFull):  # a work's own refusal is no failure of the database
+        except (ServerUnavailable, ServerStorageFull):  # The work's own exceptions are not failures of the database.
             self._measures.transaction_failures.labels(kind).inc()
             raise
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """Say in the server's words what a driver says in its own."""
+        """Translate a driver's errors into the server's errors."""
         try:
             yield
         except WriterClosed as error:
@@ -344,9 +352,9 @@ class Database:
         except leader_lock.Superseded as error:
             self.leader_lock.lose()
             raise ServerUnavailable(
-                "another server has taken the database over", hint="ask again: it answers"
+                "another server has taken the database over", hint="send the request again; the other server answers it"
             ) from error
-        except OverflowError as error:  # SQLite's driver looks before it asks
+        except OverflowError as error:  # SQLite's driver checks values before it sends them.
             raise InvalidValue(f"a value does not fit into the database: {error}") from error
         except sa.exc.TimeoutError as error:
             raise ServerUnavailable(f"no connection to the database was free within {WAIT_S} s") from error
@@ -365,7 +373,7 @@ class Database:
             raise problem from error
 
     def _tell_operator(self, line: str, level: int) -> None:
-        """Write into the log what requests are not told: it names hosts and paths. Now and then, not for each."""
+        """Log an error with its hosts and paths, which requests must not see; at most every five seconds."""
         now_ns = self._clock.boottime_ns()
         if now_ns - self._told_ns >= TOLD_EVERY_NS:
             self._told_ns = now_ns
@@ -373,10 +381,10 @@ class Database:
 
 
 class _Turns:
-    """Who may write to PostgreSQL now: many at once, or one alone.
+    """Coordinates writes to PostgreSQL: many transactions together, or one retry alone.
 
-    Works that change the same row at once make each other fail. One that failed goes alone, so the second try succeeds
-    unless another process writes, too.
+    Concurrent works that change the same row make each other fail. A failed work runs alone, so its second run succeeds
+    unless another process also writes.
     """
 
     def __init__(self) -> None:
@@ -416,24 +424,24 @@ def _parse(url: str) -> sa.URL:
     try:
         parsed = sa.make_url(url)
     except sa.exc.ArgumentError as error:
-        raise InvalidValue("the url of the database cannot be read", hint=_KINDS) from error
+        raise InvalidValue("the url of the database is not valid", hint=_KINDS) from error
     if parsed.drivername in ("postgresql", "postgres"):
         parsed = parsed.set(drivername="postgresql+psycopg")
     if parsed.drivername not in ("sqlite", "postgresql+psycopg"):
-        raise InvalidValue(f"{parsed.drivername} is no kind of database that the server can use", hint=_KINDS)
+        raise InvalidValue(f"the server cannot use databases of type {parsed.drivername}", hint=_KINDS)
     return parsed
 
 
 def _sqlite(url: sa.URL, *, begin: str, readers: bool) -> sa.Engine:
     pool: dict[str, Any] = {"pool_size": READERS_MAX, "max_overflow": 0, "pool_timeout": WAIT_S}
     if not readers:
-        # One connection, made and used by the writer's thread.
+        # One connection, which only the writer's thread uses.
         pool = {"poolclass": sa.StaticPool, "connect_args": {"check_same_thread": False}}
     engine = sa.create_engine(url, hide_parameters=True, **pool)
 
     @sa.event.listens_for(engine, "connect")
     def _connect(connection: Any, _record: object) -> None:
-        connection.isolation_level = None  # the driver begins nothing by itself
+        connection.isolation_level = None  # The driver must not begin transactions by itself.
         cursor = connection.cursor()
         cursor.execute(f"PRAGMA busy_timeout = {WAIT_S * 1000}")
         cursor.execute("PRAGMA foreign_keys = ON")
@@ -448,7 +456,7 @@ def _sqlite(url: sa.URL, *, begin: str, readers: bool) -> sa.Engine:
     def _begin(connection: sa.Connection) -> None:
         driver = connection.connection.dbapi_connection
         if readers and isinstance(driver, sqlite3.Connection):
-            driver.execute(begin)  # takes no lock, so it cannot fail in a way that would have to be translated
+            driver.execute(begin)  # BEGIN takes no lock and thus cannot fail, so no error needs a translation.
         else:
             connection.exec_driver_sql(begin)
 
@@ -459,7 +467,7 @@ def _postgres(url: sa.URL, leader: LeaderLock) -> sa.Engine:
     engine = sa.create_engine(
         url,
         isolation_level="REPEATABLE READ",
-        hide_parameters=True,  # what is written may be a caller's secret, and errors go into the log
+        hide_parameters=True,  # Parameters may be callers' secrets, and errors go into the log.
         pool_pre_ping=True,
         pool_size=POSTGRES_POOL,
         max_overflow=0,
@@ -470,8 +478,8 @@ def _postgres(url: sa.URL, leader: LeaderLock) -> sa.Engine:
     @sa.event.listens_for(engine, "connect")
     def _connect(connection: Any, _record: object) -> None:
         with connection.cursor() as cursor:
-            # No forgotten session makes the server stand still, and what is acknowledged is on disk,
-            # whatever the database's own configuration says.
+            # A forgotten session must not block the server. Acknowledged changes must be on disk. Both hold even if the
+            # database is configured otherwise.
             cursor.execute(f"SET lock_timeout = '{WAIT_S}s'")
             cursor.execute(
                 "SELECT set_config('synchronous_commit', 'on', false)"
@@ -504,20 +512,20 @@ def _is_full(error: sa.exc.DBAPIError) -> bool:
 
 
 def _problem(error: sa.exc.DBAPIError, said: str) -> ServerlessGpuError | None:
-    """Return what a driver's error means for a request, or None when it is a mistake in our own SQL."""
+    """Translate a driver's error for the caller; return None for a mistake in the server's own SQL."""
     state = getattr(error.orig, "sqlstate", None) or ""
     if _is_full(error):
-        return ServerStorageFull("the database has no room on its disk", hint="make room, and ask again")
+        return ServerStorageFull("the database's disk is full", hint="free disk space, then ask again")
     if getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _DAMAGED:
         return ServerProblem(DAMAGED, hint=DAMAGED_HINT)
     if getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _FAILING or state in _READ_ONLY:
-        hint = "the kernel's log (dmesg) says why; mount the disk again or replace it, and start the server again"
+        hint = "the kernel's log (dmesg) says why; mount the disk again or replace it, then restart the server"
         return ServerUnavailable(UNWRITABLE, hint=hint)
     if state in _CHANGED_MEANWHILE:
-        return ServerUnavailable("the database is busy: others change the same rows", hint="ask again later")
-    if isinstance(error, sa.exc.DataError):  # a text too long, or with a zero byte: PostgreSQL looks, SQLite does not
+        return ServerUnavailable("the database is busy: other requests change the same rows", hint="ask again later")
+    if isinstance(error, sa.exc.DataError):  # The text is too long or has a zero byte; only PostgreSQL checks this.
         return InvalidValue(f"a value does not fit into the database: {said}")
-    if getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR:  # no such table, and the like
+    if getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR:  # for example a missing table
         return None
     if isinstance(error, sa.exc.OperationalError | sa.exc.InterfaceError) or error.connection_invalidated:
         return ServerUnavailable("the database does not answer", hint="ask again later; the server's log says more")

@@ -1,18 +1,22 @@
-"""Disk reserve of the database: on a full disk, runs can still be stopped, reported and ended; new ones are refused.
+"""Reserves disk space for the database, so that runs can still stop, report and end on a full disk.
 
-    SQLite        a file beside the database, and what is left on its disk is known
-    PostgreSQL    a table of filler that no log is kept of, in the database: its disk may be another machine's
+    SQLite        a file beside the database; the free space of its disk is known
+    PostgreSQL    an unlogged table of filler in the database; its disk may belong to another machine
 
-    room ─┬─ little left (SQLite) ───────▶ low: submits are refused
-          └─ a write does not fit ───────▶ given back, the write done again ─▶ low
-    low ──── there is room again, looked at every ten seconds ─▶ kept again, submits are taken
+    space ─┬─ little left (SQLite) ───────▶ low: submissions are refused
+           └─ a write does not fit ───────▶ reserve released, the write done again ─▶ low
+    low ──── space is free again, checked every ten seconds ─▶ reserved again, submissions are accepted
 
-A stop, a heartbeat and an ending take a few kilobytes each; the reserve has sixteen megabytes.
+A stop, a heartbeat and an end of a run take a few kilobytes each; the reserve has sixteen megabytes.
 
-What can go wrong: the reserve is used up, too (requests fail, and nodes keep and repeat what they have to say);
-it cannot be made (said in the log; then writes fail as soon as the disk is full). PostgreSQL ends by itself when there
-is no room for its log, and that is a database that is away: nothing but room, made by a person, brings it back. At its
-start after such an end it empties the table, as it does with all that have no log, so that there is some.
+Failure cases:
+
+* The reserve is used up too: requests fail. Nodes keep their reports and send them again.
+
+* The reserve cannot be created: the log says so, and writes fail as soon as the disk is full.
+
+* PostgreSQL has no space for its log: it stops, and the database does not answer until an operator frees disk space. At
+its next start PostgreSQL empties unlogged tables, including the reserve, which frees some space.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from serverless_gpu.units import format_bytes
 
 BYTES = 16 << 20
 LOW_BYTES = 64 << 20
-"""What is left of a disk when no new runs are taken."""
+"""Free bytes of a disk below which the server accepts no new runs."""
 EVERY_S = 10.0
 _TABLE = "sgpu_reserve"
 _PIECE_BYTES = 1 << 20
@@ -41,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class DiskReserve(abc.ABC):
-    """Room that is kept back; safe to use from several threads."""
+    """Reserved disk space; safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,58 +54,61 @@ class DiskReserve(abc.ABC):
         self._told = ""
 
     def problem(self) -> str:
-        """Return why no new runs are taken, or "" when they are."""
+        """Return why the server accepts no new runs, or "" if it does."""
         if self._given:
-            return "the database's disk is full; what is kept back is for runs that are there"
+            return "the database's disk is full; the disk reserve is only for existing runs"
         return self._short()
 
     def give_back(self) -> bool:
-        """Give the reserve back, because something did not fit; return whether it is worth trying again."""
+        """Release the reserve after a failed write; return True if a retry is worthwhile."""
         with self._lock:
             if not self._given:
-                _log.error("the database's disk is full: %s are given back, no new runs are taken", format_bytes(BYTES))
+                _log.error(
+                    "the database's disk is full: the reserve of %s is released, and the server accepts no new runs",
+                    format_bytes(BYTES),
+                )
             self._given = True
             is_gone = self._gone()
         faults.reach("after_reserve_is_given_back")
         return is_gone
 
     def tend(self) -> None:
-        """Keep room back, where it is not kept and there is some."""
+        """Reserve space if none is reserved and enough is free."""
         with self._lock:
             if self._given and not self._gone():
-                return  # that it is still there says nothing about room
+                return  # The reserve still exists, which does not mean that space is free.
             try:
                 kept = self._keep()
             except (OSError, sa.exc.SQLAlchemyError) as error:
                 kept, why = False, str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
                 if why != self._told:
-                    _log.warning("nothing is kept back for a full disk: %s", why)
+                    _log.warning("no disk space is reserved for the database: %s", why)
                 self._told = why
             if kept and self._given:
-                _log.warning("there is room on the database's disk again: new runs are taken")
+                _log.warning("the database's disk has free space again; the server accepts new runs")
             if kept:
                 self._given, self._is_gone, self._told = False, False, ""
 
     def _gone(self) -> bool:
-        """Give it back, unless that was done; return whether it is given back."""
+        """Release the reserve unless it is released already; return True if it is released."""
         self._is_gone = self._is_gone or self._release()
         return self._is_gone
 
     @abc.abstractmethod
     def _short(self) -> str:
-        """Return that little is left, where that can be known, or ""."""
+        """Return a message if little space is left and the amount is known, or ""."""
 
     @abc.abstractmethod
     def _release(self) -> bool:
-        """Give it back; return whether nothing is kept any more."""
+        """Release the reserved space; return True once nothing is reserved."""
 
     @abc.abstractmethod
     def _keep(self) -> bool:
-        """Keep it back, unless it is; return whether it is then."""
+        """Reserve the space unless it is reserved already; return True if it is reserved."""
 
 
 class FileReserve(DiskReserve):
-    """A file beside an SQLite database."""
+    """A reserve file beside an SQLite database."""
 
     def __init__(self, database: Path) -> None:
         super().__init__()
@@ -141,17 +148,17 @@ class FileReserve(DiskReserve):
 
 
 class TableReserve(DiskReserve):
-    """A table of filler in a PostgreSQL database, which no log is kept of: making it needs no room but its own."""
+    """An unlogged filler table in a PostgreSQL database; creating it needs no space for the log."""
 
     def __init__(self, connect: Callable[[], sa.Connection]) -> None:
         super().__init__()
         self._connect = connect
 
     def _short(self) -> str:
-        return ""  # PostgreSQL tells only its administrator how much is left
+        return ""  # PostgreSQL reports free space only to its administrator.
 
     def _release(self) -> bool:
-        # Not TRUNCATE: that makes new files first, and what belongs to them has no room.
+        # TRUNCATE would create new files first, and a full disk has no space for them.
         with contextlib.suppress(sa.exc.SQLAlchemyError), self._connect() as connection:
             connection.execute(sa.text(f"DROP TABLE IF EXISTS {_TABLE}"))
             return True
@@ -165,7 +172,7 @@ class TableReserve(DiskReserve):
             try:
                 self._make(connection)
             except sa.exc.SQLAlchemyError:
-                self._release()  # what was made of it takes room, and is of no use
+                self._release()  # A partly created table uses space and is useless.
                 raise
         return True
 
@@ -183,7 +190,7 @@ class TableReserve(DiskReserve):
 
 
 class NoReserve(DiskReserve):
-    """Of a database in memory: nothing is kept."""
+    """The empty reserve of a database in memory."""
 
     def _short(self) -> str:
         return ""

@@ -1,19 +1,23 @@
-"""The one writer of an SQLite database: a thread that commits what waits together.
+"""Writes to an SQLite database with one thread, which commits waiting works together.
 
     thread A ── work ─▶┐            BEGIN IMMEDIATE
     thread B ── work ─▶├─ queue ─▶  A's work · SAVEPOINT B's work · SAVEPOINT C's work
-    thread C ── work ─▶┘            COMMIT, one fsync ─▶ A, B and C get what their work returned
+    thread C ── work ─▶┘            COMMIT, one fsync ─▶ A, B and C get the result of their work
 
-SQLite lets one connection write at a time, and a commit that survives a power cut costs one fsync.
-So writers do not fight for the lock: they queue, and those that came while the disk was busy share the next fsync.
+SQLite lets one connection write at a time, and a durable commit costs one fsync. Therefore callers do not compete for
+the lock. They queue their works, and works that arrive during one fsync share the next.
 
-What can go wrong:
+Failure cases:
 
-- A work raises: its savepoint is rolled back, its caller gets the exception, the others do not notice.
-- The transaction as a whole fails (disk full, I/O error, another process has the lock): nothing of it is there, and
-  each work is done again in a transaction of its own, so that only those get an error whose own work fails.
-- The process dies: what was committed is there, the rest is not; no caller returned otherwise.
-- Another server has claimed the database: nothing is committed, and each caller gets `Superseded`.
+* A work raises: the writer rolls its savepoint back, and its caller gets the exception. Other works are not affected.
+
+* The whole transaction fails (disk full, I/O error, lock held by another process): nothing of it is written. The writer
+then runs each work in a transaction of its own, so that only failing works get an error.
+
+* The process dies: committed changes remain, and all others are lost. No caller has received a result for a lost
+change.
+
+* Another server has claimed the database: the writer commits nothing, and each caller gets `Superseded`.
 """
 
 from __future__ import annotations
@@ -38,19 +42,19 @@ Work = Callable[[sa.Connection], Any]
 
 TOGETHER_MAX = 256
 TOGETHER_NS = 20_000_000
-"""A transaction takes no further work when it holds so much, or is so old: the first to come waits for the last."""
+"""Maximum works and age (ns) of one transaction; the first caller waits until the last work is done."""
 
 
 class WriterClosed(Exception):
-    """The writer takes no work any more."""
+    """The writer accepts no more works."""
 
 
 class _TransactionLost(Exception):
-    """SQLite rolled the whole transaction back by itself."""
+    """SQLite has rolled the whole transaction back by itself."""
 
 
 class _Waiting:
-    """A work, and the one who waits for what it returns."""
+    """A work, with the future that its caller waits for."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -66,15 +70,15 @@ class _Waiting:
 
 
 class GroupCommit:
-    """Does works one after another, in the order they came, and commits those that wait together.
+    """Runs works in the order of arrival, and commits waiting works together.
 
     Args:
-        engine: whose connections begin with ``BEGIN IMMEDIATE``.
-        clock: bounds how long a transaction takes further work.
-        measures: where commits are counted.
+        engine: an engine whose connections begin with ``BEGIN IMMEDIATE``.
+        clock: bounds the time in which a transaction accepts more works.
+        measures: metrics that count commits.
 
     Attributes:
-        holder: `LeaderLock.name`, once it has a generation; commits are counted in the database then.
+        holder: `LeaderLock.name`, once this server has a generation; commits are then counted in the database.
         on_commit: called with the number of each commit, before its writers return.
     """
 
@@ -91,11 +95,11 @@ class GroupCommit:
         self._thread.start()
 
     def do(self, work: Callable[[sa.Connection], T]) -> T:
-        """Return what a work returns, once it is durable.
+        """Return the result of a work, once it is durable.
 
         Raises:
             WriterClosed: the writer was closed before.
-            Exception: what the work raised, or why its transaction failed.
+            Exception: the exception of the work, or the error of its transaction.
         """
         waiting = _Waiting(work)
         with self._lock:
@@ -106,7 +110,7 @@ class GroupCommit:
         return value
 
     def close(self) -> None:
-        """Finish what waits, and end the thread."""
+        """Finish waiting works, and end the thread."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -130,13 +134,13 @@ class GroupCommit:
                 return
 
     def _together(self, first: _Waiting, taken: list[_Waiting]) -> bool:
-        """Do a work and those that come meanwhile in one transaction; return whether the writer is to end."""
+        """Run a work and all later arrivals in one transaction; return True if the writer must end."""
         taken.append(first)
         with self._engine.connect() as connection:
             transaction = connection.begin()
             before = _changes(connection)
             try:
-                # The first needs no savepoint: when it fails there is nothing else to keep.
+                # The first work needs no savepoint: if it fails, the transaction contains nothing else.
                 _attempt(first, connection)
                 if first.error is not None:
                     transaction.rollback()
@@ -150,10 +154,10 @@ class GroupCommit:
                         waiting.error = error
                     return over
             except BaseException:
-                connection.invalidate()  # in an unknown state; closing it rolls back
+                connection.invalidate()  # The state is unknown; closing the connection rolls back.
                 raise
             faults.reach("before_commit")
-            with transaction:  # whose end commits, or rolls back what cannot be committed
+            with transaction:  # The end of this block commits, or rolls back after a failed commit.
                 pass
             self._committed(len(taken), number)
             return over
@@ -179,11 +183,11 @@ class GroupCommit:
                 waiting.value = waiting.work(connection)
                 number = self._count(connection, before)
             self._committed(1, number)
-        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits, which raises it
+        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
             waiting.error = error
 
     def _count(self, connection: sa.Connection, before: int) -> int:
-        """Count a transaction that changed something, in itself; return its number, 0 where nothing is counted."""
+        """Count a transaction that changed rows, inside itself; return its number, or 0 without counting."""
         if not self.holder or _changes(connection) == before:
             return 0
         return leader_lock.count_commit(_driver(connection), self.holder)
@@ -198,12 +202,12 @@ class GroupCommit:
 def _attempt(waiting: _Waiting, connection: sa.Connection) -> None:
     try:
         waiting.value = waiting.work(connection)
-    except BaseException as error:  # noqa: BLE001 - handed to the thread that waits, which raises it
+    except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
         waiting.error = error
 
 
 def _in_savepoint(waiting: _Waiting, connection: sa.Connection) -> None:
-    """Do a work, and roll it back when it fails; by the driver, as SQLAlchemy's savepoints cost more than it."""
+    """Run a work in a savepoint. The driver sets the savepoint, because SQLAlchemy's costs too much."""
     driver = _driver(connection)
     try:
         driver.execute("SAVEPOINT work")
@@ -225,5 +229,5 @@ def _driver(connection: sa.Connection) -> sqlite3.Connection:
 
 
 def _changes(connection: sa.Connection) -> int:
-    """Return how many rows this connection has changed since it was opened."""
+    """Return the number of rows that this connection has changed since it was opened."""
     return _driver(connection).total_changes

@@ -1,4 +1,4 @@
-"""The high-water mark: a small file beside the database that says how far the database has come.
+"""Records the position of the database in a small file, the high-water mark.
 
     <database>.mark         beside an SQLite database
     server/database.mark    of a PostgreSQL database
@@ -6,19 +6,25 @@
     commit is durable ─▶ mark written ─▶ the write returns         SQLite: every commit
     each second       ─▶ audit number, written and synced          both
 
-A database behind its mark was rolled back: its log was lost, an old copy was put in its place, or a standby took over
-that lacked the last transactions. What the server had acknowledged since is gone.
+A database behind its mark was rolled back. Its log was lost, an old copy replaced it, or a standby without the last
+transactions took over. Changes that the server had acknowledged since are lost.
 
 The mark lags behind the database and never leads it. A start compares both (`operations/backup.py`).
 
-- SQLite: the mark is written before a write returns. It survives the end of the process; a power cut may
-  take back its last second (`SYNC_S`).
-- PostgreSQL: the mark lags by a second, and by the audit alone.
+* SQLite: the server writes the mark before a write returns. The mark survives the end of the process; a power failure
+may undo its last second (`SYNC_S`).
 
-Two slots are written in turn, each with a checksum, so that one is whole whenever the power fails.
+* PostgreSQL: the mark lags by a second, and records only the audit.
 
-Failure cases: the mark cannot be written (logged once; it lags until it can be); it is missing (a server of an older
-version, a copied home: nothing to compare); neither slot is whole (refused as a rollback is: the disk lied).
+The server writes two slots in turn, each with a checksum, so that one is always intact after a power failure.
+
+Failure cases:
+
+* The mark cannot be written: the server logs this once, and the mark lags until a write succeeds.
+
+* The mark is missing, after a server of an older version or in a copied home: there is nothing to compare.
+
+* Neither slot is intact: the start refuses this like a rollback, because the disk lost synced data.
 """
 
 from __future__ import annotations
@@ -46,38 +52,44 @@ _log = logging.getLogger(__name__)
 class HighWaterMark(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of a high-water mark."""
 
-    position: DatabasePosition  # how far the database had come at least
-    at_ns: int  # when that was written, nanoseconds since 1970
-    place: str = ""  # where the database was, where the mark does not lie beside it; without a password
+    position: DatabasePosition  # Minimum position of the database.
+    at_ns: int  # Time of this mark, nanoseconds since 1970.
+    place: str = ""  # Place of the database if the mark is not beside it; without a password.
 
 
 def rollback(mark: HighWaterMark | None, found: DatabasePosition | None, *, place: str = "") -> str:
-    """Return how a database has less than its mark says, or "" when it has not.
+    """Return how a database lags behind its mark, or "" if it does not.
 
-    `mark` is None where nothing was written, `found` None where no server has claimed the database.
+    `mark` is None where no mark was written, `found` None where no server has claimed the database.
     """
     if mark is None:
         return ""
     there = mark.position
     if found is None or found.database_id != there.database_id:
         if mark.place != place:
-            return ""  # the server was told to use another database
-        what = "it is empty or from before it had an identity" if found is None else f"it is {found.database_id[:8]}"
-        return f"this server used database {there.database_id[:8]} here, up to {there}, and {what}"
+            return ""  # The operator has configured another database.
+        what = (
+            "the present database is empty or has no identity yet"
+            if found is None
+            else f"the present database is {found.database_id[:8]}"
+        )
+        return f"this server used database {there.database_id[:8]} here, up to {there}; {what}"
     behind = found.generation < there.generation or found.commits < there.commits or found.audit < there.audit
-    return f"it ends at {found}, and this server had acknowledged {there}" if behind else ""
+    return f"the database ends at {found}, but this server had acknowledged {there}" if behind else ""
 
 
 class UnreadableMark(Exception):
-    """Neither slot of a mark is whole."""
+    """Neither slot of a mark is intact."""
 
 
 def read_mark(path: Path) -> HighWaterMark | None:
-    """Return what a mark says, or None without a mark.
+    """The mark of a running server. Only the writer's thread calls `commit`.
 
-    Raises:
-        UnreadableMark: the file has no slot that is whole.
-        OSError: it cannot be read.
+    Args:
+        path: path of the file; None for a database in memory, which has no mark.
+        position: current position of the database.
+        now_ns: nanoseconds since 1970.
+        place: as in `HighWaterMark.place`.
     """
     try:
         data = path.read_bytes()
@@ -91,11 +103,11 @@ def read_mark(path: Path) -> HighWaterMark | None:
 
 
 class MarkFile:
-    """The mark of a server that works. `commit` belongs to the writer's thread, everything else to any.
+    """The mark of a running server. Only the writer's thread calls `commit`.
 
     Args:
-        path: of the file; None for a database in memory, which has no mark.
-        position: where the database stands.
+        path: path of the file; None for a database in memory, which has no mark.
+        position: current position of the database.
         now_ns: nanoseconds since 1970.
         place: as in `HighWaterMark.place`.
     """
@@ -115,17 +127,17 @@ class MarkFile:
 
     @property
     def position(self) -> DatabasePosition:
-        """Return how far the mark is."""
+        """Return the position in the mark."""
         return self._mark.position
 
     def commit(self, number: int) -> None:
-        """Move the mark to a commit that is durable."""
+        """Move the mark to a durable commit."""
         with self._lock:
             if number > self._mark.position.commits:
                 self._move(msgspec.structs.replace(self._mark.position, commits=number), self._mark.at_ns)
 
     def sync(self, *, audit: int, now_ns: int) -> None:
-        """Move the mark to a row of the audit that is durable, and make the mark itself durable."""
+        """Move the mark to a durable row of the audit, and sync the mark."""
         with self._lock:
             position = msgspec.structs.replace(self._mark.position, audit=max(audit, self._mark.position.audit))
             if self._fd < 0 or position == self._synced:
@@ -133,7 +145,7 @@ class MarkFile:
             self._move(position, now_ns)
             fd = os.dup(self._fd)
         try:
-            os.fsync(fd)  # without the lock: commits do not wait for it
+            os.fsync(fd)  # without the lock, so that commits do not wait
             self._synced = position
         except OSError as error:
             self._tell(error)
@@ -165,9 +177,9 @@ class MarkFile:
 
 
 class Checkpoints:
-    """Checkpoints a database that has new commits, soon after the start and then now and then.
+    """Checkpoints a database with new commits, soon after the start and then every ten seconds.
 
-    SQLite by itself waits for a thousand pages: until then a young server has nothing but its log.
+    SQLite's own checkpoint waits for a thousand pages. Until then all data of a new server is only in its log.
     """
 
     def __init__(self, database: Database, mark: MarkFile) -> None:
@@ -176,7 +188,7 @@ class Checkpoints:
         self._due_ns = 0
 
     def tick(self, now_ns: int) -> None:
-        """Checkpoint, if that is due."""
+        """Run a checkpoint if one is due."""
         commits = self._mark.position.commits
         if commits != self._commits and now_ns >= self._due_ns:
             self._commits, self._due_ns = commits, now_ns + round(CHECKPOINT_S * 1e9)

@@ -1,33 +1,36 @@
-"""Ensures that one server owns a database: a lock, and a generation by which older servers are fenced off.
+"""Ensures that one server owns a database: a lock, and a generation that fences off older servers.
 
 A server keeps leases and deliveries in memory, so two servers of one database would contradict each other.
 
-    SQLite        a lock on a file beside the database, held as long as the process lives
-    PostgreSQL    an advisory lock of a session of its own, looked at every second; PostgreSQL ends that session after
-                  half a minute without a look (`TTL_S`)
+    SQLite        a lock on a file beside the database, held until the process ends
+    PostgreSQL    an advisory lock in a session of its own, checked every second; PostgreSQL ends that session after
+                  half a minute without a check (`TTL_S`)
 
     take ─▶ held ──session broke──▶ not held: nothing is written ──taken again──▶ held
                                         └── another generation, or refused for a minute ─▶ gone: the server ends
 
-A session breaks when PostgreSQL restarts; then its lock is free at once and is taken again. When a network broke, or
-the server stood still (its machine was paused), the old session keeps the lock until PostgreSQL notices (half a
-minute), so a minute of refusals proves that another server has it. A server that lost the lock to another one never
-writes again:
+A session breaks when PostgreSQL restarts. Its lock is then free, and the server takes it again at once. After a network
+failure or a pause of the machine, the old session keeps the lock until PostgreSQL notices. This takes up to half a
+minute. A minute of refusals therefore proves that another server has the lock. A server that lost the lock to another
+one never writes again:
 
-- the next owner ends all sessions of other servers first, with what they were in the middle of;
-- a new session looks whether the lock is still its server's before it writes (`doubt`);
-- each owner increments the generation in the database and names itself the holder. A server that finds another holder
-  is gone, also where the lock is free again: its leases and deliveries are no longer true.
+* The next owner first ends all sessions of other servers, and with them their open transactions.
+
+* A new session checks the lock before it writes (`doubt`).
+
+* Each owner increments the generation in the database and records itself as the holder. A server that finds another
+holder ends, even if the lock is free again, because its leases and deliveries are outdated.
 
 The generation fences writes:
 
     PostgreSQL    each write transaction takes a shared lock on the table before its snapshot, and a new owner takes an
                   exclusive one: a write sees the new holder, or the new owner waits for the write
-    SQLite        each commit that changed something also counts itself in the row, and fails where the row has another
+    SQLite        each commit that changed rows also increments a counter in the row, and fails if the row has another
                   holder; `high_water_mark_file.py` detects a rollback by that count
 
-So a server that stood still in the middle of a transaction and goes on an hour later finds that it never happened. One
-that has not looked for `STALE_S` looks before it reads, too: its memory may be outdated.
+A server may pause in the middle of a transaction and continue an hour later: its transaction is then rolled back. A
+server that has not checked the lock for `STALE_S` seconds checks it before it reads, because its memory may be
+outdated.
 """
 
 from __future__ import annotations
@@ -63,12 +66,12 @@ _COUNT = (
 
 LOOK_S = 1.0
 TTL_S = 30.0
-"""A server that has not looked for so long may be replaced."""
+"""Seconds without a check of the lock after which another server may take over."""
 WAIT_S = 5
-"""How long a server that starts waits for one that is just ending."""
+"""Seconds that a starting server waits for a stopping server to release the lock."""
 REFUSED_S = 60.0
 STALE_S = 5.0
-"""A server that has not looked for so long looks before it answers anyone from its memory."""
+"""Seconds after the last check after which the server checks the lock before it answers from memory."""
 APPLICATION = "serverless-gpu"
 _KEY = migrations.LOCK + 1
 _TAKEN = "55P03"  # lock_not_available
@@ -86,10 +89,10 @@ _log = logging.getLogger(__name__)
 class DatabasePosition(msgspec.Struct, frozen=True, kw_only=True):
     """The position of a database; each number only grows."""
 
-    database_id: str  # which database; random, given once
-    generation: int  # how many servers have claimed it
-    commits: int  # transactions that changed something (SQLite); 0 where they are not counted
-    audit: int  # number of the last row of the audit
+    database_id: str  # Random identifier, assigned once.
+    generation: int  # Number of servers that have claimed the database.
+    commits: int  # Transactions that changed rows (SQLite); 0 for PostgreSQL, which does not count them.
+    audit: int  # Number of the last row of the audit.
 
     def __str__(self) -> str:
         commits = f"commit {self.commits:,}, " if self.commits else ""
@@ -97,14 +100,14 @@ class DatabasePosition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TakenOver(ServerProblem):
-    """Another server has taken the database over while this one stood still."""
+    """Another server has taken the database over while this one was paused."""
 
 
 class LeaderLock:
-    """Sole use of a database. All methods may be called from any thread.
+    """Lock that makes one server the owner of a database. Any thread may call all methods.
 
     Attributes:
-        name: what PostgreSQL knows the sessions of this server by.
+        name: application name of this server's sessions in PostgreSQL.
         on_gone: called once, when another server has taken the database over.
     """
 
@@ -118,7 +121,7 @@ class LeaderLock:
         self._looks = 0
         self._file = -1
         self._session: sa.Connection | None = None
-        self._held = True  # nothing is asked for before `take`
+        self._held = True  # Before `take`, no operation needs the lock.
         self._refused_ns: int | None = None
         self._taken = False
         self._is_numbered = False
@@ -127,23 +130,24 @@ class LeaderLock:
         self.on_gone: Callable[[], None] = lambda: None
 
     def take(self) -> None:
-        """Be the one server of the database from now on."""
+        """Take the lock, so that this server is the only one of the database."""
         with self._lock:
             taken = self._take_session() if self._is_postgres else self._take_file()
             if not taken:
                 raise ServerProblem(
                     "another server uses this database",
-                    hint="a database has one server: stop the other one, or give this one its own with --database",
+                    hint="a database has one server: stop the other server, or give this one another database "
+                    "with --database",
                 )
             self._taken = True
             self._looked_ns = self._clock.boottime_ns()
 
     def numbered(self) -> None:
-        """Note that this server's generation is in the database: from now on another holder there ends this server."""
+        """Note that this server's generation is in the database; another holder there now ends this server."""
         self._is_numbered = True
 
     def lose(self) -> None:
-        """Note that another server has claimed the database: this one writes nothing more, and ends."""
+        """Note that another server has claimed the database; this server stops writing and ends."""
         self._held = False
         if not self.is_gone:
             self.is_gone = True
@@ -152,44 +156,44 @@ class LeaderLock:
 
     @property
     def is_held(self) -> bool:
-        """Return whether the database is this server's, as far as it was looked at."""
+        """Return True if the last check found this server to be the owner."""
         return self._held and not self.is_gone
 
     def require(self) -> None:
-        """Return if the database is this server's; where its session broke, it is asked for again first."""
+        """Return if this server owns the database; after a broken session, check first."""
         if self._held and not self.is_stale:
             return
         seen = self._looks
         with self._lock:
             if self._looks == seen:
                 self._look()
-            is_held = self._held  # under the lock: another look takes it back for as long as it lasts
+            is_held = self._held  # Read under the lock, because a concurrent check clears the flag while it runs.
         if not is_held:
             raise ServerUnavailable(
-                "the database does not answer, or is another server's",
+                "the database does not answer, or belongs to another server",
                 hint="ask again later; the server's log says more",
             )
 
     @property
     def is_stale(self) -> bool:
-        """Return whether the last look is so long ago that another server may have the database by now."""
+        """Return True if another server may have taken the database since the last check."""
         if not self._taken or not self._is_postgres:
             return False
         return self._clock.boottime_ns() - self._looked_ns > STALE_S * 1e9
 
     def doubt(self) -> None:
-        """Look before anything else is written: a connection has broken."""
+        """Require a new check before the next write, because a connection has broken."""
         if self._taken and self._is_postgres:
             self._held = False
 
     def look(self) -> bool:
-        """Return whether the database is this server's; called every `LOOK_S`."""
+        """Check the lock and return True if this server owns the database; called every `LOOK_S`."""
         with self._lock:
             self._look()
         return self._held
 
     def close(self) -> None:
-        """Let the next server have it."""
+        """Release the lock for the next server."""
         with self._lock:
             self._drop()
             if self._file >= 0:
@@ -204,14 +208,15 @@ class LeaderLock:
         self._looked_ns = self._clock.boottime_ns()
         try:
             lives = self._session_lives()
-            self._held = self._held and lives  # while it is asked for again nothing is written
+            self._held = self._held and lives  # No write may start while this server tries to take the lock again.
             self._held = (lives or self._try_session()) and not self.is_gone
-        except sa.exc.DBAPIError:  # away, which the loops log; another server is found with the next look
+        # The database is unreachable, which the loops log. The next check would find another server.
+        except sa.exc.DBAPIError:
             self._held = False
             return
         except ServerProblem as error:
             self._held = False
-            _log.warning("the database is not this server's: %s", error.message)
+            _log.warning("this server does not own the database: %s", error.message)
             return
         if self._held or self.is_gone:
             self._refused_ns = None
@@ -263,7 +268,7 @@ class LeaderLock:
         return is_mine
 
     def _is_mine(self, session: sa.Connection) -> bool:
-        """Return whether no other server has numbered itself since this one did."""
+        """Return True if no other server has taken a generation since this server did."""
         if not self._is_numbered:
             session.scalar(sa.text("SELECT 1"))
             return True
@@ -274,7 +279,7 @@ class LeaderLock:
         session = self._open()
         try:
             is_locked = session.scalar(sa.text("SELECT pg_try_advisory_lock(:key)"), {"key": _KEY})
-            # After the lock: a successor numbers itself under it.
+            # Check the holder after taking the lock, because a successor takes its generation under the lock.
             if not self._is_mine(session):
                 self.lose()
             elif is_locked:
@@ -287,7 +292,7 @@ class LeaderLock:
         return False
 
     def end_others(self, session: sa.Connection) -> None:
-        """End what another server left in the middle of something; the lock is held, so there are no new ones."""
+        """End open sessions of other servers; this server holds the lock, so they cannot open new ones."""
         values = {"mine": self.name, "all": f"{APPLICATION} %"}
         try:
             for _ in range(round(_ENDED_S / _PAUSE_S)):
@@ -299,17 +304,17 @@ class LeaderLock:
             if getattr(error.orig, "sqlstate", None) != _NOT_MINE:
                 raise
             raise ServerProblem(
-                "another server uses this database with another user, whose sessions this one may not end",
-                hint="stop the other one, or start this one with the same user of PostgreSQL",
+                "another server uses this database as another PostgreSQL user, whose sessions this server may not end",
+                hint="stop the other server, or start this one with the same user of PostgreSQL",
             ) from error
         session.close()
         raise ServerProblem(
             f"sessions of another server of this database did not end within {_ENDED_S:.0f} s",
-            hint="end that server; `SELECT * FROM pg_stat_activity` in PostgreSQL says where it is",
+            hint="stop that server; `SELECT * FROM pg_stat_activity` in PostgreSQL shows its address",
         )
 
     def _open(self) -> sa.Connection:
-        """Return a session whose end PostgreSQL notices by itself, also when this machine is gone."""
+        """Return a session that PostgreSQL ends after a timeout, even if this machine has failed."""
         session = self._connect()
         try:
             for name, value in (("idle", 10), ("interval", 5), ("count", 4)):
@@ -328,14 +333,14 @@ class LeaderLock:
 
 
 class Superseded(Exception):
-    """Another server has claimed the database since."""
+    """Another server has claimed the database."""
 
 
 def begin(connection: sa.Connection, *, holder: str, now_ns: int) -> DatabasePosition:
-    """Number this server, one higher than the last; return where the database stands then.
+    """Give this server the next generation; return the position of the database.
 
     Args:
-        connection: of a transaction that has read nothing yet.
+        connection: connection of a transaction that has read nothing yet.
         holder: `LeaderLock.name` of this server.
         now_ns: nanoseconds since 1970.
     """
@@ -355,7 +360,7 @@ def begin(connection: sa.Connection, *, holder: str, now_ns: int) -> DatabasePos
 
 
 def position(connection: sa.Connection) -> DatabasePosition | None:
-    """Return where a database stands, or None where no server of a version with generations has claimed it."""
+    """Return the position of a database, or None if no server with generations has claimed it."""
     if not sa.inspect(connection).has_table(server_identity.name):
         return None
     row = connection.execute(sa.select(server_identity).where(server_identity.c.name == ROW)).first()
@@ -375,16 +380,16 @@ def newest_audit_seq(connection: sa.Connection) -> int:
 
 
 def require_postgres(connection: sa.Connection, holder: str) -> None:
-    """Begin a write transaction: no other server can claim the database until it has ended.
+    """Begin a write transaction; no other server can claim the database until it ends.
 
     Args:
-        connection: of a transaction that has read nothing yet, so that its snapshot is made under the lock.
+        connection: connection of a transaction that has read nothing yet, so that its snapshot is made under the lock.
         holder: `LeaderLock.name` of this server.
     """
     statement = f"{_LOCK_SHARED}; {HOLDER}"
     errors = connection.dialect.loaded_dbapi.Error
     try:
-        # By the driver: one round trip for both; SQLAlchemy would show the first one's rows.
+        # The driver sends both statements in one round trip; SQLAlchemy would return the first one's rows.
         cursor: Any = connection.connection.cursor()
         with contextlib.closing(cursor):
             cursor.execute(statement)
@@ -398,7 +403,7 @@ def require_postgres(connection: sa.Connection, holder: str) -> None:
 
 
 def count_commit(driver: sqlite3.Connection, holder: str) -> int:
-    """Count a commit that is about to be made; return its number."""
+    """Count a commit just before it happens; return its number."""
     row = driver.execute(_COUNT, (holder,)).fetchone()
     if row is None:
         raise Superseded
@@ -406,5 +411,5 @@ def count_commit(driver: sqlite3.Connection, holder: str) -> int:
 
 
 def probe(connection: sa.Connection, *, now_ns: int) -> None:
-    """Write a moment, to see whether the database can be written."""
+    """Write the current time to test that the database accepts writes."""
     connection.execute(sa.update(server_identity).where(server_identity.c.name == ROW).values(probed_ns=now_ns))

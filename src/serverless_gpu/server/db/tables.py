@@ -1,8 +1,8 @@
-"""The tables of the database. `migrations/` makes and changes them; `records/` reads and writes them.
+"""Defines the tables of the database. `migrations/` creates them; `records/` reads and writes them.
 
-Times are nanoseconds since 1970 (`*_ns`). Values that only travel are JSON (`*_json`) as `wire` or `model` define them.
-A foreign key is there where a row without its parent would be a lie. What grows with use (log bytes, large outputs) is
-in files and the store, not here.
+Times are nanoseconds since 1970 (`*_ns`). Values without SQL conditions are JSON (`*_json`), in formats of `wire` or
+`model`. A foreign key exists where a row without its parent would be wrong. Data that grows with use, such as log bytes
+and large outputs, is in files and the store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAMES = {
 }
 metadata = sa.MetaData(naming_convention=NAMES)
 RETURN_S = 300.0
-"""Seconds within which a pool has back what it lends, where nothing else was said."""
+"""Default for the seconds within which a pool gets the devices back that it lends."""
 
 principals = sa.Table(
     "principals",
@@ -28,7 +28,7 @@ principals = sa.Table(
     sa.Column("role", sa.String(16), nullable=False),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
     sa.Column("disabled_ns", sa.BigInteger),
-    sa.Column("runs", sa.String(8)),  # once they may start none: what becomes of those that go on: finish, stop
+    sa.Column("runs", sa.String(8)),  # for a disabled principal: the fate of its running runs, finish or stop
 )
 
 teams = sa.Table(
@@ -36,7 +36,7 @@ teams = sa.Table(
     metadata,
     sa.Column("name", sa.String(64), primary_key=True),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
-    sa.Column("time_zone", sa.String(64)),  # of the periods of its budgets; NULL for UTC
+    sa.Column("time_zone", sa.String(64)),  # time zone for the periods of the team's budgets; NULL for UTC
 )
 
 members = sa.Table(
@@ -50,15 +50,16 @@ tokens = sa.Table(
     "tokens",
     metadata,
     sa.Column("id", sa.String(26), primary_key=True),
-    sa.Column("sha256", sa.String(64), nullable=False, unique=True),  # of the secret, which is kept nowhere
+    # hash of the secret; the server never stores the secret itself
+    sa.Column("sha256", sa.String(64), nullable=False, unique=True),
     sa.Column("principal", sa.ForeignKey("principals.name"), nullable=False, index=True),
     sa.Column("label", sa.String(256), nullable=False, default=""),
     sa.Column("scopes_json", sa.Text, nullable=False, default="[]"),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
     sa.Column("expires_ns", sa.BigInteger),
     sa.Column("revoked_ns", sa.BigInteger),
-    sa.Column("used_ns", sa.BigInteger),  # coalesced: at most once a minute
-    sa.Column("renews", sa.Boolean),  # a node's: each use puts its end off
+    sa.Column("used_ns", sa.BigInteger),  # written at most once a minute
+    sa.Column("renews", sa.Boolean),  # true for a node's token: each use extends its validity
 )
 
 pools = sa.Table(
@@ -66,13 +67,14 @@ pools = sa.Table(
     metadata,
     sa.Column("name", sa.String(64), primary_key=True),
     sa.Column("kind", sa.String(16), nullable=False),  # on-demand, reserved
-    sa.Column("lends", sa.Boolean, nullable=False, default=False),  # a reserved one's idle devices, to BEST_EFFORT
-    sa.Column("return_s", sa.Float, nullable=False, default=RETURN_S),  # within which they are back
+    # A reserved pool lends its idle devices to BEST_EFFORT runs.
+    sa.Column("lends", sa.Boolean, nullable=False, default=False),
+    sa.Column("return_s", sa.Float, nullable=False, default=RETURN_S),  # seconds within which lent devices return
     sa.Column("created_ns", sa.BigInteger, nullable=False),
-    sa.Column("isolation", sa.String(16)),  # none: several principals may share a uid; unset: not; NULL: undecided
+    sa.Column("isolation", sa.String(16)),  # none: principals may share a uid; unset: they may not; NULL: undecided
 )
 
-shares = sa.Table(  # of the fair share; 1 without a row
+shares = sa.Table(  # weights of the fair share; 1 without a row
     "shares",
     metadata,
     sa.Column("kind", sa.String(8), primary_key=True),  # team, user
@@ -85,11 +87,11 @@ policies = sa.Table(
     "policies",
     metadata,
     sa.Column("name", sa.String(64), primary_key=True),
-    sa.Column("document_json", sa.Text, nullable=False),  # model.policy.UsagePolicy
+    sa.Column("document_json", sa.Text, nullable=False),  # model.usage_policy.UsagePolicy
     sa.Column("set_ns", sa.BigInteger, nullable=False),
 )
 
-policy_holders = sa.Table(  # whom usage policies are attached to
+policy_holders = sa.Table(  # principals and teams with attached usage policies
     "policy_holders",
     metadata,
     sa.Column("policy", sa.ForeignKey("policies.name"), primary_key=True),
@@ -98,7 +100,7 @@ policy_holders = sa.Table(  # whom usage policies are attached to
     sa.Index("ix_policy_holders_name", "kind", "name"),
 )
 
-prices = sa.Table(  # the price book; rows are ended, never changed
+prices = sa.Table(  # the price book; rows get an end time and are never changed otherwise
     "prices",
     metadata,
     sa.Column("resource", sa.String(256), primary_key=True),  # a GPU type, "core", "memory"
@@ -114,20 +116,20 @@ budgets = sa.Table(
     "budgets",
     metadata,
     sa.Column("name", sa.String(64), primary_key=True),
-    sa.Column("document_json", sa.Text, nullable=False),  # model.budget.Budget
+    sa.Column("document_json", sa.Text, nullable=False),  # model.billing.budget.Budget
     sa.Column("set_ns", sa.BigInteger, nullable=False),
 )
 
-budget_warnings = sa.Table(  # what was said of a budget in a period, each once
+budget_warnings = sa.Table(  # thresholds already announced for a budget in a period
     "budget_warnings",
     metadata,
     sa.Column("budget", sa.String(64), primary_key=True),
-    sa.Column("start_ns", sa.BigInteger, primary_key=True),  # of the period
+    sa.Column("start_ns", sa.BigInteger, primary_key=True),  # start of the period
     sa.Column("percent", sa.Integer, primary_key=True),
     sa.Column("at_ns", sa.BigInteger, nullable=False),
 )
 
-notices = sa.Table(  # what is to be told to the webhook: an outbox
+notices = sa.Table(  # outbox of notices for the webhook
     "notices",
     metadata,
     sa.Column("seq", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
@@ -139,7 +141,7 @@ notices = sa.Table(  # what is to be told to the webhook: an outbox
     sa.Index("ix_notices_open", "sent_ns", "seq"),
 )
 
-drains = sa.Table(  # a row: nothing new is started
+drains = sa.Table(  # While a row exists, the server starts no new runs.
     "drains",
     metadata,
     sa.Column("name", sa.String(16), primary_key=True),
@@ -155,20 +157,21 @@ nodes = sa.Table(
     sa.Column("name", sa.String(256), nullable=False, unique=True),
     sa.Column("machine", sa.String(64), nullable=False),
     sa.Column("boot_id", sa.String(64), nullable=False),
-    sa.Column("principal", sa.ForeignKey("principals.name"), nullable=False),  # whose token the agent has
-    sa.Column("token_id", sa.String(26), nullable=False, default=""),  # with which it said hello last
+    sa.Column("principal", sa.ForeignKey("principals.name"), nullable=False),  # owner of the agent's token
+    sa.Column("token_id", sa.String(26), nullable=False, default=""),  # token of the agent's last registration
     sa.Column("pool", sa.ForeignKey("pools.name"), nullable=False),
-    sa.Column("hello_json", sa.Text, nullable=False),  # wire.agents.AgentHello without attempts, as last heard
+    sa.Column("hello_json", sa.Text, nullable=False),  # last wire.agents.AgentHello, without its attempts
     sa.Column("seen_ns", sa.BigInteger, nullable=False),  # coalesced
     sa.Column("forgotten_ns", sa.BigInteger),
-    sa.Column("rules_json", sa.Text, nullable=False, default="{}"),  # wire.nodes.NodeRules
+    sa.Column("rules_json", sa.Text, nullable=False, default="{}"),  # a document of type wire.nodes.NodeRules
 )
 
-node_bindings = sa.Table(  # which node a token is for; one that is not approved waits for an administrator
+node_bindings = sa.Table(  # the node that may use a token; an administrator must approve it first
     "node_bindings",
     metadata,
     sa.Column("token", sa.ForeignKey("tokens.id"), primary_key=True),
-    sa.Column("node", sa.String(256), nullable=False, default=""),  # its name; "": the first that says hello
+    # node name; "" binds the token to the first node that registers
+    sa.Column("node", sa.String(256), nullable=False, default=""),
     sa.Column("machine", sa.String(64), nullable=False, default=""),
     sa.Column("instance", sa.String(64), nullable=False, default=""),
     sa.Column("asked_ns", sa.BigInteger, nullable=False),
@@ -183,7 +186,8 @@ invitations = sa.Table(  # join tokens
     "invitations",
     metadata,
     sa.Column("token", sa.ForeignKey("tokens.id"), primary_key=True),
-    sa.Column("node", sa.String(256), nullable=False, default=""),  # the only name it lets in, or ""
+    # the only node name that may join with this token, or ""
+    sa.Column("node", sa.String(256), nullable=False, default=""),
     sa.Column("uses_left", sa.Integer, nullable=False),
 )
 
@@ -195,40 +199,45 @@ runs = sa.Table(
     sa.Column("team", sa.String(64), nullable=False, default=""),
     sa.Column("name", sa.String(256), nullable=False, default=""),
     sa.Column("pool", sa.String(64), nullable=False, default=""),
-    sa.Column("priority", sa.Integer, nullable=False),  # 0 is the first to be served
+    sa.Column("priority", sa.Integer, nullable=False),  # Lower values are served first.
     sa.Column("state", sa.String(16), nullable=False),
     sa.Column("reason", sa.String(32)),
     sa.Column("detail", sa.Text, nullable=False, default=""),
-    sa.Column("fence", sa.Integer, nullable=False, default=0),  # of the current attempt; 0 before the first
-    sa.Column("stop", sa.String(16)),  # why it is asked to stop
+    sa.Column("fence", sa.Integer, nullable=False, default=0),  # number of the current attempt; 0 before the first
+    sa.Column("stop", sa.String(16)),  # reason for a requested stop
     sa.Column("retries_used", sa.Integer, nullable=False, default=0),
     sa.Column("infra_retries_used", sa.Integer, nullable=False, default=0),
     sa.Column("fault_retries_used", sa.Integer, nullable=False, default=0),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
-    sa.Column("queued_ns", sa.BigInteger, nullable=False),  # its age in the queue; a requeued run keeps it
+    # start of the run's age in the queue; a requeued run keeps it
+    sa.Column("queued_ns", sa.BigInteger, nullable=False),
     sa.Column("started_ns", sa.BigInteger),
     sa.Column("ended_ns", sa.BigInteger),
     sa.Column("settled_ns", sa.BigInteger),
-    sa.Column("events", sa.Integer, nullable=False, default=0),  # seq of the last one
-    sa.Column("request_sha256", sa.String(64), nullable=False),  # keyed, of the canonical request: same id, same body?
+    sa.Column("events", sa.Integer, nullable=False, default=0),  # sequence number of the last event
+    # keyed hash of the canonical request; detects a repeated id with another body
+    sa.Column("request_sha256", sa.String(64), nullable=False),
     sa.Column("spec_json", sa.Text, nullable=False),
     sa.Column("target_json", sa.Text, nullable=False),
     sa.Column("tags_json", sa.Text, nullable=False, default="{}"),
     sa.Column("snapshot", sa.String(64), nullable=False, default=""),
-    sa.Column("context_sealed", sa.LargeBinary, nullable=False),  # encrypted: it holds the caller's variables
+    # encrypted, because it contains the caller's variables
+    sa.Column("context_sealed", sa.LargeBinary, nullable=False),
     sa.Column("call", sa.LargeBinary),
     sa.Column("client_version", sa.String(32), nullable=False, default=""),
-    sa.Column("tracked", sa.Text, nullable=False, default=""),  # link to it in MLflow
-    sa.Column("promised_json", sa.Text),  # model.scheduling.values.Reservation: the latest time it was told to start
-    sa.Column("restored_ns", sa.BigInteger),  # when the server was restored from a backup in which it went on
-    sa.Column("member_of_json", sa.Text),  # of one without a team: the teams of its owner when it was submitted
-    sa.Column("saved", sa.Integer, nullable=False, default=0, server_default="0"),  # newest attempt with a checkpoint
-    sa.Column("unsaved", sa.Integer, nullable=False, default=0, server_default="0"),  # attempts in a row without one
+    sa.Column("tracked", sa.Text, nullable=False, default=""),  # Link to the run in MLflow.
+    sa.Column("promised_json", sa.Text),  # The latest start promised to the run, a model.scheduling.values.Reservation.
+    sa.Column("restored_ns", sa.BigInteger),  # Time of a restore from a backup in which this run had not ended.
+    sa.Column("member_of_json", sa.Text),  # For a run without a team: the teams of its owner at submission.
+    sa.Column("saved", sa.Integer, nullable=False, default=0, server_default="0"),  # Newest attempt with a checkpoint.
+    # consecutive attempts without a checkpoint.
+    sa.Column("unsaved", sa.Integer, nullable=False, default=0, server_default="0"),
     sa.Column("ran", sa.Integer, nullable=False, default=0, server_default="0"),  # attempts that count for its policy
-    sa.Column("ran_ms", sa.BigInteger, nullable=False, default=0, server_default="0"),  # user code of those before
+    # milliseconds of user code in earlier attempts
+    sa.Column("ran_ms", sa.BigInteger, nullable=False, default=0, server_default="0"),
     sa.Index("ix_runs_queue", "state", "priority", "queued_ns"),
     sa.Index("ix_runs_owner", "owner", "id"),
-    sa.Index(  # `past.durations_s`
+    sa.Index(  # used by `duration_history.durations_s`
         "ix_runs_succeeded",
         "owner",
         "name",
@@ -238,7 +247,7 @@ runs = sa.Table(
     ),
 )
 
-attempts = sa.Table(  # what is the same for all crews of one
+attempts = sa.Table(  # data shared by all supervisors of an attempt
     "attempts",
     metadata,
     sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
@@ -247,56 +256,64 @@ attempts = sa.Table(  # what is the same for all crews of one
     sa.Column("world_size", sa.Integer, nullable=False),
     sa.Column("num_nodes", sa.Integer, nullable=False, default=1),
     sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("before", sa.String(16)),  # what it was when it became UNREACHABLE
+    sa.Column("before", sa.String(16)),  # state before UNREACHABLE
     sa.Column("reason", sa.String(32)),
     sa.Column("began", sa.Boolean, nullable=False, default=False),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
     sa.Column("started_ns", sa.BigInteger),
     sa.Column("ended_ns", sa.BigInteger),
     sa.Column("settled_ns", sa.BigInteger),
-    sa.Column("secrets_json", sa.Text, nullable=False, default="[]"),  # model.secrets.Pinned, none of their values
-    sa.Column("tariff_json", sa.Text, nullable=False, default="{}"),  # model.pricing.Tariff, as it was placed
-    sa.Column("account_id", sa.ForeignKey("accounts.id")),  # of all its charges, as it was placed
-    sa.Column("version", sa.Integer, nullable=False, default=0),  # of it and its crews: whoever changes one counts on
-    sa.Column("nonce", sa.String(64), nullable=False, default=""),  # by which its crews know each other
-    sa.Column("chosen_json", sa.Text),  # rendezvous.Chosen: how its crews meet
-    sa.Column("called_off", sa.Boolean, nullable=False, default=False),  # its crews will not meet
-    sa.Column("released", sa.Boolean, nullable=False, default=False),  # all of its ranks have returned, and may exit
-    sa.Column("cause_json", sa.Text),  # gang_lifecycle.Cause
+    # versions of secrets without values, as model.secrets.Pinned
+    sa.Column("secrets_json", sa.Text, nullable=False, default="[]"),
+    # prices at placement, as model.billing.pricing.Tariff
+    sa.Column("tariff_json", sa.Text, nullable=False, default="{}"),
+    sa.Column("account_id", sa.ForeignKey("accounts.id")),  # account of all charges, chosen at placement
+    # version of the attempt and its supervisors; each change increments it
+    sa.Column("version", sa.Integer, nullable=False, default=0),
+    # shared nonce with which the gang's supervisors identify each other
+    sa.Column("nonce", sa.String(64), nullable=False, default=""),
+    sa.Column("chosen_json", sa.Text),  # Chosen rendezvous of the gang, as model.lifecycle.rendezvous.Chosen.
+    sa.Column("called_off", sa.Boolean, nullable=False, default=False),  # True if the rendezvous was cancelled.
+    sa.Column("released", sa.Boolean, nullable=False, default=False),  # True once all ranks have returned and may exit.
+    sa.Column("cause_json", sa.Text),  # First failure of the gang, as model.lifecycle.gang_lifecycle.Cause.
 )
 
-crews = sa.Table(  # what an attempt has on one node
+crews = sa.Table(  # the part of an attempt on one node: a supervisor and its ranks
     "crews",
     metadata,
     sa.Column("run_id", sa.String(26), primary_key=True),
     sa.Column("fence", sa.Integer, primary_key=True),
-    sa.Column("crew", sa.Integer, primary_key=True),  # 0, 1, 2 … of this attempt
+    sa.Column("crew", sa.Integer, primary_key=True),  # number within the attempt: 0, 1, 2 …
     sa.Column("node_id", sa.ForeignKey("nodes.id"), nullable=False, index=True),
-    sa.Column("boot_id", sa.String(64), nullable=False),  # of the node when it was placed there
+    sa.Column("boot_id", sa.String(64), nullable=False),  # boot id of the node at placement
     sa.Column("first_rank", sa.Integer, nullable=False, default=0),
     sa.Column("gpus", sa.Integer, nullable=False),
     sa.Column("token_sha256", sa.String(64), nullable=False, unique=True),
-    sa.Column("lease_ns", sa.BigInteger, nullable=False),  # last renewal that was written (coalesced)
-    sa.Column("grace_s", sa.Float, nullable=False),  # the longest it was ever allowed to go on without an answer
+    # time of the last lease renewal written here; not every renewal is written
+    sa.Column("lease_ns", sa.BigInteger, nullable=False),
+    sa.Column("grace_s", sa.Float, nullable=False),  # longest granted time without an answer of the server, in seconds
     sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("before", sa.String(16)),  # what it was when it became UNREACHABLE
+    sa.Column("before", sa.String(16)),  # state before UNREACHABLE
     sa.Column("began", sa.Boolean, nullable=False, default=False),
     sa.Column("reason", sa.String(32)),
-    sa.Column("proven", sa.Boolean, nullable=False, default=True),  # of one that ended: no process of it is left
+    # for an ended attempt: true if no process of it is left
+    sa.Column("proven", sa.Boolean, nullable=False, default=True),
     sa.Column("sentence", sa.Text, nullable=False, default=""),
-    sa.Column("leave_ns", sa.BigInteger),  # when it has to leave its node, as its owner was told
+    sa.Column("leave_ns", sa.BigInteger),  # deadline announced to the owner for leaving the node
     sa.Column("started_ns", sa.BigInteger),
     sa.Column("ended_ns", sa.BigInteger),
     sa.Column("settled_ns", sa.BigInteger),
-    sa.Column("late_reason", sa.String(32)),  # how its node says it ended, after it was given up
-    sa.Column("stopped_json", sa.Text),  # node.protocol.Stopped
+    # reason of the end as the node reported it, after the server had given the attempt up
+    sa.Column("late_reason", sa.String(32)),
+    sa.Column("stopped_json", sa.Text),  # record of the stop, as model.lifecycle.attempt.Stopped
     sa.Column("receipt_json", sa.Text),
-    sa.Column("halt_json", sa.Text),  # gang_lifecycle.Halt
+    sa.Column("halt_json", sa.Text),  # requested halt, as model.lifecycle.gang_lifecycle.Halt
     sa.Column("returned", sa.Boolean, nullable=False, default=False),
-    sa.Column("uncharged", sa.Boolean, nullable=False, default=False),  # it has ended, and charges do not say all of it
+    # true if the attempt has ended and its charges are incomplete
+    sa.Column("uncharged", sa.Boolean, nullable=False, default=False),
     sa.ForeignKeyConstraint(["run_id", "fence"], ["attempts.run_id", "attempts.fence"]),
     sa.UniqueConstraint("run_id", "fence", "node_id"),
-    sa.Index(  # `charging.py` looks for them
+    sa.Index(  # index for the search in `charging.py`
         "ix_crews_uncharged",
         "uncharged",
         sqlite_where=sa.text("uncharged"),
@@ -310,13 +327,14 @@ secrets = sa.Table(
     sa.Column("kind", sa.String(8), primary_key=True),  # user, team
     sa.Column("owner", sa.String(64), primary_key=True),
     sa.Column("name", sa.String(64), primary_key=True),
-    sa.Column("version", sa.Integer, primary_key=True),  # 1, 2, 3 … of this name, deletions among them
-    sa.Column("sealed", sa.LargeBinary),  # encrypted; None: deleted, or replaced and of no attempt any more
+    sa.Column("version", sa.Integer, primary_key=True),  # 1, 2, 3 … for each name; a deletion also takes a number
+    # encrypted value; NULL after deletion, or after replacement once no attempt uses it
+    sa.Column("sealed", sa.LargeBinary),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
     sa.Column("by", sa.String(64), nullable=False),
 )
 
-orders = sa.Table(  # the outbox: written with the decision, delivered until acknowledged
+orders = sa.Table(  # outbox of orders, written with each decision and delivered until acknowledged
     "orders",
     metadata,
     sa.Column("seq", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
@@ -368,28 +386,28 @@ facts = sa.Table(
     sa.ForeignKeyConstraint(["run_id", "fence", "crew"], ["crews.run_id", "crews.fence", "crews.crew"]),
 )
 
-accounts = sa.Table(  # who used something, and as what: charges that are alike in all of it share a row
+accounts = sa.Table(  # dimensions of usage: the owner, pool, tags and other values that charges share
     "accounts",
     metadata,
     sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
-    sa.Column("sha256", sa.String(64), nullable=False, unique=True),  # of all that follows
+    sa.Column("sha256", sa.String(64), nullable=False, unique=True),  # hash of all following columns
     sa.Column("owner", sa.String(64), nullable=False),
     sa.Column("team", sa.String(64), nullable=False),
     sa.Column("pool", sa.String(64), nullable=False),
-    sa.Column("reserved", sa.Boolean, nullable=False),  # whether that pool was
+    sa.Column("reserved", sa.Boolean, nullable=False),  # true if the pool was reserved
     sa.Column("policy", sa.String(64), nullable=False),
     sa.Column("gpu_type", sa.String(256), nullable=False),
-    sa.Column("name", sa.String(256), nullable=False),  # of the run
+    sa.Column("name", sa.String(256), nullable=False),  # name of the run
     sa.Column("workload", sa.String(16), nullable=False),  # function, command, kernel
-    sa.Column("environment", sa.String(64), nullable=False),  # the snapshot, or ""
+    sa.Column("environment", sa.String(64), nullable=False),  # address of the snapshot, or ""
     sa.Column("currency", sa.String(8), nullable=False),
     sa.Column("tags_json", sa.Text, nullable=False),
-    sa.Column("member_of_json", sa.Text),  # of a run without a team: the teams that it counts for
-    # The account with the same values, but no tags and no environment; itself for such a one.
+    sa.Column("member_of_json", sa.Text),  # For a run without a team: the teams that it counts for.
+    # The account with the same values but without tags and environment; an account without both refers to itself.
     sa.Column("plain_id", sa.BigInteger, nullable=False, server_default="0"),
 )
 
-charges = sa.Table(  # the ledger: `LedgerEntry`; only ever added to, and kept when its run is removed
+charges = sa.Table(  # the ledger of `LedgerEntry` rows; append-only, and kept when the run is removed
     "charges",
     metadata,
     sa.Column("seq", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
@@ -405,7 +423,8 @@ charges = sa.Table(  # the ledger: `LedgerEntry`; only ever added to, and kept w
     sa.Column("start_ns", sa.BigInteger, nullable=False),
     sa.Column("end_ns", sa.BigInteger, nullable=False),
     sa.Column("gpus", sa.Integer, nullable=False),
-    sa.Column("queued_ms", sa.BigInteger, nullable=False),  # wall time, of the first entry of crew 0
+    # wall time in the queue; only in the first entry of supervisor 0
+    sa.Column("queued_ms", sa.BigInteger, nullable=False),
     sa.Column("environment_ms", sa.BigInteger, nullable=False),
     sa.Column("start_ms", sa.BigInteger, nullable=False),
     sa.Column("run_ms", sa.BigInteger, nullable=False),
@@ -423,7 +442,7 @@ charges = sa.Table(  # the ledger: `LedgerEntry`; only ever added to, and kept w
 )
 
 account_tags = (
-    sa.Table(  # `accounts.tags_json` as rows, for reports; without empty values and what PostgreSQL cannot hold
+    sa.Table(  # `accounts.tags_json` as rows for reports, without empty values and text that PostgreSQL cannot store
         "account_tags",
         metadata,
         sa.Column("key", sa.Text, primary_key=True),
@@ -434,29 +453,30 @@ account_tags = (
     )
 )
 
-utilisations = sa.Table(  # what telemetry saw of a crew's devices, by its receipt; kept as charges are
+utilisations = sa.Table(  # device utilisation from telemetry, one row per receipt; kept like charges
     "utilisations",
     metadata,
     sa.Column("run_id", sa.String(26), primary_key=True),
     sa.Column("fence", sa.Integer, primary_key=True),
     sa.Column("crew", sa.Integer, primary_key=True, default=0),
     sa.Column("account_id", sa.ForeignKey("accounts.id"), nullable=False),
-    sa.Column("day", sa.Integer, nullable=False),  # on which it ended
+    sa.Column("day", sa.Integer, nullable=False),  # day on which the attempt ended
     sa.Column("gpus", sa.Integer, nullable=False),
     sa.Column("gpu_ms", sa.BigInteger, nullable=False),
-    sa.Column("observed_ms", sa.BigInteger, nullable=False),  # device-milliseconds that telemetry saw
-    sa.Column("busy_ms", sa.BigInteger, nullable=False),  # and those in which a device worked
-    sa.Column("peak_memory_bytes", sa.BigInteger),  # the most of one device
-    sa.Column("plain_id", sa.BigInteger, nullable=False, server_default="0"),  # of its account
-    sa.Index("ix_utilisations_day", "day", "account_id", "observed_ms", "busy_ms"),  # all that a report reads
+    sa.Column("observed_ms", sa.BigInteger, nullable=False),  # Device-milliseconds that telemetry observed.
+    sa.Column("busy_ms", sa.BigInteger, nullable=False),  # Observed device-milliseconds in which a device was busy.
+    sa.Column("peak_memory_bytes", sa.BigInteger),  # Maximum of any single device.
+    sa.Column("plain_id", sa.BigInteger, nullable=False, server_default="0"),  # `plain_id` of the account.
+    # covers all columns that a report reads.
+    sa.Index("ix_utilisations_day", "day", "account_id", "observed_ms", "busy_ms"),
     sa.Index("ix_utilisations_plain", "day", "plain_id", "observed_ms", "busy_ms"),  # alike
 )
 
 
 def _sums() -> list[sa.Column[int]]:
-    """Return the columns of a table of sums of `charges`."""
+    """Return the columns of a table with sums of `charges`."""
     names = (
-        "runs",  # whose first entry is among them
+        "runs",  # number of runs whose first entry is included
         "queued_ms",
         "environment_ms",
         "start_ms",
@@ -476,7 +496,8 @@ def _sums() -> list[sa.Column[int]]:
     return [sa.Column(name, sa.BigInteger, nullable=name == "micros") for name in names]
 
 
-used_days = sa.Table(  # sums of `charges` up to a number, for reports: `usage_rollup.py`; may be made again from them
+# sums of `charges` up to an entry, for reports (`usage_rollup.py`); can be rebuilt from `charges`
+used_days = sa.Table(
     "used_days",
     metadata,
     sa.Column("day", sa.Integer, primary_key=True),
@@ -484,7 +505,7 @@ used_days = sa.Table(  # sums of `charges` up to a number, for reports: `usage_r
     *_sums(),
 )
 
-used_plain_days = sa.Table(  # sums of `used_days` by `accounts.plain_id`: few, however many tags there are
+used_plain_days = sa.Table(  # sums of `used_days` by `accounts.plain_id`; the number of rows does not grow with tags
     "used_plain_days",
     metadata,
     sa.Column("day", sa.Integer, primary_key=True),
@@ -492,14 +513,14 @@ used_plain_days = sa.Table(  # sums of `used_days` by `accounts.plain_id`: few, 
     *_sums(),
 )
 
-folded = sa.Table(  # up to which entry of `charges` those sums go: a row
+folded = sa.Table(  # a row with the last entry of `charges` that the sums include
     "folded",
     metadata,
     sa.Column("name", sa.String(16), primary_key=True),
     sa.Column("seq", sa.BigInteger, nullable=False),
 )
 
-audit = sa.Table(  # who did what; only ever added to
+audit = sa.Table(  # append-only record of actions by principals
     "audit",
     metadata,
     sa.Column("seq", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
@@ -512,7 +533,7 @@ audit = sa.Table(  # who did what; only ever added to
     sa.Index("ix_audit_subject", "subject"),
 )
 
-audit_links = sa.Table(  # the chain through the audit: its order, and a digest for each entry; only ever added to
+audit_links = sa.Table(  # chain of the audit: order and digest of each entry; append-only
     "audit_links",
     metadata,
     sa.Column("number", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=False),
@@ -520,14 +541,15 @@ audit_links = sa.Table(  # the chain through the audit: its order, and a digest 
     sa.Column("sha256", sa.String(64), nullable=False),
 )
 
-server_identity = sa.Table(  # one row: which database this is, and which server has it (`leader_lock.py`)
+server_identity = sa.Table(  # one row: identity of the database, and the server that owns it (`leader_lock.py`)
     "server_identity",
     metadata,
     sa.Column("name", sa.String(16), primary_key=True),
-    sa.Column("database_id", sa.String(32), nullable=False),  # random, given once
-    sa.Column("generation", sa.BigInteger, nullable=False),  # one higher with each server that claims the database
-    sa.Column("holder", sa.String(64), nullable=False),  # `LeaderLock.name` of that server: different in each process
+    sa.Column("database_id", sa.String(32), nullable=False),  # random, assigned once
+    sa.Column("generation", sa.BigInteger, nullable=False),  # incremented by each server that claims the database
+    sa.Column("holder", sa.String(64), nullable=False),  # `LeaderLock.name` of the owner; each process has another one
     sa.Column("claimed_ns", sa.BigInteger, nullable=False),
-    sa.Column("commits", sa.BigInteger, nullable=False, default=0),  # of SQLite; PostgreSQL's writers share no row
-    sa.Column("probed_ns", sa.BigInteger, nullable=False, default=0),  # when `/health` wrote last
+    # only SQLite counts; PostgreSQL's writers share no row
+    sa.Column("commits", sa.BigInteger, nullable=False, default=0),
+    sa.Column("probed_ns", sa.BigInteger, nullable=False, default=0),  # time of the last probe write by `/health`
 )

@@ -1,4 +1,4 @@
-"""HTTP: listener, TLS, middleware, authentication, and how routes are written.
+"""Serves HTTP: listener, TLS, middleware, authentication, and declarations of routes.
 
 `composition.py` puts the routes of all packages behind `auth_middleware.py`. Start with `routing.py`.
 """

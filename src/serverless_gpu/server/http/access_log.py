@@ -1,11 +1,11 @@
-"""Access log: counts every request and writes a line about it; it refuses nothing.
+"""Counts every request and logs a line about it; this middleware refuses nothing.
 
-    request ─▶ an identifier, bound for every line it causes ─▶ proxy ─▶ authentication ─▶ route
-                 └─ answer: header SGPU-Request ─▶ histogram by method, route, class of status ─▶ one line
+    request ─▶ an identifier, bound for every log line of the request ─▶ proxy ─▶ authentication ─▶ route
+                └─ response: header SGPU-Request ─▶ histogram by method, route, class of status ─▶ one line
 
-A line has the route as it was declared, never the path, and nothing of what was sent. Heartbeats and the like come
-every few seconds from every node: one in a hundred is written, and each that failed or was slow. Who is refused before
-anybody knows who it is could fill the log: such lines have a budget, and the next one says how many were left out.
+A line contains the declared route, never the path, and no data of the request. Every node sends frequent requests such
+as heartbeats. The log has one in a hundred of them, and every one that failed or was slow. Requests refused before
+authentication could fill the log. The log limits their lines per second, and the next line says how many it dropped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUIET = frozenset(
         ("POST", "/attempts/{run}/{fence}/report"),
     }
 )
-"""Of these, one in `QUIET_EVERY` has a line."""
+"""The log has one line for every `QUIET_EVERY` of these requests."""
 QUIET_EVERY = 100
 SLOW_S = 1.0
 REFUSED_PER_S = 20
@@ -41,7 +41,7 @@ _log = logging.getLogger(ACCESS)
 
 
 class AccessLogMiddleware:
-    """The layer in front of everything."""
+    """Outermost middleware, which counts and logs requests."""
 
     def __init__(self, proxy: ProxyMiddleware, *, measures: ServerMetrics, clock: Clock) -> None:
         self.proxy = proxy
@@ -50,7 +50,7 @@ class AccessLogMiddleware:
         self._refused = _Budget(clock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, and note what became of it."""
+        """Pass a request on, and log its result."""
         if scope["type"] != "http":
             await self.proxy(scope, receive, send)
             return
@@ -90,7 +90,7 @@ class AccessLogMiddleware:
 
 
 class _Request:
-    """One request, and what was answered."""
+    """One request and its response."""
 
     def __init__(self, scope: Scope, send: Send, clock: Clock) -> None:
         self.id = secrets.token_hex(6)
@@ -102,18 +102,18 @@ class _Request:
 
     @property
     def peer(self) -> str:
-        """Return the address that it came from, as the proxy middleware knows it: a proxy says whose it is."""
+        """Return the client address, which a proxy may have replaced in the scope."""
         return str((self._scope.get("client") or ("",))[0])
 
     @property
     def route(self) -> str:
-        """Return the route as it was declared; "other" without one, or without a caller."""
+        """Return the declared route; "other" without a route or an authenticated caller."""
         call = self._scope.get(CALL)
         route = call.route if isinstance(call, Call) else self._scope.get(ROUTE)
         return route.path if isinstance(route, Route) else OTHER
 
     async def send(self, message: Message) -> None:
-        """Send a part of the answer."""
+        """Send a part of the response."""
         if message["type"] == "http.response.start":
             self.answered_ns, self.status = self._clock.boottime_ns(), message["status"]
             message = {**message, "headers": [*message.get("headers", ()), (HEADER, self.id.encode())]}
@@ -121,7 +121,7 @@ class _Request:
 
 
 class _Budget:
-    """So many lines a second."""
+    """Limits log lines per second."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -130,7 +130,7 @@ class _Budget:
         self._left_out = 0
 
     def spend(self) -> int | None:
-        """Return how many lines were left out before this one, or None if it is left out, too."""
+        """Return how many lines were dropped before this one, or None if this one is dropped too."""
         second = self._clock.boottime_ns() // 1_000_000_000
         if second != self._second:
             self._second, self._spent = second, 0

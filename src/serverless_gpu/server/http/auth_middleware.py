@@ -1,19 +1,19 @@
-"""Authentication and authorization of every request, for every method, path and protocol, on loopback too.
+"""Authenticates and authorizes every request, for every method, path and protocol, on loopback too.
 
     request ─▶ header bounds ─▶ Host, Origin ─▶ public? ────────────────────────────────────────┐
-                                     │             └▶ token ─▶ route ─▶ may they? ─▶ body bounds ─┴▶ route
+                                     │             └▶ token ─▶ route ─▶ allowed?  ─▶ body bounds ─┴▶ route
                                   refused             401      404/405   403          413, 415
 
-The order matters. A page in a user's browser is stopped by the name it came under, whatever it knows. Without a token,
-a caller does not learn which paths exist. Nothing of a body is read before its sender may send it, and then only so
-much, of the declared type.
+The order of the checks matters. The Host check stops pages in a user's browser, even if they know a token. A caller
+without a token cannot learn which paths exist. The server reads a body only after its sender is authorized, up to a
+limit and only in the declared type.
 
-`PUBLIC_ROUTES` is the whole list of what needs no token. A route that says `needs=PUBLIC` and is not in it, or the
-other way round, keeps the server from starting. There are no WebSockets and no mounts; both are refused here.
+`PUBLIC_ROUTES` is the complete list of routes without a token. The server does not start if this list differs from the
+routes declared with `needs=PUBLIC`. The API has no WebSockets and no mounts; the middleware refuses both.
 
-The middleware finds the route by the table that the application is made of, and leaves it, with the caller, in the
-request's scope; a route serves nothing that was not let in for exactly itself. So two parsers that disagree about a
-path end in a refusal, not in a hole.
+The middleware finds the route in the table from which the application is built. It stores the route and the caller in
+the request's scope. A route serves only requests that the middleware admitted for exactly this route. If two parsers
+disagree about a path, the result is therefore a refusal and not a security hole.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ HEADER_BYTES_MAX = 32 << 10
 PATH_BYTES_MAX = 4 << 10
 TOKEN_CHARACTERS_MAX = 200
 BODY_SILENCE_S = 60.0
-"""How long a body that is not complete may send nothing."""
+"""Seconds that an incomplete body may send nothing."""
 AUTHENTICATING_MAX = 8
-"""Tokens that are looked at at once: however many bad ones come, threads are left for those who were let in."""
+"""Maximum number of concurrent token checks; bad tokens then cannot occupy all threads."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _BEARER = "bearer "
 
 Authenticate = Callable[[str], Caller]
-"""Returns whose token it is, or raises `NotAuthenticated`; called in a thread."""
+"""Returns the caller of a token, or raises `NotAuthenticated`; called in a thread."""
 Reach = Callable[[Caller, Need], str]
-"""Returns how far a caller may reach: "none", "own", "team" or "all"."""
+"""Returns the reach of a caller: "none", "own", "team" or "all"."""
 
 
 _log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ _NOTED_MAX = 10_000
 
 
 class WrongMethod(InvalidValue):
-    """This path does not take this method."""
+    """The path does not support the method."""
 
     status = 405
 
@@ -93,13 +93,13 @@ class WrongMethod(InvalidValue):
 
 
 class WrongContent(InvalidValue):
-    """The body is not of the type that this route takes."""
+    """The body does not have the type of the route."""
 
     status = 415
 
 
 class AuthMiddleware:
-    """Lets a request through to exactly one route, or refuses it."""
+    """Admits a request to exactly one route, or refuses it."""
 
     def __init__(
         self,
@@ -114,7 +114,9 @@ class AuthMiddleware:
     ) -> None:
         public = {(route.method, API + route.path) for route in routes if route.needs == PUBLIC}
         if public != PUBLIC_ROUTES:
-            raise ServerProblem(f"public routes are not those of the list: {sorted(public ^ PUBLIC_ROUTES)}")
+            raise ServerProblem(
+                f"the routes without a token differ from PUBLIC_ROUTES: {sorted(public ^ PUBLIC_ROUTES)}"
+            )
         self._app = app
         self._clock = clock
         self._measures = measures
@@ -125,7 +127,7 @@ class AuthMiddleware:
         self._asking = CapacityLimiter(AUTHENTICATING_MAX)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in, or refuse it."""
+        """Admit a request, or refuse it."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -163,7 +165,7 @@ class AuthMiddleware:
             raise NotFound(f"there is nothing at {scope['path'][:200]!r}", hint="docs/openapi.json lists all routes")
         if route is None:
             raise WrongMethod(scope["method"], routes)
-        scope[ROUTE] = route  # for the log, also when it is not theirs
+        scope[ROUTE] = route  # for the log, also if the route refuses this caller
         call = self._call(route, who, self._reach_of(who, route, scope["path"]))
 
         def admit_again() -> None:
@@ -180,8 +182,8 @@ class AuthMiddleware:
             if own == who.attempt[:2] or (own is None and route.needs.attempts and not who.late):
                 return "own"
             if own is None and route.needs.attempts:
-                raise NotAllowed("the attempt was given up: nothing but what it has to tell is taken any more")
-            raise NotAllowed("the token of an attempt is good for that attempt only")
+                raise NotAllowed("the server has given this attempt up and accepts only its final reports")
+            raise NotAllowed("the token of an attempt gives access to that attempt only")
         if route.needs == ANYBODY:
             return "own"
         reach = "none" if route.needs == ATTEMPT else self._reach(who, route.needs)
@@ -189,7 +191,7 @@ class AuthMiddleware:
             verb = "change" if route.needs.write else "see"
             raise NotAllowed(
                 f"{who.name or 'this token'} may not {verb} {route.needs.noun}",
-                hint="an administrator can give another role, or a token with other scopes",
+                hint="an administrator can give you another role, or a token with other scopes",
             )
         return reach
 
@@ -198,7 +200,7 @@ class AuthMiddleware:
         if len(hosts) != 1 or _name(hosts[0]) not in self._hosts:
             shown = ", ".join(host[:100] for host in hosts) or "no name"
             raise NotAllowed(
-                f"this server is not reached as {shown!r}", hint="`sgpu up --allow-host NAME` adds a name it answers to"
+                f"this server is not reached as {shown!r}", hint="add the name with `sgpu up --allow-host NAME`"
             )
         for origin in request.headers.getlist("origin"):
             if urlsplit(origin).netloc.lower() != hosts[0].lower():
@@ -206,7 +208,7 @@ class AuthMiddleware:
 
 
 class _Table:
-    """Routes by path, matched as the application matches them."""
+    """Routes by path, matched in the same way as by the application."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._fixed: dict[str, dict[str, Route]] = {}
@@ -241,7 +243,7 @@ class _Table:
 
 
 class _Bounded:
-    """The body of a request: so many bytes, and no endless pauses."""
+    """Limits the size of a request's body and the pauses within it."""
 
     def __init__(self, receive: Receive, limit: int) -> None:
         self._receive = receive
@@ -257,7 +259,7 @@ class _Bounded:
             async with asyncio.timeout(BODY_SILENCE_S):
                 message = await self._receive()
         except TimeoutError:
-            raise InvalidValue(f"nothing of the body came for {BODY_SILENCE_S:.0f} s") from None
+            raise InvalidValue(f"the body made no progress for {BODY_SILENCE_S:.0f} s") from None
         self._taken += len(message.get("body", b""))
         self._complete = not message.get("more_body", False)
         if self._taken > self._limit:
@@ -268,38 +270,38 @@ class _Bounded:
 def _check_bounds(scope: Scope) -> None:
     headers = scope["headers"]
     if len(headers) > HEADERS_MAX or sum(len(name) + len(value) for name, value in headers) > HEADER_BYTES_MAX:
-        raise TooLarge(f"headers are over {HEADERS_MAX} lines or {HEADER_BYTES_MAX} bytes")
+        raise TooLarge(f"the headers exceed {HEADERS_MAX} lines or {HEADER_BYTES_MAX} bytes")
     if len(scope.get("raw_path") or b"") + len(scope.get("query_string", b"")) > PATH_BYTES_MAX:
-        raise TooLarge(f"path and query are over {PATH_BYTES_MAX} bytes")
+        raise TooLarge(f"path and query exceed {PATH_BYTES_MAX} bytes")
     if "\0" in scope["path"]:
-        raise InvalidValue("the path has a zero byte in it")
+        raise InvalidValue("the path contains a zero byte")
 
 
 def _token(request: HttpRequest) -> str:
     given = request.headers.getlist("authorization")
     if len(given) != 1 or not given[0].lower().startswith(_BEARER):
-        raise NotAuthenticated(hint="send `Authorization: Bearer <token>`; `sgpu login` stores one")
+        raise NotAuthenticated(hint="send `Authorization: Bearer <token>`; `sgpu login` stores a token")
     token = given[0][len(_BEARER) :].strip()
     if not token or len(token) > TOKEN_CHARACTERS_MAX or not token.isascii():
-        raise NotAuthenticated("this is no token", hint="`sgpu login` stores one")
+        raise NotAuthenticated("the Authorization header contains no valid token", hint="`sgpu login` stores a token")
     return token
 
 
 def _check_body(request: HttpRequest, route: Route) -> None:
     if not route.content_type:
         if _has_body(request.scope):
-            raise TooLarge("this route takes no body")
+            raise TooLarge("this route accepts no body")
         return
     kinds = [kind.partition(";")[0].strip().lower() for kind in request.headers.getlist("content-type")]
     if kinds != [route.content_type]:
-        raise WrongContent(f"this route takes {route.content_type}")
+        raise WrongContent(f"this route accepts {route.content_type}")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise WrongContent("bodies are taken as they are, not compressed")
+        raise WrongContent("the server accepts only uncompressed bodies")
     lengths = request.headers.getlist("content-length")
     if len(lengths) > 1 or not all(length.isascii() and length.isdigit() for length in lengths):
         raise InvalidValue("Content-Length is not one number")
     if lengths and int(lengths[0]) > route.limit:
-        raise TooLarge(f"a body of {int(lengths[0])} bytes is larger than {route.limit}")
+        raise TooLarge(f"a body of {int(lengths[0])} bytes is larger than the limit of {route.limit}")
 
 
 def _has_body(scope: Scope) -> bool:
@@ -314,7 +316,7 @@ def _name(host: str) -> str:
 
 
 class Authenticator:
-    """Finds the caller of a token, and how far the caller may reach."""
+    """Finds the caller of a token, and the caller's reach."""
 
     def __init__(self, database: Transactions, *, clock: Clock, keys: Keys | None = None) -> None:
         self._database = database
@@ -324,7 +326,7 @@ class Authenticator:
         self._noted: dict[str, int] = {}
 
     def authenticate(self, secret: str) -> Caller:
-        """Return whose token it is; called in a thread."""
+        """Return the caller of a token; called in a thread."""
         now_ns = self._clock.wall_ns()
         who = self._database.read(
             lambda connection: principals.authenticate(connection, secret, now_ns=now_ns, keys=self._keys)
@@ -333,12 +335,12 @@ class Authenticator:
             try:
                 self._database.write(lambda connection: principals.note_use(connection, [who.token_id], now_ns=now_ns))
             except ServerProblem as error:
-                # Reading must be possible also when the disk is full.
-                _log.warning("the use of token %s was not written down: %s", who.token_id, error.message)
+                # Reads must work even when the disk is full.
+                _log.warning("the use of token %s was not recorded: %s", who.token_id, error.message)
         return who
 
     def reach(self, who: Caller, need: Need) -> str:
-        """Return how far a caller may reach: "none", "own", "team" or "all"."""
+        """Return the reach of a caller: "none", "own", "team" or "all"."""
         return access_control.reach(who.role, need.noun, write=need.write, scopes=who.scopes).value
 
     def _is_due(self, token_id: str) -> bool:

@@ -1,17 +1,18 @@
-"""Listening sockets and connections of the server, and the locks by which a home has one server only.
+"""Opens the server's listening sockets, bounds its connections, and locks its home.
 
-    lock     server.lock and server/lock, held as long as the process lives: a second server of the home is
-             refused. Servers of one PostgreSQL may share server/: the database decides which of them works
+    lock     server.lock and server/lock, held until the process ends: they refuse a second server of the home.
+             Servers of one PostgreSQL may share server/: the database decides which of them works
              (`leader_lock.py`)
-    port     as asked for; else the one of last time (server/port), else 7878, else any free one, which is remembered
-    beside   a second socket on loopback, without TLS, where the first is not one of loopback in the clear: this
-             machine's own node and clients use that, so nothing of theirs depends on a name or a certificate
-    protocol uvicorn's, with bounds on what it lacks bounds for: headers that never end, or come a byte at a time;
-             connections that say nothing; and how many there are, so that the server never runs out of descriptors:
-             where there are too many, the one that is idle for the longest time goes
+    port     the configured port; else the last one (server/port), else 7878, else any free one; stored for the next
+             start
+    beside   a second socket on loopback, without TLS, if the first is not plain HTTP on loopback: this machine's
+             own node and clients use it, so that they need no host name and no certificate
+    protocol uvicorn's protocol with three more bounds: for headers that never end or come a byte at a time; for
+             silent connections; and for the number of connections, so that the server never runs out of
+             descriptors: over the limit, the connection with the longest idle time is closed
 
-The port is remembered, so that clients of before find the server again after it was started again. Only where no port
-was asked for may it be another one.
+The server stores its port, so that earlier clients find it after a restart. The port can change only if the operator
+configured none.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import fcntl
 import ipaddress
 import itertools
 import os
+import re
 import resource
 import socket
 from asyncio import TimerHandle, Transport
@@ -37,28 +39,28 @@ from serverless_gpu.server.core.settings import PORT, Settings
 
 BACKLOG = 2048
 HEAD_BYTES_MAX = 64 << 10
-"""Of a request line and headers; what `AuthMiddleware` lets through is less."""
+"""Maximum bytes of a request line and headers; the limit in `AuthMiddleware` is lower."""
 HEAD_S = 20.0
-"""How long a connection may take to send the headers of a request, and the first to begin."""
+"""Seconds that a connection gets to send the headers of a request, and to start the first one."""
 CONNECTIONS_MAX = 10_000
 OTHER_FILES = 256
-"""Descriptors that are not for connections: the database's, logs, bodies on their way."""
+"""Descriptors reserved for other uses than connections: the database, logs, bodies in transfer."""
 _turns = itertools.count()
 
-_HINT = "`sgpu status` shows it; another SERVERLESS_GPU_HOME gets a server of its own"
+_HINT = "`sgpu status` shows it; for a second server, use another SERVERLESS_GPU_HOME"
 
 
 @contextlib.contextmanager
 def lock_server(directory: Path, *, may_share: bool = False) -> Iterator[str]:
-    """Hold the locks of a server: of its home, and of its directory, which may have been moved or copied.
+    """Hold the locks of a server's home and of its directory, which may have been moved or copied.
 
     Args:
-        directory: the server's.
-        may_share: whether a process of another home may hold the directory's lock: it stood still, and the database
-            decides whether this one replaces it.
+        directory: the server's directory.
+        may_share: True if a process of another home may hold the directory's lock. That process may be paused, and
+            the database decides if this one replaces it.
 
     Yields:
-        Who holds the directory's lock instead, or "".
+        A description of the process that holds the directory's lock, or "".
     """
     with lock_home(directory), contextlib.ExitStack() as stack:
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -74,7 +76,7 @@ def lock_server(directory: Path, *, may_share: bool = False) -> Iterator[str]:
 
 @contextlib.contextmanager
 def lock_home(directory: Path, *, hint: str = _HINT) -> Iterator[None]:
-    """Have no server run meanwhile whose directory this is, or was before it was moved away."""
+    """Lock a server's home, so that no server runs in this directory or in one moved away from it."""
     directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _held(directory.with_name(f"{directory.name}.lock"), hint):
         yield
@@ -102,36 +104,36 @@ def _held(path: Path, hint: str = _HINT) -> Iterator[None]:
 
 
 class ListeningSockets(NamedTuple):
-    """What a server listens on.
+    """The listening sockets of a server.
 
     Attributes:
-        main: what others reach.
-        beside: on loopback in the clear, for this machine; None where `main` is that.
+        main: socket for all clients.
+        beside: plain HTTP socket on loopback for this machine; None where `main` already is such a socket.
     """
 
     main: socket.socket
     beside: socket.socket | None
 
     def close(self) -> None:
-        """Close both."""
+        """Close both sockets."""
         self.main.close()
         if self.beside is not None:
             self.beside.close()
 
 
 def bind_sockets(settings: Settings) -> ListeningSockets:
-    """Return the sockets a server listens on, bound.
+    """Return the bound listening sockets of a server.
 
     Raises:
-        ServerProblem: the port that was asked for is taken.
-        InvalidValue: there is no such address here, or tokens would cross a network in the clear.
+        ServerProblem: the configured port is taken.
+        InvalidValue: this machine lacks the address, or tokens would cross a network unencrypted.
     """
     is_safe = bool(settings.tls_cert or settings.behind_proxy)
     if not is_safe and not _is_loopback(settings.host):
         raise InvalidValue(
-            f"listening on {settings.host} would send tokens across the network as they are",
-            hint="give a certificate with --tls-cert and --tls-key; or listen on loopback behind a proxy that speaks "
-            "TLS, with its name in --allow-host; or say where that proxy is: --behind-proxy ADDRESS",
+            f"listening on {settings.host} would send tokens across the network unencrypted",
+            hint="give a certificate with --tls-cert and --tls-key; or listen on loopback behind a TLS proxy, "
+            "with its name in --allow-host; or name that proxy's address: --behind-proxy ADDRESS",
         )
     if settings.port is not None:
         main = _bound(settings.host, settings.port)
@@ -147,7 +149,7 @@ def bind_sockets(settings: Settings) -> ListeningSockets:
 
 
 def url_of(settings: Settings, listening: ListeningSockets) -> str:
-    """Return the address under which this machine reaches the server: on loopback, in the clear."""
+    """Return the server's plain HTTP address on this machine's loopback."""
     if listening.beside is not None:
         return f"http://127.0.0.1:{listening.beside.getsockname()[1]}"
     host = settings.host
@@ -159,7 +161,7 @@ def url_of(settings: Settings, listening: ListeningSockets) -> str:
 
 
 def host_names(settings: Settings, certified: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the names, beside those of loopback, under which the server may be reached."""
+    """Return the names of the server in addition to those of loopback."""
     own = () if _is_unspecified(settings.host) else (settings.host,)
     return tuple(f"[{name}]" if ":" in name else name for name in (*own, *settings.hosts, *certified))
 
@@ -168,66 +170,67 @@ class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with bounds on the head of a request and on silent connections."""
 
     _head_bytes = 0
-    _in_head = True  # or between two requests
+    _in_head = True  # also true between two requests
     _one_is_over = False
     _waiting: TimerHandle | None = None
     _quiet_since = 0
 
-    def connection_made(self, transport: Transport) -> None:  # type: ignore[override] # as uvicorn's own
-        """Give the connection some time to say something, and end another one where there are too many."""
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override] # uvicorn's signature
+        """Start the timer for the first request, and close another connection if there are too many."""
         super().connection_made(transport)
         self._quiet_since = next(_turns)
         self._wait_for_head()
         if len(self.connections) > connections_max():
-            # The longest quiet one goes; this one itself when on all others something is under way.
+            # This closes the connection with the longest idle time. It closes the new one if all others are busy.
             there = (one for one in self.connections if isinstance(one, BoundedProtocol) and not one.is_closing)
             min(there, key=lambda one: (one.quiet_since, one is self)).transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timer."""
+        """Cancel the timer."""
         self._heard()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
-        """Count from here."""
+        """Start counting the bytes of a request's head."""
         self._head_bytes, self._in_head = 0, True
         self._wait_for_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Count no more."""
+        """Stop counting bytes at the end of the head."""
         self._in_head = False
         self._heard()
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes, unless they are the head of a request that is longer than any may be."""
+        """Process received bytes, and close the connection if the head of a request is too long."""
         was_in_head, self._one_is_over = self._in_head, False
         super().data_received(data)
-        if was_in_head and self._in_head and not self._one_is_over:  # else the head began somewhere in these bytes
+        # Otherwise the head began somewhere within these bytes.
+        if was_in_head and self._in_head and not self._one_is_over:
             self._head_bytes += len(data)
         if self._in_head and self._head_bytes > HEAD_BYTES_MAX:
             self.transport.close()
 
     def on_message_complete(self) -> None:
-        """Count what comes between two requests, too."""
+        """Count bytes between two requests as well."""
         self._head_bytes, self._in_head, self._one_is_over = 0, True, True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Note that nothing is under way from now on."""
+        """Record that the connection is now idle."""
         self._quiet_since = next(_turns)
         super().on_response_complete()
 
     @property
     def quiet_since(self) -> float:
-        """Return a number that is higher the later the last request was over; no end while one is under way."""
+        """Return the order of the last request's end; infinity while a request is running."""
         cycle: RequestResponseCycle | None = self.cycle
         return self._quiet_since if cycle is None or cycle.response_complete else float("inf")
 
     @property
     def is_closing(self) -> bool:
-        """Return whether it is about to go."""
+        """Return True if the connection is closing."""
         return self.transport.is_closing()
 
     def _wait_for_head(self) -> None:
@@ -244,13 +247,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def connections_max() -> int:
-    """Return how many connections there may be: what is left of the process's descriptors."""
+    """Return the maximum number of connections that the process's descriptor limit permits."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return min(CONNECTIONS_MAX, max(soft - OTHER_FILES, soft // 2))
 
 
 def _remembered(host: str, file: Path, first: int) -> socket.socket:
-    """Return a socket on the port of last time, else on the first choice, else on any; which is remembered."""
+    """Return a socket on the last port, else on the first choice, else on any; store the port."""
     ports = [first, 0]
     with contextlib.suppress(OSError, ValueError):
         last = int(file.read_text(encoding="ascii"))
@@ -277,9 +280,11 @@ def _bound(host: str, port: int) -> socket.socket:
         made.close()
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             raise ServerProblem(
-                f"port {port} of {host} cannot be used: {error.strerror}", hint="give another one with --port"
+                f"port {port} of {host} cannot be used: {error.strerror}", hint="give another port with --port"
             ) from error
-        raise InvalidValue(f"{host} is no address of this machine: {error}", hint="give one with --host") from error
+        raise InvalidValue(
+            f"{host} is not an address of this machine: {error}", hint="give an address with --host"
+        ) from error
     return made
 
 
@@ -293,3 +298,19 @@ def _is_unspecified(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_unspecified
     return False
+
+
+def lock_holder(directory: Path) -> int | None:
+    """Return the pid of the server that runs in a directory, or None without one."""
+    try:
+        fd = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        match = re.fullmatch(r"process (\d+)", os.pread(fd, 200, 0).decode("utf-8", "replace").strip())
+        return int(match[1]) if match is not None else None
+    finally:
+        os.close(fd)
+    return None

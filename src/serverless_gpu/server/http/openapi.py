@@ -1,6 +1,6 @@
-"""OpenAPI document of the API: what each route takes and answers, from the same structs that do the work.
+"""Generates the OpenAPI document of the API from the structs that the routes use.
 
-`docs/openapi.json` is written from it (`make docs`), and a test compares the two.
+`make docs` writes `docs/openapi.json` from this document, and a test compares both.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _answers(route: Route, by_type: dict[Any, Any]) -> dict[str, Any]:
         if kind is type(None):
             answers["204"] = {"description": "Done."}
         elif typing.get_origin(kind) is Stream:
-            # One server-sent event whose data is JSON, as OpenAPI 3.2 describes it.
+            # The schema describes one server-sent event with JSON data, as in OpenAPI 3.2.
             data = {"type": "string", "contentMediaType": JSON, "contentSchema": by_type[typing.get_args(kind)[0]]}
             schema = {"type": "object", "required": ["data"], "properties": {"data": data}}
             answers.setdefault("200", {"description": "Done.", "content": {}})["content"][EVENTS] = {"schema": schema}

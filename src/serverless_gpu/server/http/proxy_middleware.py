@@ -1,16 +1,18 @@
-"""Proxies and shutdown: where requests come from, and whether any more are taken.
+"""Checks the proxy of each request, counts running requests, and refuses new ones at shutdown.
 
-    this machine ────────────────┐
-    the declared proxy ─ says who ┴─▶ stopping? ── no ─▶ auth
-    anybody else, where a proxy is declared ─▶ 403        └─ yes ─▶ 503, "again in a second"; what goes on is counted
+    this machine ────────────────────────┐
+    the declared proxy ─ names the client ┴─▶ stopping? ── no ─▶ auth; the request is counted
+    another peer, if a proxy is declared ─▶ 403   └─ yes ─▶ 503, "again in a second"
 
-Behind a proxy tokens cross the network between it and this server as they are: a client that comes past it would send
-its token in the clear, too, and could claim whatever a proxy may claim. So beyond loopback no other peer is answered,
-and what a proxy says is believed from its own address only. It has to say that it was reached by TLS; a proxy of this
-machine has an address that others here have, too: who says nothing there of having been passed on is this machine's.
+Between a proxy and this server, tokens cross the network unencrypted. A client that bypasses the proxy would also send
+its token unencrypted, and could forge the proxy's headers. Therefore the server answers no other peers beyond loopback,
+and trusts headers only from the proxy's own address.
 
-A server that is to stop takes no new requests and finishes those that it has (`Running.shutdown`). `/health` and
-`/version` go on: they say so.
+The proxy must report that its client used TLS. A proxy on this machine has the same address as other local processes. A
+loopback request without forwarding headers therefore counts as local.
+
+A stopping server accepts no new requests and finishes running requests (`Running.shutdown`). `/health` and `/version`
+still answer, and report the stop.
 """
 
 from __future__ import annotations
@@ -30,32 +32,35 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class ProxyMiddleware:
-    """Counts requests, refuses those that come too late or past the proxy.
+    """Counts requests, and refuses those that bypass the proxy or arrive during a shutdown.
 
     Attributes:
-        busy: requests that go on.
+        busy: number of running requests.
     """
 
     def __init__(self, app: ASGIApp, *, hub: Hub, proxies: tuple[str, ...] = ()) -> None:
         self._app = app
         self._hub = hub
         self._networks = tuple(ipaddress.ip_network(text) for text in proxies)
-        self._proxied = ProxyHeadersMiddleware(app, trusted_hosts=list(proxies)) if proxies else app  # type: ignore[arg-type] # uvicorn's own names for the same types
+        self._proxied = ProxyHeadersMiddleware(app, trusted_hosts=list(proxies)) if proxies else app  # type: ignore[arg-type] # uvicorn has its own names for the same types
         self.busy = 0
 
     def close(self) -> None:
-        """Take no more requests, and end streams, which would go on for ever."""
+        """Refuse new requests, and end streams, which have no end of their own."""
         self._hub.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or refuse it."""
+        """Pass a request on, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
             app = self._through(scope) if self._networks else self._app
             if self._hub.closed and scope["path"] not in _PUBLIC:
-                raise ServerUnavailable("the server is stopping", hint="ask again: it is started again, or another is")
+                raise ServerUnavailable(
+                    "the server is stopping",
+                    hint="send the request again; this server restarts, or another one takes over",
+                )
         except ServerlessGpuError as error:
             await problem_response(error, close=True)(scope, receive, send)
             return
@@ -66,7 +71,7 @@ class ProxyMiddleware:
             self.busy -= 1
 
     def _through(self, scope: Scope) -> ASGIApp:
-        """Return where a request goes on, by the address it comes from."""
+        """Return the next application for a request, by the peer's address."""
         peer = _address(scope)
         if peer is not None and any(peer in network for network in self._networks):
             scope["client"] = (str(peer), scope["client"][1])
@@ -74,19 +79,19 @@ class ProxyMiddleware:
             is_passed_on = any(name.startswith(b"x-forwarded-") or name == b"forwarded" for name in headers)
             if is_passed_on or not peer.is_loopback:
                 _check_tls(scope)
-            return self._proxied  # type: ignore[return-value] # as above
+            return self._proxied  # type: ignore[return-value] # uvicorn has its own types
         if peer is not None and peer.is_loopback:
             return self._app
-        raise NotAllowed("this server is reached through its proxy", hint="use the proxy's address")
+        raise NotAllowed("clients reach this server only through its proxy", hint="use the proxy's address")
 
 
 def _check_tls(scope: Scope) -> None:
-    """Refuse what did not reach the proxy by TLS, or not on all of its way, as far as proxies say so."""
+    """Refuse a request unless every proxy on its way reports TLS."""
     said = [value for name, values in scope["headers"] if name == b"x-forwarded-proto" for value in values.split(b",")]
     if not said:
         raise NotAllowed(
             "the proxy does not say that it was reached by TLS",
-            hint="have it set X-Forwarded-Proto (see the how-to)",
+            hint="configure the proxy to set X-Forwarded-Proto (see the how-to)",
         )
     if any(value.strip().lower() != b"https" for value in said):
         raise NotAllowed("the proxy was reached without TLS", hint="use https://")

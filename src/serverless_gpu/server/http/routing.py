@@ -1,43 +1,52 @@
-"""How routes are written. A route parses, calls one service or query, and returns: at most fifteen lines.
+"""Declares routes. A route parses, calls one service or query, and returns; at most fifteen lines.
 
     routes = Routes("runs")                                    # one per noun; `composition.py` lists them
 
-    class RunsQuery(Query, frozen=True, kw_only=True):         # what may stand behind the "?"; every field optional
+    class RunsQuery(Query, frozen=True, kw_only=True):         # parameters after the "?"; every field is optional
         state: str = ""
         limit: Annotated[int, msgspec.Meta(ge=1, le=PAGE_MAX)] = PAGE_DEFAULT
 
     @routes.get("/runs", needs=reading("runs"))
     def list_runs(call: Call, queries: RunQueries, query: RunsQuery) -> RunPage:
-        return queries.page(call.who, ...)                     # a plain function runs in a thread: it may block
+        return queries.page(call.who, ...)                     # a plain function runs in a thread, and may block
 
     @routes.post("/runs/{run}/stop", needs=writing("runs"))
     def stop(call: Call, stops: StopService, run: str, body: StopRequest) -> RunView: ...
 
-    @routes.get("/runs/{run}/events", needs=reading("runs"))   # an async function runs in the loop: it must not block,
+    @routes.get("/runs/{run}/events", needs=reading("runs"))   # an async function runs in the loop, must not block,
     async def watch(call: Call, run: str) -> Stream[StreamMessage]:      # and uses `await call.in_thread(function)`
-        return Stream(watching.messages(...))                  # an async iterator; None from it keeps the line alive
+        return Stream(watching.messages(...))                  # an async iterator; None keeps the connection alive
 
 Parameters of a handler:
-- the first one is the `Call`: the caller (`call.who`), and how far the caller may reach (`call.reach`);
-- `query`: a `Query`; a parameter that it does not know is refused;
-- `body`: a `wire` struct (JSON, `application/json`, up to `limit` bytes, 8 MiB unless said), or `bytes`
-  (`application/octet-stream`, read whole up to `limit`), or `Incoming` (the same as a stream; async functions only);
-- a parameter whose name stands in the path is that part of it, `str` or `int`. "{name:path}" takes slashes, too;
-- every other parameter is a service, found by its annotated class among those that the application provides.
-  `composition.py` refuses a route that names a class without a provider.
 
-What a route returns: a `wire` struct (200), `None` (204), `Stream` (server-sent events), `Bytes`, or another Starlette
-response (say `-> Health | Response`). What it raises: exceptions of `errors.py` become a `wire.base.Problem` with their
-status; anything else is logged and becomes a 500 that says nothing. Raise `NotFound` for what the caller may not see.
+* The first one is the `Call`: the caller (`call.who`), and the caller's reach (`call.reach`).
 
-`needs` is what `AuthMiddleware` checks before the body is read: `reading(noun)`, `writing(noun)` of
-`model.access_control`, `ANYBODY` with a valid token, `ATTEMPT` (the attempt's own token, whose run and fence stand in
-the path as {run} and {fence}), or `PUBLIC`, which has to stand in the list `PUBLIC_ROUTES`, too. A route checks what
-only it can know: whether *this* run is in reach.
+* `query` is a `Query`. The server refuses unknown parameters.
 
-What is answered when something is refused or went wrong: `wire.base.Problem`, with the status of its class.
+* `body` is a `wire` struct (JSON, `application/json`, at most `limit` bytes, 8 MiB by default). Alternatives are
+`bytes` (`application/octet-stream`, read completely up to `limit`) and, for async functions, a stream of them as
+`Incoming`.
 
-Bytes with `Range`: the whole of something, or one range of it, as HTTP has it.
+* A parameter with a name from the path is that part of the path, `str` or `int`. "{name:path}" also matches slashes.
+
+* Every other parameter is a service, found by its annotated class among the services of the application.
+`composition.py` refuses a route that names a class without a provider.
+
+A route returns a `wire` struct (200), `None` (204), `Stream` (server-sent events), `Bytes`, or another Starlette
+response (annotated like `-> Health | Response`). Exceptions of `errors.py` become a `wire.base.Problem` with the status
+of their class. The server logs any other exception and answers 500 without details. Raise `NotFound` for objects that
+the caller may not see.
+
+`needs` names the requirement that `AuthMiddleware` checks before it reads the body:
+
+    reading(noun), writing(noun)   access to a resource of `model.access_control`
+    ANYBODY                        any valid token
+    ATTEMPT                        the attempt's own token; the path has {run} and {fence}
+    PUBLIC                         no token; the route must also be in the list `PUBLIC_ROUTES`
+
+Only the route itself can check if *this* run is within the caller's reach.
+
+`range_response` serves requests with `Range`: all bytes of an object, or one range as in HTTP.
 """
 
 from __future__ import annotations
@@ -77,28 +86,28 @@ RETRY_AFTER_S = 1
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 CALL = "sgpu.call"
-"""Key of the ASGI scope under which `AuthMiddleware` leaves the `Call`."""
+"""Key of the ASGI scope under which `AuthMiddleware` stores the `Call`."""
 ROUTE = "sgpu.route"
-"""And the route that was asked for, as soon as it is known who asks."""
+"""Key of the requested route in the ASGI scope, set once the caller is authenticated."""
 JSON = "application/json"
 BYTES = "application/octet-stream"
 LOOP_BYTES_MAX = 64 << 10
-"""A longer body of an async route is decoded in a thread: 64 KiB take the event loop less than a millisecond."""
+"""Maximum bytes of a body that the event loop decodes itself; 64 KiB take less than a millisecond."""
 CHECKED_S = 10.0
-"""How often the reader of a stream is authorized again."""
+"""Seconds between two authorizations of a stream's reader."""
 EVENTS = "text/event-stream"
 _PART_NAME = re.compile(r"{(\w+)(?::\w+)?}")
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{0,18})", re.ASCII)
 Reader = Callable[[int, int], Iterator[bytes]]
-"""Yields so many bytes from one on; called, and read, in a thread."""
+"""Yields the given number of bytes from an offset; called and iterated in a thread."""
 
 
 def problem_response(error: ServerlessGpuError, *, close: bool = False) -> Response:
-    """Return the answer for an error.
+    """Return the response for an error.
 
     Args:
-        error: what is answered.
-        close: whether a body may still be coming that is not read, so that the connection has to end.
+        error: the error to report.
+        close: True if an unread body may still arrive, so that the connection must end.
     """
     shortage = None
     if isinstance(error, NoSuitableNode):
@@ -122,12 +131,12 @@ def problem_response(error: ServerlessGpuError, *, close: bool = False) -> Respo
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """What a caller needs to use a route.
+    """The requirement for using a route.
 
     Attributes:
         noun: a resource of `model.access_control`, or one of "anybody", "attempt", "public".
-        write: whether it changes something.
-        attempts: whether the token of any attempt will do, too.
+        write: True if the route changes something.
+        attempts: True if the token of any attempt is also enough.
     """
 
     noun: str
@@ -141,30 +150,30 @@ PUBLIC = Need(noun="public")
 
 
 def reading(noun: str, *, attempts: bool = False) -> Need:
-    """Return what is needed to look at a resource of `model.access_control`."""
+    """Return the requirement for reading a resource of `model.access_control`."""
     return Need(noun=noun, attempts=attempts)
 
 
 def writing(noun: str, *, attempts: bool = False) -> Need:
-    """Return what is needed to make or change a resource of `model.access_control`."""
+    """Return the requirement for creating or changing a resource of `model.access_control`."""
     return Need(noun=noun, write=True, attempts=attempts)
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of what may stand behind the "?"."""
+    """Base class of parameters after the "?"."""
 
 
 class Call:
-    """One request on its way through a route.
+    """One admitted request on its way through a route.
 
     Attributes:
-        who: whose token it is.
-        reach: how far `who` may reach on the route's resource: "none", "own", "team", "all".
-        clock: times streams.
-        measures: count streams.
-        again: raises `NotAuthenticated` or `NotAllowed` once that is not so any more, else says it anew; called in a
-            thread.
-        look: what the route asks for as long as it streams: raises `NotFound` once the thing is out of reach.
+        who: the caller that the token belongs to.
+        reach: reach of `who` on the route's resource: "none", "own", "team", "all".
+        clock: clock for streams.
+        measures: metrics that count streams.
+        again: authorizes the caller again and updates `who` and `reach`; raises `NotAuthenticated` or `NotAllowed`;
+            called in a thread.
+        look: check by the route while it streams; raises `NotFound` once the object is out of reach.
     """
 
     def __init__(self, route: Route, who: Caller, reach: str, *, clock: Clock, measures: ServerMetrics) -> None:
@@ -178,53 +187,53 @@ class Call:
         self.look: Callable[[], object] = lambda: None
 
     def check(self) -> None:
-        """Raise what the request would be answered with now; blocks."""
+        """Raise the error that the same request would get now; blocks."""
         self.again()
         self.look()
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Return what blocking work returns, from a thread: for async routes."""
+        """Run blocking work in a thread and return its result; for async routes."""
         return await to_thread.run_sync(work)
 
 
 class Bytes(Response):
-    """An answer of bytes."""
+    """A response of bytes."""
 
     media_type = BYTES
 
 
 class Incoming:
-    """The bytes of a request as they arrive."""
+    """The body of a request as a stream of bytes."""
 
     def __init__(self, request: HttpRequest, size: int | None) -> None:
         self._request = request
         self.size = size
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """Yield what arrives; more than the route's limit raises `TooLarge`."""
+        """Yield the arriving bytes; more bytes than the route's limit raise `TooLarge`."""
         async for piece in self._request.stream():
             if piece:
                 yield piece
 
 
 class Stream(Generic[T]):
-    """An answer of server-sent events, one JSON object each; ends when `source` does.
+    """A response of server-sent events, one JSON object each; ends when `source` ends.
 
-    `source` yields messages, and None when there was nothing to say for a while. It ends by itself soon after the hub
-    was closed. It is pulled at the reader's pace, and closed when the reader is gone or not let in any more: a token
-    that is revoked, or a team that was left, ends its streams within some seconds.
+    `source` yields messages, and None after some time without a message. It must end soon after the hub was closed. The
+    server reads `source` at the reader's pace. It closes `source` when the reader disconnects or loses access. A
+    revoked token or a lost team membership ends its streams within some seconds.
     """
 
     def __init__(self, source: AsyncIterator[T | None]) -> None:
         self._source = source
 
     def response(self, call: Call) -> Response:
-        """Return it as ASGI can send it."""
+        """Return the stream as an ASGI response."""
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(self._lines(call), media_type=EVENTS, headers=headers)
 
     async def _lines(self, call: Call) -> AsyncIterator[bytes]:
-        yield b":\n\n"  # the headers go out now, also when there is nothing to say yet
+        yield b":\n\n"  # Send the headers now, even before the first message.
         clock = call.clock
         checked_ns = clock.boottime_ns()
         streams = call.measures.streams
@@ -236,18 +245,18 @@ class Stream(Generic[T]):
                     checked_ns = clock.boottime_ns()
                 yield b":\n\n" if message is None else b"data: " + msgspec.json.encode(message) + b"\n\n"
         except ServerProblem as error:
-            # Not let in any more, or the database is away: the status has been sent, so the line ends, and the reader
-            # comes again and learns it.
+            # The caller lost access, or the database is unreachable. The status is already sent, so the stream ends.
+            # The reader connects again and gets the error.
             _logger.warning("a stream ends: %s", error.message)
         finally:
             streams.dec()
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One route as it was declared.
+    """One declared route.
 
     Attributes:
-        services: classes that the handler takes, by parameter.
+        services: classes of the services that the handler needs, by parameter.
         arguments: the services themselves, once the route is bound to an application.
     """
 
@@ -266,45 +275,49 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def content_type(self) -> str:
-        """Return the content type its body has to have, or "" without a body."""
+        """Return the required content type of the body, or "" without a body."""
         if self.body is None:
             return ""
         return BYTES if self.body in (bytes, Incoming) else JSON
 
     def bound(self, provided: typing.Mapping[type, object]) -> Route:
-        """Return the route with the services that its handler takes."""
+        """Return the route with the services that its handler needs."""
         for kind in self.services.values():
             if kind not in provided:
                 raise RuntimeError(
-                    f"{self.method} {self.path} takes {kind.__name__}, which the application does not provide"
+                    f"{self.method} {self.path} needs {kind.__name__}, which the application does not provide"
                 )
         arguments = {name: provided[kind] for name, kind in self.services.items()}
         return msgspec.structs.replace(self, arguments=arguments)
 
     async def serve(self, request: HttpRequest) -> Response:
-        """Answer a request that `AuthMiddleware` let in for this route, and for no other; errors become problems."""
+        """Answer a request that `AuthMiddleware` admitted for exactly this route; errors become problems."""
         try:
             return await self._serve(request)
         except ServerlessGpuError as error:
             return problem_response(error)
         except ClientDisconnect:
-            return Response(status_code=499)  # the client is gone
-        except Exception:  # a bug of a route must not end the server, and says nothing to the outside
+            return Response(status_code=499)  # The client has disconnected.
+        except Exception:  # A bug in a route must not end the server, and clients must not see its details.
             _logger.exception("%s %s failed", self.method, self.path)
             found = server_log.current().get("request_id", "")
-            hint = f"its log says what: request {found}" if found else "its log says what"
-            return problem_response(ServerProblem("something went wrong in the server", hint=hint))
+            hint = (
+                f"the server's log has the details of request {found}" if found else "the server's log has the details"
+            )
+            return problem_response(ServerProblem("an internal error occurred in the server", hint=hint))
 
     async def _serve(self, request: HttpRequest) -> Response:
         call = request.scope.get(CALL)
         if not isinstance(call, Call) or call.route is not self:
-            raise RuntimeError(f"{self.method} {self.path} was reached without the gate")
+            raise RuntimeError(f"AuthMiddleware did not admit this request to {self.method} {self.path}")
         call.headers = request.headers
         server_log.note(**_identified(request.path_params))
         arguments = dict(self.arguments)
         arguments |= {name: _part(request.path_params[name], kind, name) for name, kind in self.parts.items()}
         if self.query is None and request.scope["query_string"]:
-            raise InvalidValue("this route takes no parameters", hint="docs/openapi.json says what it takes")
+            raise InvalidValue(
+                "this route accepts no parameters", hint="docs/openapi.json lists the parameters of each route"
+            )
         if self.query is not None:
             arguments["query"] = _decoded(lambda: _query(request, self.query))
         if self.body is Incoming:
@@ -313,7 +326,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         data = b"" if self.body in (None, Incoming) else await request.body()
 
         def answer() -> Response:
-            # The thread also reads and writes the JSON, which may be megabytes: the event loop goes on.
+            # The thread also encodes and decodes the JSON, which may be megabytes, to keep the event loop free.
             return make_response(call, self.handler(call, **arguments, **self._body(request, data)))
 
         if not inspect.iscoroutinefunction(self.handler):
@@ -325,7 +338,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return make_response(call, await self.handler(call, **arguments, **body))
 
     def _body(self, request: HttpRequest, data: bytes) -> dict[str, object]:
-        """Return the argument for a body that was read whole; none where the route takes none, or a stream."""
+        """Return the argument for a completely read body; empty for routes without a body or with a stream."""
         if self.body in (None, Incoming):
             return {}
         if self.body is bytes:
@@ -344,29 +357,29 @@ class Routes:
         self.all: list[Route] = []
 
     def get(self, path: str, *, needs: Need) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Declare how something is read."""
+        """Declare a route that reads an object."""
         return self._declare("GET", path, needs, 0)
 
     def post(
         self, path: str, *, needs: Need, limit: int = BODY_BYTES_MAX
     ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Declare how something is made or done; `limit` of the body in bytes."""
+        """Declare a route that creates an object or starts an action; `limit` of the body in bytes."""
         return self._declare("POST", path, needs, limit)
 
     def put(
         self, path: str, *, needs: Need, limit: int = BODY_BYTES_MAX
     ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Declare how something of a given name is made; `limit` of the body in bytes."""
+        """Declare a route that creates or replaces an object with a given name; `limit` of the body in bytes."""
         return self._declare("PUT", path, needs, limit)
 
     def patch(
         self, path: str, *, needs: Need, limit: int = BODY_BYTES_MAX
     ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Declare how something is changed; `limit` of the body in bytes."""
+        """Declare a route that changes an object; `limit` of the body in bytes."""
         return self._declare("PATCH", path, needs, limit)
 
     def delete(self, path: str, *, needs: Need) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Declare how something is taken away."""
+        """Declare a route that deletes an object."""
         return self._declare("DELETE", path, needs, 0)
 
     def _declare(
@@ -398,12 +411,12 @@ class Routes:
 
 
 def _newer(protocol: str, error: InvalidValue) -> InvalidValue:
-    """Return what is wrong with a body that is not understood: who sent it may speak what comes after this version."""
+    """Return the error for an invalid body; a client with a newer protocol gets a different hint."""
     if not (protocol.isascii() and protocol.isdigit() and len(protocol) < 6) or int(protocol) <= PROTOCOL:
         return error
     return InvalidValue(
-        f"you speak protocol {protocol}, this server speaks {PROTOCOL}: {error.message}",
-        hint="upgrade serverless-gpu on the server: it is upgraded first",
+        f"the client uses protocol {protocol}, and this server uses {PROTOCOL}: {error.message}",
+        hint="upgrade serverless-gpu on the server first",
     )
 
 
@@ -411,20 +424,20 @@ def _decoded(decode: Callable[[], T]) -> T:
     try:
         return decode()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidValue(str(error)[:500], hint="docs/openapi.json says what this route takes") from error
+        raise InvalidValue(str(error)[:500], hint="docs/openapi.json describes this route") from error
 
 
 def _query(request: HttpRequest, kind: Any) -> object:
     asked: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if name in asked:
-            raise InvalidValue(f"the parameter {name[:64]!r} is there twice")
+            raise InvalidValue(f"the parameter {name[:64]!r} occurs twice")
         asked[name] = value
     return from_builtins(asked, kind, strict=False)
 
 
 def _identified(parts: typing.Mapping[str, object]) -> dict[str, object]:
-    """Return what of a path the log may have: identifiers, and no other text of the caller."""
+    """Return the identifiers in a path, which the log may contain, without any other text of the caller."""
     named = {
         name: str(parts[name]) for name in ("run", "node") if created_wall_ns(str(parts.get(name, ""))) is not None
     }
@@ -437,12 +450,12 @@ def _part(value: object, kind: type, name: str) -> object:
         return value
     text = str(value)
     if not (text.isascii() and text.isdigit() and len(text) <= 10):
-        raise InvalidValue(f"{name} is not a number", hint="it is a part of the path")
+        raise InvalidValue(f"{name} is not a number", hint="write a number in this part of the path")
     return int(text)
 
 
 def make_response(call: Call, answer: object) -> Response:
-    """Return the response that carries an answer."""
+    """Return the response for a handler's result."""
     if isinstance(answer, Response):
         return answer
     if isinstance(answer, Stream):
@@ -456,9 +469,9 @@ def range_response(read: Reader, size: int, asked: str) -> Response:
     """Return the bytes that a request asks for.
 
     Args:
-        read: where they come from.
-        size: of the whole.
-        asked: the request's `Range`; one that is not a single simple range means everything, as HTTP says.
+        read: source of the bytes.
+        size: total number of bytes.
+        asked: the request's `Range` header; a value that is not a single simple range means everything, as in HTTP.
     """
     headers = {"Accept-Ranges": "bytes", "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
     match = _RANGE.fullmatch(asked.strip())
@@ -475,6 +488,7 @@ def range_response(read: Reader, size: int, asked: str) -> Response:
 def _answer(read: Reader, start: int, length: int, status: int, headers: dict[str, str]) -> Response:
     headers["Content-Length"] = str(length)
     pieces = read(start, length)
-    first = next(pieces, b"")  # now: what is not there is a problem that can still be said
+    # The first read happens before the status is sent, so that a missing object can still get an error.
+    first = next(pieces, b"")
     following = itertools.chain((first,), pieces)
     return StreamingResponse(following, status_code=status, headers=headers, media_type=BYTES)

@@ -1,16 +1,20 @@
-"""TLS certificate of the server: two files, read at the start and again when they are renewed.
+"""Reads the server's TLS certificate from two files, at the start and after each renewal.
 
-    tls_cert  PEM: the certificate, then those between it and its issuer        SIGHUP ─▶ read, checked, in use for
-    tls_key   PEM: its key; readable by the server's user only                            connections from then on
+    tls_cert  PEM: the certificate, then its intermediate certificates          SIGHUP ─▶ read, checked, used for new
+    tls_key   PEM: its key; readable by the server's user only                            connections
 
-Connections that are open keep what they began with, so nothing breaks when a certificate is renewed.
+Open connections keep their certificate, so a renewal does not interrupt them.
 
-    server/certificate.json    which file is in use and until when, for `sgpu doctor`; not there without TLS
+    server/certificate.json    path and expiry of the certificate in use, for `sgpu doctor`; missing without TLS
 
-Failure cases: a file is not there, or is none; the key is another one's, or others may read it (all refused at the
-start; later the certificate in use stays, and the log says why); the certificate has ended, or is not good yet (at the
-start an ERROR and a line of `sgpu up`, and the server starts: this machine's own calls and runs go over loopback and
-need none, and without a server they would be over after the grace; later it is refused, and the one in use stays).
+Failure cases:
+
+* A file is missing or invalid, the key belongs to another certificate, or other users may read the key. The start
+refuses all of these. A renewal logs the reason and keeps the certificate in use.
+
+* The certificate has expired or is not yet valid. A start logs an ERROR and continues, because local calls and runs use
+loopback without a certificate. Without a server these runs would end after the grace. A renewal refuses such a
+certificate and keeps the one in use.
 """
 
 from __future__ import annotations
@@ -29,27 +33,27 @@ from serverless_gpu.errors import InvalidValue
 from serverless_gpu.units import format_days_ms
 
 SOON_NS = 21 * 86_400 * 1_000_000_000
-"""A certificate that ends earlier than in this time is worth a warning: renewing is to happen before."""
+"""Nanoseconds before expiry from which the server warns about a certificate that needs renewal."""
 FILE = "certificate.json"
 _log = logging.getLogger(__name__)
 
 
 class CertificateInUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What `certificate.json` says."""
+    """Contents of `certificate.json`."""
 
     path: str
     until_ns: int
     names: tuple[str, ...]
 
     def sentence(self, now_ns: int) -> str:
-        """Return until when it is good, for people."""
+        """Return a message about the expiry."""
         apart = format_days_ms(abs(self.until_ns - now_ns) // 1_000_000)
         when = f"ended {apart} ago" if self.until_ns <= now_ns else f"ends in {apart}"
         return f"the certificate {self.path} ({', '.join(self.names) or 'without names'}) {when}"
 
 
 class Certificate:
-    """The certificate and what encrypts with it."""
+    """The certificate and the SSL context that uses it."""
 
     def __init__(self, cert: str, key: str, *, directory: Path, clock: Clock) -> None:
         self._cert, self._key = Path(cert), Path(key)
@@ -59,11 +63,11 @@ class Certificate:
         self.in_use = self._take(ended_too=True)
 
     def sentence(self) -> str:
-        """Return until when it is good, for people."""
+        """Return a message about the expiry."""
         return self.in_use.sentence(self._clock.wall_ns())
 
     def renew(self) -> None:
-        """Read the files again; what cannot be used is logged, and the certificate in use stays."""
+        """Read the files again; on an error, log the reason and keep the certificate in use."""
         try:
             self.in_use = self._take(ended_too=False)
         except InvalidValue as error:
@@ -71,7 +75,7 @@ class Certificate:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the one in use has ended."""
+        """Return True if the certificate in use has expired."""
         return self.in_use.until_ns <= self._clock.wall_ns()
 
     def _take(self, *, ended_too: bool) -> CertificateInUse:
@@ -79,16 +83,16 @@ class Certificate:
         found, from_ns = _read(self._cert)
         now_ns = self._clock.wall_ns()
         if not ended_too and found.until_ns <= now_ns:
-            raise InvalidValue(found.sentence(now_ns), hint="put one there that is good, then SIGHUP again")
+            raise InvalidValue(found.sentence(now_ns), hint="install a valid certificate, then send SIGHUP again")
         if not ended_too and from_ns > now_ns:
             begins = format_days_ms((from_ns - now_ns) // 1_000_000)
             raise InvalidValue(f"the certificate {found.path} is not good before {begins} from now")
         try:
-            # What fails must not leave half of it in use.
+            # A test load first, because a failed load must not leave half of a certificate in use.
             _context().load_cert_chain(self._cert, self._key, self._no_passphrase)
             self.context.load_cert_chain(self._cert, self._key, self._no_passphrase)
         except (OSError, ssl.SSLError) as error:
-            hint = "is the key the certificate's?"
+            hint = "check that the key belongs to the certificate"
             raise InvalidValue(f"{self._cert} and {self._key} do not go together: {error}", hint=hint) from error
         soon = logging.WARNING if found.until_ns - now_ns < SOON_NS else logging.INFO
         _log.log(logging.ERROR if found.until_ns <= now_ns else soon, "%s", found.sentence(now_ns))
@@ -96,7 +100,7 @@ class Certificate:
         return found
 
     def _write_down(self, found: CertificateInUse) -> None:
-        """Say to the doctor what is in use; on a full disk it sees the one before."""
+        """Record the certificate in use for `sgpu doctor`; on a full disk the old record stays."""
         beside = self._directory / f".{FILE}"
         try:
             beside.write_bytes(msgspec.json.encode(found))
@@ -105,12 +109,15 @@ class Certificate:
             _log.warning("%s was not written: %s", self._directory / FILE, error.strerror)
 
     def _no_passphrase(self) -> str:
-        hint = f"openssl pkey -in {self._key} -out FILE writes it without one; only the server's user may read that"
-        raise InvalidValue(f"{self._key} has a passphrase, which nobody is there to type", hint=hint)
+        hint = (
+            f"write it without a passphrase: openssl pkey -in {self._key} -out FILE; only the server's user "
+            "may read that file"
+        )
+        raise InvalidValue(f"{self._key} has a passphrase; encrypted keys are not supported", hint=hint)
 
 
 def is_its_own(text: str) -> bool:
-    """Return whether a certificate is issued by itself: then it is what others have to trust.
+    """Return True if a certificate is self-signed, so that clients must trust the certificate itself.
 
     Args:
         text: PEM, the certificate first.
@@ -131,11 +138,13 @@ def _context() -> ssl.SSLContext:
 
 
 def _read(path: Path) -> tuple[CertificateInUse, int]:
-    """Return what a certificate says, and from when it is good, nanoseconds since 1970."""
+    """Return a certificate's contents, and the start of its validity in nanoseconds since 1970."""
     try:
         first = x509.load_pem_x509_certificates(path.read_bytes())[0]
     except (OSError, ValueError) as error:
-        raise InvalidValue(f"{path} is no certificate: {error}", hint="PEM: the certificate, then its chain") from error
+        raise InvalidValue(
+            f"{path} is no certificate: {error}", hint="write a PEM file: the certificate, then its chain"
+        ) from error
     try:
         alternatives = first.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
@@ -150,13 +159,13 @@ def _read(path: Path) -> tuple[CertificateInUse, int]:
 
 
 def _check_private(key: Path) -> None:
-    """Refuse a key that others may read; root's may be readable for one group, as Debian has it."""
+    """Refuse a key that other users may read; a group may read root's key, as in Debian."""
     try:
         status = key.stat()
     except OSError as error:
         raise InvalidValue(f"{key} cannot be read: {error.strerror}") from error
     if stat.S_ISDIR(status.st_mode):
-        raise InvalidValue(f"{key} is a directory", hint="--tls-key takes the file of the key")
+        raise InvalidValue(f"{key} is a directory", hint="give the file of the key to --tls-key")
     forbidden = 0o077 if status.st_uid == os.geteuid() != 0 else 0o027
     if status.st_mode & forbidden:
         raise InvalidValue(f"others may read {key}", hint=f"chmod 600 {key}")

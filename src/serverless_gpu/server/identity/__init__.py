@@ -1,4 +1,4 @@
-"""Principals, teams and tokens: their service and routes, first start, and pools that share a uid.
+"""Manages principals, teams and tokens, the first start, and pools whose runs share a uid.
 
 Start with `principal_service.py`.
 """

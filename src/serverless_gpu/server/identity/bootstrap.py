@@ -1,18 +1,19 @@
 """Creates the first administrator and the node service, and keeps their tokens in files.
 
-    server/token         the administrator's, for the person who started the server
-    server/node.token    of a service with the role `agent`, for this machine as a node; where the server has no node of
-                         its own, for the first that says hello with it
-    server/join.token    of the same service, for one machine that joins, within a day; a start makes another when it
-                         is used up or has expired
+    server/token         the administrator's token, for the user who started the server
+    server/node.token    a token of a service with the role `agent`, for this machine as a node; if the server has no
+                         node of its own, for the first agent that registers with it
+    server/join.token    a token of the same service, with which one machine may join within a day; a start replaces it
+                         when it is used up or has expired
 
-Each start checks that the database knows the tokens in the files. An unknown one (the first start, a lost file, another
-database, a crash between file and database) is replaced: the file first, then the row, and the file's earlier token is
-revoked. So deleting a file and restarting changes its token. A known token stays, also when it was revoked.
+Each start checks that the database knows the tokens in the files. It replaces an unknown token after a first start, a
+lost file, a change of the database, or a crash between file and database. It writes the file first, then the row, and
+revokes the file's earlier token. An operator can therefore change a token by deleting its file and restarting. A known
+token stays, even if it was revoked.
 
-The first two end 90 days after they were made. Use renews the node's in place. The administrator's is replaced in its
-last 30 days, at a start and by `FileTokens` while the server runs; its predecessor stays good until its end, so clients
-that wait with it are not refused.
+The first two tokens expire 90 days after their creation. Each use extends the node's token. The server replaces the
+administrator's token in its last 30 days, at a start and by `FileTokens` while it runs. The old token stays valid until
+its own end, so waiting clients can still use it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from serverless_gpu.wire.access import PrincipalRequest
 from serverless_gpu.wire.nodes import INVITED_S
 
 NODE = "node"
-"""Name of the service whose token this machine's agent has."""
+"""Name of the service that owns the token of this machine's agent."""
 EVERY_S = 12 * 3600.0
 _ADMIN = "admin"
 _SERVICE = PrincipalRequest(name=NODE, kind="service", role="agent")
@@ -52,17 +53,17 @@ _ANY = NodeIdentity(name="", machine="")
 class FirstTokens(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of the token files."""
 
-    principal: str  # the administrator's name
+    principal: str  # name of the administrator
     token: str  # theirs
-    node_token: str  # of this machine's agent
+    node_token: str  # token of this machine's agent
 
 
 def first_tokens(
     database: Transactions, directory: Path, *, login: str, now_ns: int, node: NodeIdentity | None = None
 ) -> FirstTokens:
-    """Return the tokens of the server's files; makes what is missing.
+    """Return the tokens of the server's files, and create missing ones.
 
-    The administrator is named after `login`, the operating system's name of the person who starts the server. The
+    The administrator gets the name `login`, the operating system's login name of the user who starts the server. The
     node's token is bound to `node`.
     """
     database.write(lambda connection: principals.bound_lifetimes(connection, now_ns=now_ns))
@@ -75,7 +76,7 @@ def first_tokens(
 
 
 class FileTokens:
-    """Replaces the administrator's token in its file before it ends, while the server runs. For one thread."""
+    """Replaces the administrator's token in its file before it expires. For one thread."""
 
     def __init__(
         self, *, settings: Settings, clock: Clock, database: Transactions, login: str, renewed: Callable[[], None]
@@ -87,7 +88,7 @@ class FileTokens:
         self._known = self._look()
 
     def tick(self, now_ns: int) -> int:
-        """Replace it where it ends soon; return when to look again."""
+        """Replace the token if it expires soon; return the time of the next check."""
         found = self._look()
         if found != self._known:
             self._known = found
@@ -105,7 +106,7 @@ def _admin_token(database: Transactions, directory: Path, *, login: str, now_ns:
 
 
 def join_token(database: Transactions, directory: Path, *, now_ns: int) -> str:
-    """Return the token with which another machine joins; makes one where it is missing, used up or expired."""
+    """Return the token for joining machines; create one if it is missing, used up or expired."""
     path = directory / "join.token"
     with contextlib.suppress(FileNotFoundError):
         secret = path.read_text(encoding="ascii", errors="replace").strip()
@@ -124,13 +125,13 @@ def join_token(database: Transactions, directory: Path, *, now_ns: int) -> str:
 
 
 def ensure_node_service(connection: sa.Connection, *, now_ns: int) -> None:
-    """Make the service whose tokens nodes have, where it is not there yet."""
+    """Create the service that owns the nodes' tokens, unless it exists."""
     if all(one.name != NODE for one in principals.all_principals(connection)):
         _make_principal(connection, _SERVICE, now_ns=now_ns)
 
 
 def principal_name(login: str) -> str:
-    """Return the name of a principal that comes nearest to a login name."""
+    """Return the valid principal name closest to a login name."""
     name = re.sub(r"[^a-z0-9._@-]", "-", login.lower()).lstrip("._@-")[:64]
     return name if name and name not in (*principals.RESERVED, NODE) else _ADMIN
 
@@ -155,7 +156,7 @@ def _held(
     secret = principals.new_secret()
     write_private(path, f"{secret}\n".encode())
     faults.reach("after_token_file_before_row")
-    # Another machine or home at the same database has tokens of its own.
+    # Another machine or home that uses the same database has tokens of its own.
     label = f"made by the server: {path.name} ({sha256(f'{machine()}:{path.absolute()}')[:12]})"
     new = NewToken(principal=wanted.name, label=label, scopes=scopes, expires_ns=expires_ns)
     database.write(lambda connection: _grant(connection, wanted, new, secret=secret, kept=before, now_ns=now_ns))
@@ -183,7 +184,7 @@ def _make_principal(connection: sa.Connection, wanted: PrincipalRequest, *, now_
 
 
 def _bind(connection: sa.Connection, token_id: str, node: NodeIdentity | None, *, now_ns: int) -> None:
-    """Bind the node's token to this home, which may have moved or been renamed, or else to the first that comes."""
+    """Bind the node's token to this home, which may have moved, or to the first node that registers."""
     found = nodes.find(connection, token_id)
     if node is None and found is None:
         nodes.bind(connection, token_id, _ANY, by=SERVER.name, at_ns=now_ns)
@@ -196,7 +197,7 @@ def _bind(connection: sa.Connection, token_id: str, node: NodeIdentity | None, *
 
 
 def _is_spent(connection: sa.Connection, token_id: str, *, now_ns: int) -> bool:
-    """Return whether a join token lets in nothing more. One that was revoked stays: it does not come back by itself."""
+    """Return True if no machine can join with a token any more. A revoked token stays in its file."""
     with contextlib.suppress(NotFound):
         token = principals.token(connection, token_id)
         invitation = nodes.invitation(connection, token_id)

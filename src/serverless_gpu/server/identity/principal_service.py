@@ -1,7 +1,7 @@
-"""The principal service: creates and changes users, services, teams and tokens; and its routes.
+"""Creates and changes users, services, teams and tokens, and serves their routes.
 
-Each change and its entry in the audit are one transaction. A token with scopes must not be a way to more rights: it
-cannot create or change principals, and the tokens it makes have no scope that it lacks.
+Each change and its entry in the audit are one transaction. A token with scopes must not lead to more rights. It cannot
+create or change principals, and tokens that it creates have no scope that it lacks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PrincipalService:
         self._budgets_changed = budgets_changed
 
     def make(self, who: Caller, request: PrincipalRequest) -> TokenMade:
-        """Make a user or service, and its first token."""
+        """Create a user or service, and its first token."""
         _check_unscoped(who)
         secret, now_ns = principals.new_secret(), self._clock.wall_ns()
 
@@ -70,7 +70,7 @@ class PrincipalService:
         return self._database.write(work)
 
     def change(self, who: Caller, name: str, change: PrincipalChange) -> PrincipalView:
-        """Change a principal's role, disable or enable them; `owner_suspension.py` stops their runs."""
+        """Change a principal's role, or disable or enable it; `owner_suspension.py` stops its runs."""
         _check_unscoped(who)
         now_ns, otherwise = self._clock.wall_ns(), self._settings.on_owner_disabled
 
@@ -98,11 +98,11 @@ class PrincipalService:
             return after
 
         changed = self._database.write(work)
-        self._hub.touch(SCHEDULER)  # runs of theirs may wait for it, or must not be placed
+        self._hub.touch(SCHEDULER)  # Runs of this principal may have waited for the change, or must not be placed now.
         return changed
 
     def make_team(self, who: Caller, name: str) -> TeamView:
-        """Make a team."""
+        """Create a team."""
         _check_unscoped(who)
         now_ns = self._clock.wall_ns()
 
@@ -114,7 +114,7 @@ class PrincipalService:
         return self._database.write(work)
 
     def change_team(self, who: Caller, name: str, asked: TeamChange) -> TeamView:
-        """Change the time zone of a team: its budgets without one of their own have days, weeks and months of it."""
+        """Change the time zone of a team, which defines the periods of budgets without their own time zone."""
         _check_unscoped(who)
         check_time_zone(asked.time_zone)
         now_ns = self._clock.wall_ns()
@@ -134,7 +134,7 @@ class PrincipalService:
         return changed
 
     def set_member(self, who: Caller, *, team: str, principal: str, member: bool) -> TeamView:
-        """Put somebody into a team, or take them out of it."""
+        """Add a principal to a team, or remove the principal from it."""
         _check_unscoped(who)
         now_ns = self._clock.wall_ns()
         action = Action.TEAM_ADD if member else Action.TEAM_REMOVE
@@ -150,22 +150,22 @@ class PrincipalService:
         return self._database.write(work)
 
     def make_token(self, who: Caller, request: TokenRequest, *, reach: str) -> TokenMade:
-        """Make a token for the caller, or for a principal in reach."""
+        """Create a token for the caller, or for a principal within the caller's reach."""
         owner = request.principal or who.name
         if not covers(reach, name=who.name, teams=(), owner=owner):
             raise NotFound(f"there is no user or service {owner[:64]!r}")
         if who.scopes and not (request.scopes and set(request.scopes) <= set(who.scopes)):
-            hint = f"scopes it can give on: {', '.join(who.scopes)}"
-            raise NotAllowed("a token with scopes cannot make one that is good for more", hint=hint)
-        if request.expires_s is not None and not 0 < request.expires_s <= TOKEN_EXPIRY_MAX_S:  # NaN is neither
-            raise InvalidValue("a token is good for more than 0 s, and 10 years at most")
+            hint = f"this token can pass on these scopes: {', '.join(who.scopes)}"
+            raise NotAllowed("a token with scopes cannot create a token with more rights", hint=hint)
+        if request.expires_s is not None and not 0 < request.expires_s <= TOKEN_EXPIRY_MAX_S:  # also refuses NaN
+            raise InvalidValue("the lifetime of a token must be more than 0 s and at most 10 years")
         secret, now_ns = principals.new_secret(), self._clock.wall_ns()
         expires_ns = None if request.expires_s is None else now_ns + int(request.expires_s * _NS)
         new = NewToken(principal=owner, label=request.label, scopes=request.scopes, expires_ns=expires_ns)
         return self._database.write(lambda connection: _make_token(connection, who, new, secret=secret, now_ns=now_ns))
 
     def revoke_token(self, who: Caller, identifier: str, *, reach: str) -> TokenView:
-        """Make a token good for nothing."""
+        """Revoke a token."""
         now_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> TokenView:
@@ -192,7 +192,9 @@ def _make_token(connection: sa.Connection, who: Caller, new: NewToken, *, secret
 
 def _check_unscoped(who: Caller) -> None:
     if who.scopes:
-        raise NotAllowed("a token with scopes cannot change who may do what", hint="use one without scopes")
+        raise NotAllowed(
+            "a token with scopes cannot change principals, roles or teams", hint="use a token without scopes"
+        )
 
 
 routes = Routes("principals")
@@ -200,13 +202,13 @@ routes = Routes("principals")
 
 @routes.get("/whoami", needs=ANYBODY)
 def whoami(call: Call, database: Transactions) -> PrincipalView:
-    """Say whose token it is."""
+    """Return the principal that owns the token."""
     return database.read(lambda connection: principals.principal(connection, call.who.name))
 
 
 @routes.get("/users", needs=reading("users"))
 def list_users(call: Call, database: Transactions) -> PrincipalList:
-    """List users and services: all, or oneself."""
+    """List users and services: all of them, or only the caller."""
     if call.reach != AccessReach.ALL:
         return PrincipalList(principals=(whoami(call, database),))
     return PrincipalList(principals=database.read(principals.all_principals))
@@ -214,26 +216,26 @@ def list_users(call: Call, database: Transactions) -> PrincipalList:
 
 @routes.post("/users", needs=writing("users"))
 def make_user(call: Call, principals: PrincipalService, body: PrincipalRequest) -> TokenMade:
-    """Make a user or service; the answer has its first token."""
+    """Create a user or service; the response contains its first token."""
     return principals.make(call.who, body)
 
 
 @routes.patch("/users/{name}", needs=writing("users"))
 def change_user(call: Call, principals: PrincipalService, name: str, body: PrincipalChange) -> PrincipalView:
-    """Give somebody another role, disable or enable them."""
+    """Change a principal's role, or disable or enable the principal."""
     return principals.change(call.who, name, body)
 
 
 @routes.get("/teams", needs=reading("teams"))
 def list_teams(call: Call, database: Transactions) -> TeamList:
-    """List teams: all, or those one is in."""
+    """List teams: all of them, or only the caller's."""
     teams = database.read(principals.all_teams)
     return TeamList(teams=tuple(team for team in teams if call.reach == AccessReach.ALL or team.name in call.who.teams))
 
 
 @routes.post("/teams", needs=writing("teams"))
 def make_team(call: Call, principals: PrincipalService, body: TeamRequest) -> TeamView:
-    """Make a team."""
+    """Create a team."""
     return principals.make_team(call.who, body.name)
 
 
@@ -245,26 +247,26 @@ def change_team(call: Call, principals: PrincipalService, team: str, body: TeamC
 
 @routes.put("/teams/{team}/members/{user}", needs=writing("teams"))
 def add_member(call: Call, principals: PrincipalService, team: str, user: str) -> TeamView:
-    """Put somebody into a team."""
+    """Add a principal to a team."""
     return principals.set_member(call.who, team=team, principal=user, member=True)
 
 
 @routes.delete("/teams/{team}/members/{user}", needs=writing("teams"))
 def remove_member(call: Call, principals: PrincipalService, team: str, user: str) -> TeamView:
-    """Take somebody out of a team."""
+    """Remove a principal from a team."""
     return principals.set_member(call.who, team=team, principal=user, member=False)
 
 
 @routes.get("/tokens", needs=reading("tokens"))
 def list_tokens(call: Call, database: Transactions) -> TokenList:
-    """List tokens, without their secrets: all, or one's own."""
+    """List tokens without their secrets: all of them, or only the caller's."""
     whose = None if call.reach == AccessReach.ALL else call.who.name
     return TokenList(tokens=database.read(lambda connection: principals.tokens_of(connection, whose)))
 
 
 @routes.post("/tokens", needs=writing("tokens"))
 def make_token(call: Call, principals: PrincipalService, body: TokenRequest) -> TokenMade:
-    """Make a token; its secret is said this once."""
+    """Create a token; only this response contains its secret."""
     return principals.make_token(call.who, body, reach=call.reach)
 
 

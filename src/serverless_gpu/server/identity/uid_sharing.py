@@ -1,12 +1,12 @@
-"""Pools whose runs share a uid: which principals they serve, and what administrators decided about it.
+"""Decides which principals a pool serves, because runs on a node share a uid.
 
-Every run of a node shares the uid of its agent. The code of one run can read what another leaves there, and on the
-server's machine the server's key and tokens. A pool therefore serves one principal, the server's first administrator,
-until an administrator accepts the risk with `sgpu pool set --isolation none`.
+Every run of a node shares the uid of its agent. The code of one run can read files that another run leaves there. On
+the server's machine it can also read the server's key and tokens. A pool therefore serves only one principal, the
+server's first administrator. This holds until an administrator accepts the risk with `sgpu pool set --isolation none`.
 
-The first administrator is the oldest user of the database, as long as they are an enabled administrator: the person who
-started the server. So a personal server needs no decision, and a member who submits first cannot take their place. It
-is read from rows, so it survives restarts. Where that user is demoted or disabled, every principal waits for the
+The first administrator is the oldest user in the database, normally the user who started the server. A personal server
+therefore needs no decision, and a team member who submits first cannot become the first administrator. The server reads
+this from database rows, so it survives restarts. If that user is demoted or disabled, every principal waits for the
 decision.
 """
 
@@ -28,25 +28,25 @@ from serverless_gpu.server.records.pools import NO_ISOLATION, UNSET, StoredPool
 
 
 class Isolation(msgspec.Struct, frozen=True, kw_only=True):
-    """Principals that pools serve, as decisions take them."""
+    """Access of principals to pools, as input for scheduling decisions."""
 
-    first: str  # the first administrator, or ""
-    closed: frozenset[str]  # pools that serve only that one
-    opened: frozenset[str]  # pools that serve everybody
+    first: str  # name of the first administrator, or ""
+    closed: frozenset[str]  # pools that serve only the first administrator
+    opened: frozenset[str]  # pools that serve all principals
 
     @classmethod
     def of(cls, there: Iterable[StoredPool], first: str) -> Isolation:
-        """Return it for some pools."""
+        """Return the isolation of the given pools."""
         names = {pool.name: pool.is_shared for pool in there}
         opened = frozenset(name for name, is_shared in names.items() if is_shared)
         return cls(first=first, closed=frozenset(names) - opened, opened=opened)
 
     def is_second(self, owner: str) -> bool:
-        """Return whether some pool is closed to the runs of a principal."""
+        """Return True if any pool is closed to the runs of a principal."""
         return bool(self.closed) and owner != self.first
 
     def is_closed(self, wanted: QueuedRun) -> bool:
-        """Return whether every pool that a run may use is closed to it."""
+        """Return True if every pool that a run may use is closed to the run."""
         return wanted.second_principal and (wanted.pool in self.closed if wanted.pool else not self.opened)
 
 
@@ -56,27 +56,27 @@ EVERYBODY = Isolation(first="", closed=frozenset(), opened=frozenset())
 class Exposure(msgspec.Struct, frozen=True, kw_only=True):
     """Principals that share, or would share, a uid with the first administrator."""
 
-    principals: tuple[str, ...]  # second principals that may start runs or own some, by name
-    had_runs: tuple[str, ...]  # those of them that own runs: their code may have run here
-    undecided: tuple[str, ...]  # pools without a decision
-    closed: tuple[str, ...]  # pools in which their runs wait, the undecided ones among them
-    shared: tuple[str, ...]  # pools in which their runs share a uid with everybody's
+    principals: tuple[str, ...]  # Other principals that may start runs or own runs, by name.
+    had_runs: tuple[str, ...]  # Other principals that own runs; their code may have run on this machine.
+    undecided: tuple[str, ...]  # Pools without a decision.
+    closed: tuple[str, ...]  # Pools where runs of other principals wait, including the undecided pools.
+    shared: tuple[str, ...]  # Pools where all runs share a uid.
 
 
 def first_administrator(connection: sa.Connection) -> str:
-    """Return the name of the first administrator, or "" where the oldest user is an administrator no longer."""
+    """Return the first administrator's name, or "" if the oldest user is not an enabled administrator."""
     row = connection.execute(_OLDEST).first()
     return row.name if row is not None and row.role == "admin" and row.disabled_ns is None else ""
 
 
 def admits(connection: sa.Connection, owner: str, pool: str) -> bool:
-    """Return whether runs of a principal may start in a pool now."""
+    """Return True if runs of a principal may start in a pool now."""
     found = pools.find(connection, pool)
     return (found is not None and found.is_shared) or owner == first_administrator(connection)
 
 
 def exposure(connection: sa.Connection) -> Exposure:
-    """Return who shares a uid with whom, and what was decided about it."""
+    """Return the principals that share a uid, and the decisions about their pools."""
     first, there = first_administrator(connection), pools.every(connection)
     has_runs = sa.exists().where(runs.c.owner == principals.c.name)
     query = sa.select(principals.c.name, has_runs.label("has_runs")).order_by(principals.c.name)
@@ -92,10 +92,10 @@ def exposure(connection: sa.Connection) -> Exposure:
 
 
 def settle(database: Transactions, ask: Callable[[Exposure], bool | None], *, now_ns: int) -> None:
-    """Show the operator which principals share a uid; they decide once about pools that are undecided.
+    """Report the principals that share a uid to the operator, who decides once about undecided pools.
 
-    `ask` returns whether several principals may share a uid in undecided pools, or None to leave that open. It is
-    called outside of any transaction.
+    `ask` returns True if several principals may share a uid in undecided pools, or None to leave that open. The server
+    calls `ask` outside of any transaction.
     """
     found = database.read(exposure)
     if not found.principals:

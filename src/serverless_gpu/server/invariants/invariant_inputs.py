@@ -1,10 +1,11 @@
-"""Rows of some runs as values, which the invariants are checked on, and the violation that they yield.
+"""Loads the rows of runs as values for the invariants, and defines violations.
 
-    load(connection, after=…)     a page of runs in the order of their identifiers, and all that belongs to them
+    load(connection, after=…)     a page of runs in the order of their identifiers, with all their rows
     of_runs(connection, ids)      the same for named runs
 
-It only reads. A page costs a handful of queries by key and is one moment of the database. What would make it large is
-left out and listed (`RecordedRuns.skipped`): a run of many thousand events, an attempt of many thousand facts.
+This module only reads. A page costs a handful of queries by key and is one snapshot of the database. Very large parts
+are omitted and listed (`RecordedRuns.skipped`), such as a run with many thousand events or an attempt with many
+thousand facts. A crew is the part of a gang on one node.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PAGE_RUNS = 200
 EVENTS_MAX = 1_000
 FACTS_MAX = 20_000
 PARTS_MAX = 2_000
-"""How much is read of one run, of one crew, of the outputs of one page."""
+"""Maximum numbers of events of one run, facts of one page, and result parts of one page."""
 OfCrew = tuple[int, int]
 """Fence and number of a crew, within its run."""
 _decode_fact = msgspec.json.Decoder(Fact).decode
@@ -42,7 +43,7 @@ _decode_parts = msgspec.json.Decoder(tuple[str, ...]).decode
 
 
 class SeenReceipt(msgspec.Struct, frozen=True):
-    """The part of a receipt (`model.receipt.Receipt`) that is read here."""
+    """The part of a receipt (`model.receipt.Receipt`) that the invariants use."""
 
     gpu_ms: int | None = None
     facts: int | None = None
@@ -52,7 +53,7 @@ class SeenReceipt(msgspec.Struct, frozen=True):
 
 
 class RecordedOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """An order, taken or not."""
+    """An order to a node, acknowledged or not."""
 
     seq: int
     node_id: str
@@ -64,9 +65,9 @@ class RecordedOrder(msgspec.Struct, frozen=True, kw_only=True):
 class Results(msgspec.Struct, frozen=True, kw_only=True):
     """The results of one attempt."""
 
-    count: int = 0  # how many there are
-    cut: int = 0  # those whose number of bytes is not the recorded one
-    parts: tuple[str, ...] = ()  # digests of those that are in the store, some of them when they are very many
+    count: int = 0  # Number of results.
+    cut: int = 0  # Number of results whose size differs from the recorded size.
+    parts: tuple[str, ...] = ()  # Digests of the parts in the store; only some of them if there are very many.
 
 
 class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,32 +75,32 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     run: StoredRun
     attempts: tuple[StoredAttempt, ...] = ()  # in the order of their fences
-    events: tuple[StoredEvent, ...] = ()  # in the order of their numbers; none when there are too many
+    events: tuple[StoredEvent, ...] = ()  # in the order of their numbers; empty if there are too many
     orders: tuple[RecordedOrder, ...] = ()
     facts: Mapping[OfCrew, tuple[Fact, ...]] = {}  # by crew, in the order of their numbers
-    unread: frozenset[OfCrew] = frozenset()  # crews that have too many facts to be read here
-    receipts: Mapping[OfCrew, SeenReceipt] = {}  # by crew, of those that have one
+    unread: frozenset[OfCrew] = frozenset()  # crews with too many facts to load
+    receipts: Mapping[OfCrew, SeenReceipt] = {}  # receipts by crew
     charges: Mapping[OfCrew, tuple[PostedEntry, ...]] = {}
-    """By crew, its entries of the ledger, in the order of their numbers."""
-    results: Mapping[int, Results] = {}  # by fence
-    actions: Mapping[str, int] = {}  # how often the audit has each action with this run as its subject
+    """Entries of the ledger by crew, in the order of their numbers."""
+    results: Mapping[int, Results] = {}  # results by fence
+    actions: Mapping[str, int] = {}  # number of audit entries about this run, by action
 
 
 class RecordedRuns(msgspec.Struct, frozen=True, kw_only=True):
-    """Some runs at one moment of the database."""
+    """Some runs in one snapshot of the database."""
 
     runs: tuple[RecordedRun, ...] = ()  # in the order of their identifiers
     absent: Mapping[str, Mapping[str, int]] = {}
-    """Runs that were asked for by name and are not there: how often the audit has each action about them."""
-    details: tuple[str, ...] = ()  # what the audit has written beside its rows about these runs
-    following: str = ""  # where the next page begins; "" at the end
-    skipped: tuple[str, ...] = ()  # what was left out because it is too much
+    """Missing runs that the caller named: the number of audit entries about each, by action."""
+    details: tuple[str, ...] = ()  # details of the audit entries about these runs
+    following: str = ""  # start of the next page; "" at the end
+    skipped: tuple[str, ...] = ()  # descriptions of omitted data
 
 
 def load(connection: sa.Connection, *, after: str = "", limit: int = PAGE_RUNS) -> RecordedRuns:
     """Return a page of runs.
 
-    `after` is `following` of the page before, "" for the first page.
+    `after` is `following` of the previous page, "" for the first page.
     """
     query = sa.select(runs.c.id).where(runs.c.id > after).order_by(runs.c.id).limit(limit)
     ids = list(connection.scalars(query))
@@ -189,7 +190,7 @@ def _charges(connection: sa.Connection, ids: Sequence[str]) -> dict[CrewId, tupl
 def _seen(text: str) -> SeenReceipt:
     try:
         return from_json(text, SeenReceipt)
-    except (msgspec.DecodeError, RecursionError):  # of another version: its node knows what it means
+    except (msgspec.DecodeError, RecursionError):  # A receipt of another version; this server cannot interpret it.
         return SeenReceipt()
 
 
@@ -252,7 +253,7 @@ def _audit(connection: sa.Connection, ids: Sequence[str]) -> tuple[dict[str, Cou
 def pages(
     read: Callable[[Callable[[sa.Connection], RecordedRuns]], RecordedRuns], *, limit: int = PAGE_RUNS
 ) -> Iterable[RecordedRuns]:
-    """Yield all runs page by page, each as of its own moment."""
+    """Yield all runs page by page, each page from its own snapshot."""
     after = ""
     while True:
         page = read(partial(load, after=after, limit=limit))
@@ -266,8 +267,8 @@ class Violation(msgspec.Struct, frozen=True, kw_only=True, order=True):
     """A violated invariant."""
 
     invariant: str  # ``"I3"``
-    subject: str  # what it is about: ``"run <id>"``, ``"device <uuid>"``
-    sentence: str  # what is wrong
+    subject: str  # the violating object: ``"run <id>"``, ``"device <uuid>"``
+    sentence: str  # description of the violation
 
     def __str__(self) -> str:
         return f"{self.invariant} {self.subject}: {self.sentence}"

@@ -1,37 +1,38 @@
-"""Invariants of runs: what holds whatever was killed, lost, doubled, delayed or full.
+"""Defines the invariants of runs, which must hold after kills, losses, duplicates, delays and full disks.
 
     RecordedRuns (rows of some runs)   ─┐
-    History (what people and nodes saw, ├─▶ violations ─▶ [I3 run …: attempts 1 and 2 were on devices at the same time]
-        where a test kept it)           │
-    LiveState (what a server thinks)   ─┘
+    History (observations of clients    ├─▶ violations ─▶ [I3 run …: attempts 1 and 2 were on devices at the same time]
+        and nodes, if a test has them)  │
+    LiveState (memory of a server)     ─┘
 
-Tests check simulated clusters and servers that were killed at each fault point; a server checks itself while it works
-(`self_check.py`). Values only: no clock, no database, no log. What needs more than rows is checked only if it is given.
+Tests check simulated clusters and servers that were killed at each fault point. A running server checks itself
+(`self_check.py`). This module works on values: it uses no clock, no database and no log. Invariants that need more than
+rows are checked only if the caller gives that input. A crew is the part of a gang on one node.
 
-I1  a run whose submit was acknowledged can be read for ever (until retention removes it, which the audit says)
-I2  a run has one end, and it is its last event; nothing about it changes any more
-I3  attempts of a run come one after the other: no process of one is left when user code of the next begins (its
-    devices may still be checked then); at most the last is open; user code runs again only if that was asked for
-    crews      as many as nodes, each on its own; numbers and ranks go on from one to the next; devices add up
-    ended      an attempt has ended when all of its crews have; no crew of a newer one is there before, nor where a
-               process of an older one may be left
-    written    a run on several nodes that goes on is in the state that its crews amount to
-    met        user code of several crews begins once it is chosen how they meet; of a gang that was called off, never
-    released   all ranks had returned then; from there on it ends otherwise only by a crew whose results did not come
-    reason     that a peer failed is no crew's own reason
-I4  a device is never lent twice at the same time, from the reservation until it was checked
-I5  states move only along the table; events are numbered without a gap
-I6  SUCCEEDED: the result of every rank is stored, whole
-I7  the ledger: facts in order, a receipt only at an end; charges follow from facts and tariff, are never changed, only
-    reversed and posted again, and equal the receipt
-I8  the audit has one row for each request that changed something, no secret, and its chain is whole
-I11 a run that could be placed is placed
-I12 a run for which a hard budget has nothing left is asked to stop: that bounds what is used beyond
-    (`model/billing/budget.py`)
-I14 a run that waits has a sentence that says for what
-I15 what grows has a bound, and keeps it
+    I1  clients can read an acknowledged run for ever, until retention removes it, which the audit records
+    I2  a run has one end, which is its last event and never changes
+    I3  attempts of a run follow each other: no process of one is left when user code of the next begins (its devices
+        may still be checked then); only the last may be open; user code runs again only for a retry
+        crews      one for each node of the attempt; numbers and ranks are consecutive; the devices add up
+        ended      an attempt has ended when all of its crews have; no crew of a newer attempt exists before, nor on a
+                   node where a process of an older attempt may be left
+        written    the state of an unended run on several nodes follows from the states of its crews
+        met        user code of several crews begins after their rendezvous; user code of a cancelled gang never
+        released   all ranks have returned; after that, only a crew whose results are missing can change the end
+        reason     a failed peer is never a crew's own reason
+    I4  no device is lent twice at the same time, from the reservation until its check
+    I5  states change only along the table; events are numbered without a gap
+    I6  SUCCEEDED: the complete result of every rank is stored
+    I7  the ledger: facts in order, a receipt only at an end; charges follow from facts and tariff, are never changed,
+        only reversed and posted again, and equal the receipt
+    I8  the audit has one row for each request that changed something, contains no secret, and its chain is intact
+    I11 a run that can be placed is placed
+    I12 the server asks a run to stop when its hard budget is used up, which bounds the overspend
+        (`model/billing/budget.py`)
+    I14 every waiting run has a reason
+    I15 everything that grows has a bound, and stays within it
 
-Not checked: I9, I10 (processes and bytes on a node: its own tests look), I13 (there are no schedules yet).
+Not checked: I9 and I10, which tests of the node check, and I13, because there are no schedules yet.
 """
 
 from __future__ import annotations
@@ -67,64 +68,65 @@ from serverless_gpu.server.records.crews import StoredCrew
 from serverless_gpu.server.records.events import StoredEvent, is_remark
 
 LENDINGS_MAX = 50_000
-"""How many lendings are held against those of later pages."""
+"""Maximum number of remembered lendings for the comparison with later pages."""
 Place = tuple[str, ...]
 UNPLACED_S = 60.0
-"""How long a run may wait although it could be placed: a scheduler that is slow is not one that forgot it."""
+"""Seconds that a placeable run may wait before the check assumes that a slow scheduler has forgotten it."""
 UNTOLD_S = 60.0
-"""How long a run may wait without being told for what."""
+"""Seconds that a run may wait without a reason."""
 UNSTOPPED_S = 30.0
-"""How long a run may go on that a hard budget has nothing left for: it holds twice that ahead."""
+"""Seconds that a run may continue after its hard budget is used up; the budget reserves twice that."""
 _OPEN = frozenset({State.STARTING, State.RUNNING, State.STOPPING, State.UNREACHABLE})
 _STOPPED_IN_QUEUE = frozenset({State.CANCELLED, State.TIMED_OUT, State.BUDGET_STOPPED})
 MOVES: Mapping[State, frozenset[State]] = {
-    # LOST: the server was restored from a backup in which the run waited. FAILED: nothing could ever serve it.
+    # LOST: the server was restored from a backup in which the run waited. FAILED: no node could ever serve the run.
     State.QUEUED: frozenset({State.STARTING, State.LOST, State.FAILED}) | _STOPPED_IN_QUEUE,
     State.STARTING: frozenset({State.RUNNING, State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
     State.RUNNING: frozenset({State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
     State.UNREACHABLE: _OPEN | {State.QUEUED} | TERMINAL,
-    # A stop that is final replaces one after which the run may go on: the state stays, and that is an event.
+    # A final stop may replace a stop after which the run may continue. The state stays, and the change is an event.
     State.STOPPING: frozenset({State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
     **{state: frozenset() for state in TERMINAL},
 }
-"""Allowed moves, written a second time, so that the table (`run_lifecycle.py`) does not check itself."""
+"""Allowed state changes, written independently of `run_lifecycle.py` to check its table."""
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
-    """User code of one crew, as a test observed it on the node, by one clock for all of them."""
+    """User code of one crew, as a test observed it on the node, by one clock for all crews."""
 
     run_id: str
     fence: int
     node: str
-    devices: tuple[str, ...]  # identifiers, unique over all nodes
-    began_ns: int  # the first exec
-    ended_ns: int | None = None  # when no process of it was left; None while one is
-    freed_ns: int | None = None  # when its devices were given back; None while they are not
-    crew: int = 0  # its number within its attempt
+    devices: tuple[str, ...]  # Identifiers, unique over all nodes.
+    began_ns: int  # Time of the first exec.
+    ended_ns: int | None = None  # Time when no process was left; None while a process runs.
+    freed_ns: int | None = None  # Time when the devices were released; None before.
+    crew: int = 0  # Number of the crew within its attempt.
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """Observations of people and nodes, where a test kept them."""
+    """Observations of clients and nodes that a test recorded."""
 
-    acknowledged: frozenset[str] = frozenset()  # runs whose submit was answered
-    ends: Mapping[str, tuple[State, Reason]] = {}  # the end that a client was told, by run
-    stretches: Sequence[Stretch] = ()  # of user code
+    acknowledged: frozenset[str] = frozenset()  # runs whose submission was acknowledged
+    ends: Mapping[str, tuple[State, Reason]] = {}  # end that a client has seen, by run
+    stretches: Sequence[Stretch] = ()  # observed executions of user code
     changed: Mapping[tuple[str, str], int] = {}
-    """How many requests about a subject were answered with success and changed something: (action, subject) → how many;
-    each has a row in the audit, as have those whose answer was lost.
+    """Number of successful requests that changed something, by (action, subject).
+
+    Each of these requests has a row in the audit. So has each one whose response was lost.
     """
-    secrets: tuple[str, ...] = ()  # texts that the audit must not have
+    secrets: tuple[str, ...] = ()  # texts that the audit must not contain
 
 
 class LiveState(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of a working server, beside its database."""
+    """Memory of a running server, in addition to its database."""
 
     untold_s: Mapping[str, float] = {}
-    """Runs that wait without a reason, and for how long, seconds."""
-    unplaced_s: Mapping[str, float] = {}  # runs that could be placed now, and for how long that has been so, seconds
+    """Runs that wait without a reason, with the duration in seconds."""
+    unplaced_s: Mapping[str, float] = {}  # runs that could be placed now, with the duration of that state in seconds
     unstopped_s: Mapping[str, float] = {}
-    """Runs that a hard budget has nothing left for, and that are not asked to stop; seconds."""
-    sizes: Mapping[str, tuple[int, int]] = {}  # what grows, in words → (how much there is, how much there may be)
+    """Runs whose hard budget is used up and that are not asked to stop, with the duration in seconds."""
+    sizes: Mapping[str, tuple[int, int]] = {}  # growing tables by description, with current and maximum size
     missing_parts: frozenset[str] = frozenset()  # digests of results that the store does not have
 
 
@@ -152,7 +154,7 @@ def _readable(page: RecordedRuns, history: History) -> Iterator[Violation]:
     for run_id, actions in page.absent.items():
         created, expired = actions.get(Action.RUN_CREATE, 0), actions.get(Action.RUN_EXPIRE, 0)
         if (created or run_id in history.acknowledged) and not expired:
-            yield Violation(invariant="I1", subject=f"run {run_id}", sentence="was acknowledged, and is not there")
+            yield Violation(invariant="I1", subject=f"run {run_id}", sentence="was acknowledged but does not exist")
 
 
 # --- I2, I5 -----------------------------------------------------------------------------------------------------------
@@ -166,7 +168,7 @@ def _one_end(recorded: RecordedRun) -> Iterator[Violation]:
     if ends and told[-1] is not ends[-1]:
         yield violation_of(recorded, "I2", f"event {told[-1].seq} ({told[-1].state}) came after its end")
     if told and told[-1].state is not run.state:
-        yield violation_of(recorded, "I2", f"is {run.state}, and its last event says {told[-1].state}")
+        yield violation_of(recorded, "I2", f"is {run.state}, but its last event says {told[-1].state}")
     is_over = run.state in TERMINAL
     if is_over != (run.ended_ns is not None) or is_over != (run.reason is not None):
         yield violation_of(recorded, "I2", f"is {run.state}, with reason {run.reason} and end {run.ended_ns}")
@@ -193,7 +195,7 @@ def _moves(recorded: RecordedRun) -> Iterator[Violation]:
         yield violation_of(recorded, "I5", f"its events are numbered {_listed(event.seq for event in told)}")
     if told[-1].seq != recorded.run.events:
         yield violation_of(
-            recorded, "I5", f"its last event is {told[-1].seq}, and it is said to have {recorded.run.events}"
+            recorded, "I5", f"its last event is {told[-1].seq}, but its row counts {recorded.run.events} events"
         )
     for before, event in pairwise(told):
         yield from _move(recorded, before, event)
@@ -205,7 +207,9 @@ def _move(recorded: RecordedRun, before: StoredEvent, event: StoredEvent) -> Ite
     places = before.state is State.QUEUED and event.state is State.STARTING
     if event.fence != before.fence + places:
         yield violation_of(
-            recorded, "I5", f"event {event.seq} ({event.state}) is of attempt {event.fence}, after {before.fence}"
+            recorded,
+            "I5",
+            f"event {event.seq} ({event.state}) belongs to attempt {event.fence}, after attempt {before.fence}",
         )
 
 
@@ -216,16 +220,16 @@ def _attempts_in_order(recorded: RecordedRun) -> Iterator[Violation]:
     run, tries = recorded.run, recorded.attempts
     fences = [attempt.fence for attempt in tries]
     if fences != list(range(1, run.fence + 1)):
-        yield violation_of(recorded, "I3", f"is at attempt {run.fence}, and has attempts {_listed(fences) or 'none'}")
+        yield violation_of(recorded, "I3", f"is at attempt {run.fence}, but has attempts {_listed(fences) or 'none'}")
     still_open = [attempt.fence for attempt in tries if attempt.ended_ns is None]
     if still_open != ([run.fence] if run.state in _OPEN else []):
-        yield violation_of(recorded, "I3", f"is {run.state}, and open are its attempts {_listed(still_open) or 'none'}")
+        yield violation_of(recorded, "I3", f"is {run.state}, but its open attempts are {_listed(still_open) or 'none'}")
     for attempt in tries:
         yield from _attempt(recorded, attempt)
     began = sum(attempt.began for attempt in tries)
     again = run.retries_used + run.fault_retries_used
     if not run.spec.resume and began > 1 + again:
-        yield violation_of(recorded, "I3", f"ran user code {began} times, and {again} retries were used")
+        yield violation_of(recorded, "I3", f"ran user code {began} times with only {again} retries")
     faults_max = FAULT_RETRIES_MAX if run.spec.retry_on_infra else 0
     uses = (
         (run.retries_used, run.spec.retries),
@@ -234,14 +238,14 @@ def _attempts_in_order(recorded: RecordedRun) -> Iterator[Violation]:
     )
     if any(used > most for used, most in uses):
         used = ", ".join(f"{used} of {most}" for used, most in uses)
-        yield violation_of(recorded, "I3", f"used more retries than it has: {used}")
+        yield violation_of(recorded, "I3", f"used more retries than allowed: {used}")
 
 
 def _attempt(recorded: RecordedRun, attempt: StoredAttempt) -> Iterator[Violation]:
     if (attempt.ended_ns is None) != (attempt.state in _OPEN) or (attempt.ended_ns is None) != (attempt.reason is None):
         yield violation_of(recorded, "I3", f"attempt {attempt.fence} is {attempt.state}, ended {attempt.ended_ns}")
     if attempt.fence == recorded.run.fence and attempt.ended_ns is None and attempt.state is not recorded.run.state:
-        yield violation_of(recorded, "I3", f"is {recorded.run.state}, and its open attempt is {attempt.state}")
+        yield violation_of(recorded, "I3", f"is {recorded.run.state}, but its open attempt is {attempt.state}")
     own = [order for order in recorded.orders if order.fence == attempt.fence]
     for crew in attempt.crews:
         yield from _crew(recorded, crew, [order for order in own if order.crew == crew.number])
@@ -256,11 +260,11 @@ def _crew(recorded: RecordedRun, crew: StoredCrew, own: Sequence[RecordedOrder])
         yield violation_of(recorded, "I3", f"{name} has {len(starts)} orders to start")
     for order in own:
         if order.node_id != crew.node_id:
-            yield violation_of(recorded, "I3", f"{name} is on {crew.node_id}, order {order.seq} is not")
+            yield violation_of(recorded, "I3", f"{name} is on {crew.node_id}, but order {order.seq} is not")
 
 
 def _facts_in_order(recorded: RecordedRun) -> Iterator[Violation]:
-    """Attempts on one boot of one node are compared by its clock."""
+    """Compare attempts on the same boot of a node by its clock."""
     for fence, following in pairwise(sorted({fence for fence, _ in recorded.facts})):
         before = [facts for (other, _), facts in recorded.facts.items() if other == fence]
         after = [facts for (other, _), facts in recorded.facts.items() if other == following]
@@ -290,24 +294,24 @@ def _one_after_another(stretches: Sequence[Stretch]) -> Iterator[Violation]:
 
 
 def _pairs_of_attempts(own: Sequence[Stretch]) -> Iterator[tuple[Stretch, Stretch]]:
-    """Yield each stretch of an attempt beside each of the next one that ran."""
+    """Yield each stretch of an attempt paired with each stretch of the next attempt that ran."""
     fences = sorted({one.fence for one in own})
     for fence, following in pairwise(fences):
         yield from product((one for one in own if one.fence == fence), (one for one in own if one.fence == following))
 
 
 def _ran_as_asked(page: RecordedRuns, history: History) -> Iterator[Violation]:
-    """Check observations, not reports: an attempt that began without a report counts, too."""
+    """Check observations instead of reports, because an attempt may begin without a report."""
     attempts = {(one.run_id, one.fence) for one in history.stretches}
     ran = Counter(run_id for run_id, _ in attempts)
     for recorded in page.runs:
         run = recorded.run
         for attempt in recorded.attempts:
             if attempt.called_off and (run.id, attempt.fence) in attempts:
-                yield violation_of(recorded, "I3", f"attempt {attempt.fence} was called off, and user code of it ran")
+                yield violation_of(recorded, "I3", f"attempt {attempt.fence} was called off, but its user code ran")
         again = run.retries_used + run.fault_retries_used
         if not run.spec.resume and ran[run.id] > 1 + again:
-            yield violation_of(recorded, "I3", f"ran user code {ran[run.id]} times, and {again} retries were used")
+            yield violation_of(recorded, "I3", f"ran user code {ran[run.id]} times with only {again} retries")
 
 
 # --- I4 ---------------------------------------------------------------------------------------------------------------
@@ -334,9 +338,9 @@ def _stored(recorded: RecordedRun, missing: frozenset[str]) -> Iterator[Violatio
     ranks = attempt.num_nodes if run.spec.per_node else attempt.world_size
     there = results.count if results is not None else 0
     if there < ranks:
-        yield violation_of(recorded, "I6", f"has succeeded, and {there} of {ranks} results are there")
+        yield violation_of(recorded, "I6", f"has succeeded, but only {there} of {ranks} results exist")
     if results is not None and results.cut:
-        yield violation_of(recorded, "I6", f"{results.cut} of its results are not whole")
+        yield violation_of(recorded, "I6", f"{results.cut} of its results are incomplete")
     gone = missing.intersection(results.parts if results is not None else ())
     if gone:
         yield violation_of(recorded, "I6", f"{len(gone)} parts of its results are not in the store")
@@ -346,11 +350,11 @@ def _stored(recorded: RecordedRun, missing: frozenset[str]) -> Iterator[Violatio
 
 
 def ledger(recorded: RecordedRun) -> Iterator[Violation]:
-    """Yield what is wrong with the facts, receipts and entries of a run."""
+    """Yield violations in the facts, receipts and ledger entries of a run."""
     all_crews = [_OfCrew(attempt=attempt, crew=crew) for attempt in recorded.attempts for crew in attempt.crews]
     ended = {one.key for one in all_crews if one.crew.ended_ns is not None}
     for fence, _ in sorted(set(recorded.receipts) - ended):
-        yield violation_of(recorded, "I7", f"attempt {fence} has a receipt, and has not ended")
+        yield violation_of(recorded, "I7", f"attempt {fence} has a receipt but has not ended")
     for one in all_crews:
         own = recorded.facts.get(one.key, ())
         for fact, following in pairwise(own):
@@ -361,13 +365,13 @@ def ledger(recorded: RecordedRun) -> Iterator[Violation]:
         for sentence in _entries(posted):
             yield violation_of(recorded, "I7", f"{one.name}: {sentence}")
         if one.key in recorded.unread:
-            continue  # nothing to compare
+            continue  # There is nothing to compare without facts.
         for sentence in (*_receipt(one, own, recorded), *_charged(one, own, posted, recorded)):
             yield violation_of(recorded, "I7", sentence)
 
 
 class _OfCrew(msgspec.Struct, frozen=True, kw_only=True):
-    """A crew, and its attempt."""
+    """A crew together with its attempt."""
 
     attempt: StoredAttempt
     crew: StoredCrew
@@ -387,9 +391,9 @@ def _receipt(one: _OfCrew, own: Sequence[Fact], recorded: RecordedRun) -> Iterat
     if receipt is None or receipt.gpu_ms is None or receipt.facts is None:
         return
     if len(own) < receipt.facts:
-        yield f"{len(own)} of the {receipt.facts} facts of {one.name} are there"
+        yield f"only {len(own)} of the {receipt.facts} facts of {one.name} exist"
     elif (charged := _charge_ms(own, one.attempt.gpu_type)) != receipt.gpu_ms:
-        yield f"{one.name} is charged {receipt.gpu_ms} ms, facts say {charged}"
+        yield f"{one.name} is charged {receipt.gpu_ms} ms, but its facts say {charged}"
 
 
 def _charge_ms(own: Iterable[Fact], gpu_type: str) -> int | str:
@@ -400,23 +404,23 @@ def _charge_ms(own: Iterable[Fact], gpu_type: str) -> int | str:
 
 
 def _entries(posted: Sequence[PostedEntry]) -> Iterator[str]:
-    """Yield what cannot be, whatever the facts are."""
+    """Yield contradictions among ledger entries that need no facts."""
     if [one.entry.number for one in posted] != list(range(1, len(posted) + 1)):
         yield f"its entries are numbered {', '.join(str(one.entry.number) for one in posted)}"
     if len({one.account_id for one in posted}) > 1:
-        yield "its entries are of more than one account"
+        yield "its entries belong to more than one account"
     there: dict[int, PostedEntry] = {}
     for one in posted:
         entry = one.entry
         before = there.pop(entry.line.day, None)
         if entry.kind is EntryKind.REVERSAL:
             if before is None:
-                yield f"entry {entry.number} takes back what is not there"
+                yield f"entry {entry.number} reverses an entry that does not exist"
             elif not _takes_back(one, before):
-                yield f"entry {entry.number} does not take back what entry {before.entry.number} says"
+                yield f"entry {entry.number} does not reverse entry {before.entry.number} exactly"
             continue
         if before is not None:
-            yield f"entries {before.entry.number} and {entry.number} are both of day {entry.line.day}"
+            yield f"entries {before.entry.number} and {entry.number} both belong to day {entry.line.day}"
         there[entry.line.day] = one
 
 
@@ -426,7 +430,7 @@ def _takes_back(one: PostedEntry, before: PostedEntry) -> bool:
 
 
 def _charged(of: _OfCrew, own: Sequence[Fact], posted: Sequence[PostedEntry], recorded: RecordedRun) -> Iterator[str]:
-    """Yield what is not charged as facts and tariff say."""
+    """Yield differences between charges and the facts and tariff."""
     if of.crew.settled_ns is None or of.crew.uncharged:
         return
     try:
@@ -436,23 +440,23 @@ def _charged(of: _OfCrew, own: Sequence[Fact], posted: Sequence[PostedEntry], re
         return
     stands = standing(one.entry for one in posted).values()
     if [entry.line for entry in stands] != list(wanted):
-        yield f"{of.name} is charged {_told(entry.line for entry in stands)}, facts say {_told(wanted)}"
+        yield f"{of.name} is charged {_told(entry.line for entry in stands)}, but its facts say {_told(wanted)}"
         return
     receipt = recorded.receipts.get(of.key)
     is_whole = receipt is not None and receipt.facts is not None and len(own) >= receipt.facts
     if (is_whole or (own[-1:] and own[-1].kind is FactKind.FREED)) and any(entry.provisional for entry in stands):
-        yield f"{of.name} has said everything, and is charged provisionally"
+        yield f"{of.name} has reported everything, but its charges are provisional"
     if receipt is not None and is_whole and _is_alike(of, receipt):
         micros = sum_of(wanted, of.attempt.tariff).micros
         if micros != receipt.micros:
-            yield f"the receipt of {of.name} says {receipt.micros} micros, and the ledger {micros}"
+            yield f"the receipt of {of.name} says {receipt.micros} micros, but the ledger {micros}"
 
 
 def _is_alike(of: _OfCrew, receipt: SeenReceipt) -> bool:
-    """Return whether a receipt can be compared: of a node that knows the tariff, for an end that the server knows so.
+    """Return True if a receipt is comparable: its node knows the tariff, and its end is the server's.
 
-    One that was given up and has come to its own end has two ends, and the server's counts. Who pays for a crew
-    follows from how all of its gang ended, and a node says what follows from its own end.
+    An attempt that was given up and then ended on its own has two ends, and the server uses its own. The ends of
+    all crews in the gang decide who pays for a crew, but a node knows only its own crew's end.
     """
     own, whole = of.crew.reason, of.attempt.reason
     if own is None or whole is None or MEANINGS[own].is_billed is not MEANINGS[whole].is_billed:
@@ -462,7 +466,7 @@ def _is_alike(of: _OfCrew, receipt: SeenReceipt) -> bool:
 
 
 def _told(lines: Iterable[LedgerLine]) -> str:
-    """Return lines in few words."""
+    """Return ledger lines as a short text."""
     return ", ".join(f"{line.gpu_ms} ms ({line.micros} micros) on day {line.day}" for line in lines) or "nothing"
 
 
@@ -472,17 +476,15 @@ def _told(lines: Iterable[LedgerLine]) -> str:
 def _created_once(recorded: RecordedRun) -> Iterator[Violation]:
     created = recorded.actions.get(Action.RUN_CREATE, 0)
     if created != 1:
-        yield violation_of(recorded, "I8", f"the audit says {created} times that it was asked for")
+        yield violation_of(recorded, "I8", f"has {created} creation entries in the audit")
     if recorded.run.stop is not None and not recorded.actions.get(Action.RUN_STOP, 0):
-        yield violation_of(
-            recorded, "I8", f"was asked to stop ({recorded.run.stop}), and the audit does not say by whom"
-        )
+        yield violation_of(recorded, "I8", f"was asked to stop ({recorded.run.stop}), but the audit names no caller")
     if recorded.actions.get(Action.RUN_EXPIRE, 0):
-        yield violation_of(recorded, "I8", "the audit says that it was removed, and it is there")
+        yield violation_of(recorded, "I8", "was removed according to the audit, but still exists")
 
 
 def broken_chain(number: int, sentence: str) -> Violation:
-    """Return the violation for a break that `ChainCheck` found in the audit's chain."""
+    """Return the violation for a problem that `ChainCheck` found in the audit's chain."""
     return Violation(invariant="I8", subject=f"audit entry {number}", sentence=sentence)
 
 
@@ -491,11 +493,11 @@ def _audited(page: RecordedRuns, history: History) -> Iterator[Violation]:
     for (action, subject), count in history.changed.items():
         written = actions[subject].get(action, 0) if subject in actions else count
         if written < count:
-            sentence = f"{count} requests were answered ({action}), and the audit has {written}"
+            sentence = f"{count} requests succeeded ({action}), but the audit has {written}"
             yield Violation(invariant="I8", subject=subject, sentence=sentence)
     for secret in history.secrets:
         if any(secret in detail for detail in page.details):
-            yield Violation(invariant="I8", subject="audit", sentence="a row of it has a secret")
+            yield Violation(invariant="I8", subject="audit", sentence="a row of the audit contains a secret")
 
 
 # --- I11, I12, I14, I15 -----------------------------------------------------------------------------------------------
@@ -508,15 +510,15 @@ def _of_the_moment(moment: LiveState) -> Iterator[Violation]:
             yield Violation(invariant="I11", subject=f"run {run_id}", sentence=sentence)
     for run_id, seconds in moment.unstopped_s.items():
         if seconds > UNSTOPPED_S:
-            sentence = f"goes on unasked, though a hard budget has had nothing left for it for {seconds:.0f} s"
+            sentence = f"was not asked to stop, though its hard budget has been used up for {seconds:.0f} s"
             yield Violation(invariant="I12", subject=f"run {run_id}", sentence=sentence)
     for run_id, seconds in moment.untold_s.items():
         if seconds > UNTOLD_S:
-            sentence = f"waits, and has been told nothing for {seconds:.0f} s"
+            sentence = f"has waited without a reason for {seconds:.0f} s"
             yield Violation(invariant="I14", subject=f"run {run_id}", sentence=sentence)
     for what, (size, most) in moment.sizes.items():
         if size > most:
-            yield Violation(invariant="I15", subject=what, sentence=f"there are {size}, and {most} are the most")
+            yield Violation(invariant="I15", subject=what, sentence=f"has {size} entries, over its maximum of {most}")
 
 
 def _listed(values: Iterable[object]) -> str:
@@ -550,16 +552,16 @@ def crew_name(gang: str, number: int) -> str:
 
 
 def lent_devices(gang: str, node_id: str, own: Sequence[Fact]) -> Iterator[tuple[Place, LentDevice]]:
-    """Yield which devices a crew of an attempt had, and when: the same times that it is charged for."""
+    """Yield the lent devices of a crew with the times of lending, which are also the charged times."""
     for one in metering.lendings(own):
         for device in one.gpus:
-            # What is declared is declared for each home; what the machine has is the machine's.
+            # A declared device belongs to one home, and a real device to the whole machine.
             place = (one.boot_id, "" if device.startswith(("GPU-", "MIG-")) else node_id, device)
             yield place, LentDevice(one.start_ns, one.end_ns, gang)
 
 
 class Lendings:
-    """Remembers lendings of devices over pages: two runs that had one at once may be pages apart."""
+    """Remembers lendings of devices over pages, because two runs with a common device may be pages apart."""
 
     def __init__(self, most: int = LENDINGS_MAX) -> None:
         self._most = most
@@ -567,7 +569,7 @@ class Lendings:
         self._of: dict[Place, list[LentDevice]] = {}
 
     def look(self, page: RecordedRuns) -> list[Violation]:
-        """Return which devices of this page were lent twice, among them and together with those before."""
+        """Return the double lendings within this page and with remembered pages."""
         found: set[Violation] = set()
         for recorded in page.runs:
             for attempt in recorded.attempts:
@@ -617,20 +619,22 @@ def double_lendings(device: str, ones: list[LentDevice]) -> Iterator[Violation]:
 
 
 def gangs(recorded: RecordedRun) -> Iterator[Violation]:
-    """Yield what is wrong with the crews of a run."""
+    """Yield violations in the crews of a run."""
     for attempt in recorded.attempts:
         for sentence in (*_laid_out(attempt), *_amounting(attempt), *_met(attempt, recorded), *_released(attempt)):
             yield violation_of(recorded, "I3", f"attempt {attempt.fence} {sentence}")
     for attempt in recorded.attempts:
         left = [crew for crew in attempt.crews if not crew.proven]
         if left and attempt.fence < recorded.run.fence:
-            sentence = f"attempt {attempt.fence} may have left a process on {left[0].node}, and another one was made"
+            sentence = (
+                f"attempt {attempt.fence} may have left a process on {left[0].node}, but another attempt was created"
+            )
             yield violation_of(recorded, "I3", sentence)
     run = recorded.run
     if run.attempt is not None and run.attempt.num_nodes > 1 and run.state in ACTIVE and not is_folded(run):
-        yield violation_of(recorded, "I3", f"attempt {run.fence} is {run.state}: its crews amount to something else")
+        yield violation_of(recorded, "I3", f"attempt {run.fence} is {run.state}, which does not follow from its crews")
     if run.reason is Reason.PEER_FAILED:
-        yield violation_of(recorded, "I3", "ended because of a peer, which is nobody's own reason")
+        yield violation_of(recorded, "I3", "ended because of a peer, which cannot be its own reason")
 
 
 def _laid_out(attempt: StoredAttempt) -> Iterator[str]:
@@ -645,38 +649,38 @@ def _laid_out(attempt: StoredAttempt) -> Iterator[str]:
         found = ", ".join(f"{crew.number} from rank {crew.first_rank} on" for crew in crews)
         yield f"has crews that do not follow one another: {found}"
     if (attempt.num_nodes > 1) != bool(attempt.nonce):
-        yield f"is on {attempt.num_nodes} nodes, and its nonce is {'not there' if not attempt.nonce else 'there'}"
+        yield f"is on {attempt.num_nodes} nodes, and its nonce is {'missing' if not attempt.nonce else 'set'}"
 
 
 def _amounting(attempt: StoredAttempt) -> Iterator[str]:
     still_open = len(attempt.open_crews)
     if attempt.ended_ns is not None and still_open:
-        yield f"has {still_open} open crews, and is over"
+        yield f"has {still_open} open crews, but has ended"
     if attempt.ended_ns is None and not still_open:
-        yield "has no open crew, and is not over"
+        yield "has no open crew, but has not ended"
     states = ", ".join(crew.state for crew in attempt.crews)
     is_silent = any(crew.state is State.UNREACHABLE for crew in attempt.open_crews)
     if is_silent != (attempt.state is State.UNREACHABLE) or attempt.began != any(crew.began for crew in attempt.crews):
         yield f"is {attempt.state}, began {attempt.began}: crews {states}"
     if attempt.reason is Reason.PEER_FAILED:
-        yield "ended because of a peer, and none of its crews says why"
+        yield "ended because of a peer, but none of its crews says why"
     cause = attempt.cause
     if cause is not None and cause.crew is not None and not 0 <= cause.crew < len(attempt.crews):
         yield f"ends because of crew {cause.crew}, which it does not have"
     if cause is not None and cause.reason is Reason.PEER_FAILED:
-        yield "ends because of a peer, and none of its crews says why"
+        yield "ends because of a peer, but none of its crews says why"
 
 
 def _met(attempt: StoredAttempt, recorded: RecordedRun) -> Iterator[str]:
     if attempt.called_off and (attempt.chosen_json is not None or attempt.began):
-        yield "was called off, and its crews have met"
+        yield "was called off, but its crews have met"
     chosen = attempt.chosen
     if chosen is not None and not len(chosen.addresses) == len(chosen.interfaces) == attempt.num_nodes:
-        yield f"is on {attempt.num_nodes} nodes, and {len(chosen.addresses)} addresses were chosen"
-    # A server that was restored may not know that it was chosen.
+        yield f"is on {attempt.num_nodes} nodes, but {len(chosen.addresses)} addresses were chosen"
+    # A restored server may not know the chosen addresses.
     is_known = recorded.run.restored_ns is None
     if attempt.num_nodes > 1 and attempt.began and chosen is None and not attempt.called_off and is_known:
-        yield "has begun, and its crews have not met"
+        yield "has begun, but its crews have not met"
 
 
 def _released(attempt: StoredAttempt) -> Iterator[str]:
@@ -685,14 +689,14 @@ def _released(attempt: StoredAttempt) -> Iterator[str]:
     early = [crew for crew in attempt.crews if not crew.returned and not _succeeded(crew)]
     if early or attempt.called_off:
         names = ", ".join(crew.node for crew in early)
-        yield f"was released, and not all ranks had returned: {names or 'it was called off'}"
+        yield f"was released, but not all ranks had returned: {names or 'the attempt was called off'}"
     cause = attempt.cause
     if cause is not None and (cause.crew is None or not _failed_after_all(attempt, cause.crew)):
-        yield f"was released, and ended before its end all the same ({cause.reason})"
+        yield f"was released, but ended early ({cause.reason})"
 
 
 def _failed_after_all(attempt: StoredAttempt, number: int) -> bool:
-    """Return whether a crew has ended, and not by success: its results did not come, or its node was lost."""
+    """Return True if a crew ended without success: its results are missing, or its node was lost."""
     crew = attempt.crews[number] if number < len(attempt.crews) else None
     return crew is not None and crew.ended_ns is not None and not _succeeded(crew)
 
@@ -710,4 +714,4 @@ RULES: tuple[Callable[[RecordedRun], Iterator[Violation]], ...] = (
     ledger,
     _created_once,
 )
-"""Checks of each run by itself."""
+"""Checks of each single run."""

@@ -1,28 +1,33 @@
-"""The self-check loop: a working server checks the invariants that tests hold it to (`run_invariants.py`).
+"""Checks the invariants of the tests (`run_invariants.py`) in a loop of the running server.
 
     every 5 s    a page of runs, in one read ─▶ violations ─▶ log (ERROR, once for each), `/metrics`
                  the next entries of the audit's chain (`ChainCheck`)
-                 and the server's memory: runs that could be placed and are not, that wait without a reason, what grows
-    the end      a minute's pause, then from the first run on again; 5 s while a device or a run is found twice
+                 and the server's memory: placeable runs that wait, runs that wait without a reason, growing tables
+    the end      a minute's pause, then from the first run again; 5 s while a run is suspicious
 
     sgpu server check    everything at once, from the database alone: `check`
 
-It only reads, a page at a time, so a million runs take an hour and delay nothing. It remembers the ends of runs, and
-reports one that changes later. It remembers lendings of devices (the last `LENDINGS_MAX`), so that two runs that had
-one at the same time are found pages apart.
+The loop only reads, a page at a time, so a million runs take an hour and delay nothing. It remembers the ends of runs,
+and reports an end that changes later. It also remembers lendings of devices (the last `LENDINGS_MAX`). Two runs that
+had one device at the same time are therefore found even if they are pages apart.
 
-`MissedRunCheck` looks for runs that the scheduler forgot:
+`MissedRunCheck` searches for runs that the scheduler forgot:
 
-    database ─▶ a planner of its own, with every running run and no waiting one
-                   └─ for each waiting run: would it start at once if it came alone?
-                          └─ yes, and the scheduler says that there is no room ─▶ forgotten
+    database ─▶ a planner of its own, with every running run and no waiting run
+                   └─ for each waiting run: would it start immediately if it were the only one?
+                          └─ yes, but the scheduler says that no capacity is free ─▶ forgotten
 
-A run that a rule keeps back (reserved devices, runs ahead, a calendar, a drain) is not forgotten. The check finds a
-scheduler that does not know what the database knows: a change that it missed, a node that it counts as away.
+A run that waits because of a rule is not forgotten (reserved devices, runs ahead, a calendar, a drain). The check finds
+a scheduler whose memory differs from the database: it missed a change, or wrongly counts a node as away.
 
-Failure cases: the database or the store is away (tried again, without a violation); very many violations (each is
-logged once; beyond `TOLD_MAX` the log says that it names no more, and they are counted). Violations of the moment are
-forgotten when they are over.
+Failure cases:
+
+* The database or the store does not answer: the loop tries again and reports no violation.
+
+* There are very many violations: the loop logs each one once. Beyond `TOLD_MAX` it only counts them, and the log says
+so.
+
+The loop forgets violations of the current moment when they end.
 """
 
 from __future__ import annotations
@@ -60,34 +65,34 @@ from serverless_gpu.server.storage.blobs import Blobs
 _NO_ROOM = frozenset({WaitReason.CAPACITY, WaitReason.AWAY, WaitReason.ISOLATION, WaitReason.UNSATISFIABLE})
 EVERY_S = 5.0
 ROUND_S = 60.0
-"""Between two pages, and between the last page and the first again."""
+"""Seconds between the last page and the first page of the next round."""
 QUEUE_MAX = 1_000
-"""A longer queue is not checked for missed runs: that costs as much as the scheduler's own work."""
+"""Maximum length of a queue that is checked for missed runs, because the check costs as much as scheduling."""
 TELL_MAX = 20
-"""Waiting runs whose sentence is asked for, which costs a look at the queue; of the others, whether they are known."""
+"""Maximum number of waiting runs whose reason is computed; for others the loop only checks that one is known."""
 PARTS_MAX = 50
 ENDS_MAX = 50_000
 TOLD_MAX = 1_000
 OF_THE_MOMENT = frozenset({"I11", "I12", "I14", "I15"})
-"""Looked at whole at each tick: what is not found any more has ended."""
+"""Invariants that each tick checks completely; a violation that a tick does not find has ended."""
 Read = Callable[[Callable[[sa.Connection], Any]], Any]
-"""`Database.read`."""
+"""The signature of `Database.read`."""
 _NUMBER = re.compile(r"\d+")
 _log = logging.getLogger(__name__)
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of a check."""
+    """Result of a check."""
 
-    runs: int = 0  # how many were looked at
-    violations: tuple[Violation, ...] = ()  # what is wrong, sorted
-    skipped: tuple[str, ...] = ()  # what is too much to be looked at
+    runs: int = 0  # number of checked runs
+    violations: tuple[Violation, ...] = ()  # sorted violations
+    skipped: tuple[str, ...] = ()  # omitted data, because it is too much
     lost: tuple[str, ...] = ()
-    """How the database was rolled back, and of which runs there are files and no rows (`operations/backup.py`)."""
+    """Signs of lost data: a rollback of the database, or files of runs without rows (`operations/backup.py`)."""
 
 
 class SelfCheck:
-    """Checks some runs at a time, while the server works."""
+    """Checks a page of runs per tick, while the server runs."""
 
     def __init__(
         self,
@@ -117,11 +122,11 @@ class SelfCheck:
         self._lendings = Lendings()
         self._told: set[tuple[str, str, str]] = set()
         self._is_full_said = False
-        self.seen = 0  # how many runs were looked at
-        self.found = 0  # how often something was wrong, each thing once as long as it is remembered
+        self.seen = 0  # number of checked runs
+        self.found = 0  # number of violations; each one counts once while it is remembered
 
     def tick(self, now_ns: int) -> int | None:
-        """Look at the next page, and at what the server thinks; return when to look again."""
+        """Check the next page and the server's memory; return the time of the next tick."""
         page = self._database.read(partial(invariant_inputs.load, after=self._after))
         moment = msgspec.structs.replace(self._moment(now_ns), missing_parts=self._missing(page))
         found = violations(page, History(ends=self._ends), moment)
@@ -130,7 +135,7 @@ class SelfCheck:
         self._remember(page)
         self.seen += len(page.runs)
         self._after = page.following
-        # What is so for a minute is looked at more often than at its ends.
+        # Violations that last a minute need more checks than one at each end.
         is_in_doubt = bool(self._untold or self._unplaced or self._unstopped)
         goes_on = bool(page.following) or not self._chain.done
         if not goes_on:
@@ -146,7 +151,7 @@ class SelfCheck:
         unstopped = {run_id for each in self._spending.standings().values() for run_id in each.stop}
         self._unstopped = _since(self._unstopped, unstopped, now_ns)
         is_due = self._unplaced or self._looked_ns is None or now_ns - self._looked_ns >= ROUND_S * 1e9
-        if is_due or not waiting:  # it costs as much as a scheduler that starts
+        if is_due or not waiting:  # This check costs as much as the start of a scheduler.
             placeable = self._second_look.forgotten() if 0 < len(waiting) <= QUEUE_MAX else []
             self._unplaced, self._looked_ns = _since(self._unplaced, placeable, now_ns), now_ns
         return LiveState(
@@ -157,14 +162,14 @@ class SelfCheck:
         )
 
     def _missing(self, page: RecordedRuns) -> frozenset[str]:
-        """Return which of the results' parts are not in the store; of very many, some are looked for."""
+        """Return the result parts that are missing in the store; checks at most `PARTS_MAX` parts."""
         parts = [part for recorded in page.runs for results in recorded.results.values() for part in results.parts]
         if not parts:
             return frozenset()
         try:
             return frozenset(self._blobs.missing(parts[:PARTS_MAX]))
         except (ServerProblem, StorageError) as error:
-            _log.warning("results were not looked for: %s", error.message)
+            _log.warning("the check of results in the store failed: %s", error.message)
             return frozenset()
 
     def _tell(self, found: Sequence[Violation]) -> None:
@@ -175,10 +180,10 @@ class SelfCheck:
                 continue
             if len(self._told) < TOLD_MAX:
                 self._told.add(key)
-                _log.error("what is never true is true: %s", violation)
+                _log.error("invariant violated: %s", violation)
             elif not self._is_full_said:
                 self._is_full_said = True
-                _log.error("more than %d things are wrong; `sgpu server check` names the others", TOLD_MAX)
+                _log.error("more than %d violations; `sgpu server check` lists the others", TOLD_MAX)
             self.found += 1
             self._measures.violations.labels(violation.invariant).inc()
 
@@ -192,9 +197,9 @@ class SelfCheck:
 
 
 def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS) -> CheckResult:
-    """Look at every run of a database and at the chain of its audit, page by page.
+    """Check every run of a database and the chain of its audit, page by page.
 
-    Runs that `history` names and that are gone are looked for by name.
+    The check also searches missing runs that `history` names.
     """
     found: set[Violation] = set()
     skipped: list[str] = []
@@ -215,12 +220,12 @@ def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS)
 
 
 def _since(before: dict[str, int], now: Collection[str], now_ns: int) -> dict[str, int]:
-    """Return since when each has been in the set without a break."""
+    """Return the time since when each run has been in the set without interruption."""
     return {run_id: before.get(run_id, now_ns) for run_id in now}
 
 
 class MissedRunCheck:
-    """Finds runs that could be placed and that the scheduler does not place. For one thread."""
+    """Finds runs that could be placed but that the scheduler does not place. For one thread."""
 
     def __init__(
         self,
@@ -240,7 +245,7 @@ class MissedRunCheck:
         self._roster = roster
 
     def forgotten(self) -> list[str]:
-        """Return the runs that could be placed now and that no rule keeps back."""
+        """Return the runs that could be placed now and that no rule delays."""
         now_ns = self._clock.wall_ns()
         reading = self._database.read(lambda connection: self._roster.read(connection, now_ns=now_ns, afresh=False))
         if not reading.waiting:
@@ -266,5 +271,5 @@ class MissedRunCheck:
 
 
 def _is_forgotten(wait: Wait | None) -> bool:
-    """Return whether the scheduler gives no rule for a run that fits: it names no room, or no reason at all."""
+    """Return True if no rule explains the wait of a placeable run: the reason is missing or claims no capacity."""
     return wait is None or wait.reason in _NO_ROOM or (wait.reason is WaitReason.TURN and wait.place == 1)

@@ -1,5 +1,6 @@
-"""The life of runs and attempts on the server: transitions, reports, leases, rendezvous, hangs, endings.
+"""Run and attempt lifecycle on the server: transitions, reports, leases, rendezvous, hangs, endings.
 
-`reports.py` applies what nodes report; `transitions.py` writes what `model/lifecycle/run_lifecycle.py` decides. Failure
-cases: a node that is silent loses its lease (`liveness.py`), a crash leaves work that the reconciler repeats.
+`reports.py` applies the reports of nodes. `transitions.py` writes the decisions of
+`model/lifecycle/run_lifecycle.py`. Failure cases: A silent node loses its lease (`liveness.py`). After a crash the
+reconciler repeats unfinished work.
 """

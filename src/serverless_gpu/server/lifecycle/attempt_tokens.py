@@ -1,14 +1,14 @@
-"""Tokens of attempts: how long one is good, and who gets the next one.
+"""Issues attempt tokens and decides their lifetime and renewal.
 
-    order ─▶ token ─▶ report, report, report … ─▶ answered with the next one once a quarter of its time is over
-                          └─ refused (cut off for longer, or a clock was set) ─▶ the node's heartbeat names the attempt
-                                                                                 and brings the next one
+    order ─▶ token ─▶ report, report, report … ─▶ the answer brings the next token after a quarter of its lifetime
+                          └─ refused (long partition, or a clock was set) ─▶ the node's heartbeat names the attempt
+                                                                             and brings the next token
 
-It is good for as long as the lease it comes with, and for as long beyond that as the server waits before it believes
-that an attempt is over. So a token that was copied out of a run's directory is worth little soon, and one that was used
-a moment ago is never refused. Its end is judged by the server's wall clock alone; a clock that jumps costs a renewal,
-never a run. Which attempts a node gets tokens for does not depend on whether they were given up: what it did and used
-is still to be told (`reports.py` takes nothing else of those).
+A token is valid for the time of its lease plus the time that the server waits before it gives up an attempt. A token
+that was copied out of a run's directory therefore expires soon. The server never refuses a token that worked a moment
+ago. Only the server's wall clock decides when a token expires. A clock jump costs a renewal, never a run. A node also
+receives tokens for attempts that the server has given up. It must still report what they did and used, and
+`reports.py` accepts nothing else for them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from serverless_gpu.server.records import crews
 from serverless_gpu.server.records.crews import CrewId
 
 RENEWAL = "renewal"
-"""What a node says that it takes."""
+"""The capability by which a node announces that it renews tokens."""
 RENEWED_MAX = 1_000
-"""Attempts whose tokens one heartbeat may ask for; the others come with the next one."""
+"""The maximum number of attempts in one heartbeat's request for tokens. A node requests more with its next heartbeat.
+"""
 _RENEWED_AFTER = 0.25
 
 
@@ -39,28 +40,29 @@ class AttemptTokens:
         self._keys = keys
 
     def good_s(self) -> float:
-        """Return how long a token is good from now on, in seconds."""
+        """Return the lifetime of a new token, in seconds."""
         return self._settings.partition_grace_s + self._settings.partition_margin_s
 
     def token(self, crew: CrewId) -> str:
-        """Return a token for a crew that is good from now on."""
+        """Return a token for a crew, valid from now on."""
         until_ns = self._clock.wall_ns() + round(self.good_s() * 1e9)
         return self._keys.attempt_token(*crew, until_s=-(-until_ns // 1_000_000_000))
 
     def first(self, crew: CrewId, *, takes: tuple[str, ...]) -> str:
-        """Return the token that goes with an order."""
+        """Return the token that the server sends with an order."""
         return self.token(crew) if RENEWAL in takes else self._keys.attempt_token(*crew)
 
     def next(self, who: Caller) -> str:
-        """Return the token that a report is answered with, or "" while the one it came with is good for long enough."""
+        """Return the token for the answer to a report, or "" while the current token is valid for long enough."""
         if who.attempt is None or who.until_ns is None:
             return ""
         left_s = (who.until_ns - self._clock.wall_ns()) / 1e9
-        is_fresh = (1 - _RENEWED_AFTER) * self.good_s() < left_s <= self.good_s() + 1  # it ends at a whole second
+        # The token ends at a whole second.
+        is_fresh = (1 - _RENEWED_AFTER) * self.good_s() < left_s <= self.good_s() + 1
         return "" if is_fresh else self.token(who.attempt)
 
     def wanted(self, connection: sa.Connection, node_id: str, gangs: tuple[str, ...]) -> dict[str, str]:
-        """Return tokens for what a node has of some gangs."""
+        """Return tokens for the crews of these gangs on a node."""
         if len(gangs) > RENEWED_MAX:
             raise InvalidValue(f"a heartbeat asks for {RENEWED_MAX} tokens at most, not {len(gangs)}")
         found: dict[str, str] = {}

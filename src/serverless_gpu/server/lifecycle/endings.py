@@ -1,15 +1,20 @@
-"""Endings: what an attempt ended with, for people and programs; an attempt on several nodes has one ending.
+"""Endings: how an attempt ended, for people and programs. An attempt on several nodes has one ending.
 
-    one crew        what its node said, as it came
+    one crew        the report of its node, unchanged
     several crews   endings ─▶ `ending_of_gang`, receipts and facts ─▶ `model.gang_receipt.together`
-                    the end is told early where it is known, and nothing is tried again: others still clean up
+                    a certain end without a retry is reported early, while other crews still clean up
 
-Each node tells its own story (`node.protocol.Stopped`). The one of the crew that is the cause is the run's. What failed
-on other nodes is a consequence of it, and names its node.
+Each node reports its own ending (`node.protocol.Stopped`). The report of the crew that is the cause becomes the ending
+of the run. Failures on other nodes are consequences and name their node.
 
-Failure cases: a node of another version says what cannot be read here (it counts as having said nothing; of a receipt
-the money is known from facts all the same); facts that contradict each other (the crew counts as nothing, as in the
-ledger, which says so); a node that is gone (the server tells what it knows of that crew).
+Failure cases:
+
+- A node of another version sends an ending that the server cannot parse. The server treats it as missing. Facts still
+  determine the costs.
+
+- Facts contradict each other. The crew counts as zero, as in the ledger, which reports the contradiction.
+
+- A node is lost. The server reports what it knows about that crew.
 """
 
 from __future__ import annotations
@@ -39,19 +44,19 @@ from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.units import format_duration_ms
 
 TAILS_MAX = 8
-"""Ranks whose last output is shown, as on one node."""
+"""The maximum number of ranks whose last output is shown, as on one node."""
 _OF_OTHERS = frozenset({Reason.PEER_FAILED, Reason.COLLECTIVE_HANG})
-"""What every crew says of the same thing, which is no failure of its own."""
+"""Reasons that all crews report for the same event. They are not separate failures."""
 
 
 T = TypeVar("T")
 Quiet = Callable[[StoredCrew], float | None]
-"""For how many seconds nothing was heard of a crew, where that is so long that it may be gone; else None."""
+"""Returns the seconds for which a crew has been silent, if it may be lost, else None."""
 NOTHING = CrewOutcome(stopped=None, receipt=None)
 
 
 class EarlyEnding(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ends whose nodes have not all ended yet."""
+    """The ending of a run whose nodes have not all ended yet."""
 
     state: State
     reason: Reason
@@ -60,7 +65,7 @@ class EarlyEnding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def outcome(connection: sa.Connection, attempt: StoredAttempt | None) -> CrewOutcome:
-    """Return what an attempt ended with; nothing of one that has not, and no receipt while one is still awaited."""
+    """Return the outcome of an attempt: empty before its end, without a receipt until all have arrived."""
     if attempt is None:
         return NOTHING
     found = crews.outcomes(connection, attempt.run_id, attempt.fence)
@@ -80,7 +85,7 @@ def outcome(connection: sa.Connection, attempt: StoredAttempt | None) -> CrewOut
 
 
 def receipt_of_crew(connection: sa.Connection, attempt: StoredAttempt, number: int) -> str | None:
-    """Return the receipt of one node of an attempt, or None; what it costs there is what the ledger has of it."""
+    """Return the receipt of one node of an attempt, or None. Its costs come from the ledger."""
     found = crews.outcomes(connection, attempt.run_id, attempt.fence)
     if number >= len(found) or len(found) == 1:
         return found[number].receipt if number < len(found) else None
@@ -90,7 +95,7 @@ def receipt_of_crew(connection: sa.Connection, attempt: StoredAttempt, number: i
 
 
 def early(connection: sa.Connection, run: StoredRun, quiet: Quiet) -> EarlyEnding | None:
-    """Return how a run ends, where that is certain before all of its nodes have ended, and nothing is tried again."""
+    """Return the ending of a run before all nodes have ended, if it is certain and no retry follows."""
     attempt = run.attempt
     if attempt is None or attempt.num_nodes == 1 or attempt.ended_ns is not None or run.state not in ACTIVE:
         return None
@@ -105,8 +110,8 @@ def early(connection: sa.Connection, run: StoredRun, quiet: Quiet) -> EarlyEndin
     reason, state = reasons[0], MEANINGS[reasons[0]].state
     names = {crew.number: crew.node for crew in attempt.crews}
     hint = "; ".join(
-        f"{names[number]} has not been heard of for {format_duration_ms(round(seconds * 1000))}; its devices stay "
-        "reserved until it is certain that nothing of the run is left there"
+        f"node {names[number]} has been silent for {format_duration_ms(round(seconds * 1000))}; the server keeps "
+        "its devices reserved until it knows that no process of the run remains there"
         for number, seconds in silent.items()
     )
     found = crews.outcomes(connection, run.id, run.fence)
@@ -115,7 +120,7 @@ def early(connection: sa.Connection, run: StoredRun, quiet: Quiet) -> EarlyEndin
 
 
 def may_be_early(run: StoredRun) -> bool:
-    """Return whether an end may be told soon that nothing but time brings: a node falls silent without a word."""
+    """Return True if the silence of a node alone may soon decide how the run ends."""
     attempt = run.attempt
     if attempt is None or attempt.ended_ns is not None or attempt.num_nodes == 1 or run.state not in ACTIVE:
         return False
@@ -124,14 +129,14 @@ def may_be_early(run: StoredRun) -> bool:
 
 
 class CrewEnding(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the end of one crew.
+    """The ending of one crew, as far as the server knows it.
 
     Attributes:
         node: the node's name.
-        stopped: what its supervisor said, once it has.
-        halt: why it said that it ends, before it had.
-        reason: why it ended, as the server has it; None while it goes on.
-        given_up: whether the server found that out without its word.
+        stopped: the final report of its supervisor, once it has arrived.
+        halt: the early report of its supervisor why the crew ends.
+        reason: why the crew ended, according to the server; None while it runs.
+        given_up: True if the server ended the crew without a report of it.
     """
 
     node: str
@@ -144,7 +149,7 @@ class CrewEnding(msgspec.Struct, frozen=True, kw_only=True):
 def ending_of_gang(
     words: Sequence[CrewEnding], cause: Cause | None, *, state: State, reason: Reason, hint: str = ""
 ) -> Stopped | None:
-    """Return how a run ended; None where the server knows more of that than any node."""
+    """Return the ending of a run, or None if no node reported its reason and no crew is its cause."""
     own = words[cause.crew] if cause is not None and cause.crew is not None else None
     first = ([own] if own is not None else []) + [word for word in words if word is not own]
     told = next((word for word in first if word.stopped is not None and word.stopped.reason is reason), None)
@@ -177,7 +182,7 @@ def _at(failure: Failure, node: str) -> Failure:
 
 
 def _failures(word: CrewEnding) -> Iterator[Failure]:
-    """Yield what failed on a node that is not the cause; that another one failed is no failure of its own."""
+    """Yield the failures that a node reported, or the reason for which the server gave it up."""
     found: list[Failure] = []
     if word.stopped is not None:
         found = [*([word.stopped.cause] if word.stopped.cause is not None else []), *word.stopped.consequences]

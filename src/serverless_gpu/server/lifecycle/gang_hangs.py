@@ -1,20 +1,22 @@
-"""Gang hangs: puts together what the crews of a gang report about progress and idle devices, and tells all of them.
+"""Detects hangs and idle devices of gangs from the reports of all crews, and answers each crew.
 
-    a report: no word of its ranks for so long, what it saw ─▶ memory ─▶ `gang_hang_detection.decide`
-         ├─ they are to be inspected, or the result of that ─▶ in every answer; crews report at once
-         └─ the end: each crew writes its stacks, and ends as `collective_hang` by its own word
-    a report: how long its devices have done nothing ─▶ memory ─▶ `idleness.of_gang`
+    a report: how long its ranks were silent, inspection results ─▶ memory ─▶ `gang_hang_detection.decide`
+         ├─ a request to inspect the ranks, or the judgement ─▶ in every answer; crews report at once
+         └─ the end: each crew writes its stacks and ends itself as `collective_hang`
+    a report: how long its devices were idle ─▶ memory ─▶ `idleness.of_gang`
          ├─ a warning ─▶ in every answer
-         └─ the run is asked to stop, as for any other reason
+         └─ a request to stop the run, as for any other reason
 
-`GangProgress` is memory that is lost with the process: crews say all of it again to a server that starts, and the end
-is an ending like any other.
+`GangProgress` exists in memory only. After a restart of the server, crews report all of it again. The run ends like
+any other run.
 
-What can go wrong:
+Failure cases:
 
-- A crew is silent itself: nothing is decided until it is heard of.
-- The run is asked to stop, or a crew fails, meanwhile: nothing is judged any more.
-- A node says what cannot be: refused, for people on other nodes read it.
+- A crew falls silent. The server decides nothing until the crew reports again.
+
+- The run is asked to stop, or a crew fails, meanwhile. The server stops judging the gang.
+
+- A node reports impossible values. The server refuses the report, because users of other nodes read it.
 """
 
 from __future__ import annotations
@@ -47,13 +49,13 @@ from serverless_gpu.wire.agents import Report, ReportAnswer
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of how a gang on several nodes gets on.
+    """The progress of a gang on several nodes.
 
     Attributes:
-        heard_ns: when each crew was heard of, by number.
-        hangs: whether its ranks stand still.
-        idle: how long each crew's devices have done nothing, by number.
-        told: the warning that its crews get.
+        heard_ns: time of each crew's last report, by crew number.
+        hangs: state of the hang detection.
+        idle: idleness of each crew's devices, by crew number.
+        told: the warning that its crews receive.
     """
 
     heard_ns: Mapping[int, int] = msgspec.field(default_factory=dict)
@@ -63,19 +65,19 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GangProgress:
-    """How gangs on several nodes get on, as this process has heard of them."""
+    """The progress of gangs on several nodes, as reported to this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[Gang, Progress] = {}
 
     def find(self, gang: Gang) -> Progress:
-        """Return what is known of a gang; what is so at first, where nothing is."""
+        """Return the progress of a gang, or the initial state of an unknown gang."""
         with self._lock:
             return self._known.get(gang, Progress())
 
     def change(self, gang: Gang, work: Callable[[Progress], Progress]) -> tuple[Progress, Progress]:
-        """Change what is known of a gang; return what it was, and what it is now."""
+        """Change the progress of a gang; return the values before and after."""
         with self._lock:
             before = self._known.get(gang, Progress())
             now = self._known[gang] = work(before)
@@ -88,23 +90,23 @@ class GangProgress:
 
 
 def check_progress(attempt: StoredAttempt, ranks: range, said: Report) -> None:
-    """Refuse what no crew can have seen."""
+    """Refuse an observation that no crew can have made."""
     seen = said.seen
     if seen is None:
         return
     numbers = [one.rank for one in seen.ranks]
     strangers = {*numbers, *seen.returned, *seen.stacks} - set(ranks)
     if strangers:
-        raise InvalidValue(f"attempt {attempt.gang} has no rank {min(strangers)} there")
+        raise InvalidValue(f"attempt {attempt.gang} has no rank {min(strangers)} on this node")
     if len(set(numbers)) < len(numbers):
-        raise InvalidValue(f"a crew of attempt {attempt.gang} says twice what was seen of one rank")
+        raise InvalidValue(f"a crew of attempt {attempt.gang} reports one rank twice")
     is_long = any(
         len(one.where) > WHERE_CHARACTERS_MAX or len(one.state) > 1 or len(one.places) > PLACES_MAX
         for one in seen.ranks
     )
     is_large = len(seen.stacks) > STACKS_TOLD or any(len(text) > STACK_CHARACTERS_MAX for text in seen.stacks.values())
     if is_long or is_large or len(seen.returned) > len(ranks):
-        raise InvalidValue(f"a crew of attempt {attempt.gang} says more of its ranks than anybody could have seen")
+        raise InvalidValue(f"a crew of attempt {attempt.gang} sends an observation of its ranks over the size limits")
 
 
 class GangHangs:
@@ -130,7 +132,7 @@ class GangHangs:
         self._announcer = announcer
 
     def hear(self, run: StoredRun, attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
-        """Note what a crew says of its ranks and devices, and decide what can be decided by it."""
+        """Store what a crew reports about its ranks and devices, and decide what follows for the gang."""
         is_ending = run.stop is not None or attempt.cause is not None or attempt.released or said.halt is not None
         if (
             attempt.num_nodes == 1
@@ -150,7 +152,7 @@ class GangHangs:
             self._stop(run)
 
     def told(self, attempt: StoredAttempt, answer: ReportAnswer) -> ReportAnswer:
-        """Return an answer with what there is for a crew of a gang on several nodes."""
+        """Return an answer with the hang and idleness results for a crew of a gang."""
         ask, judgement, idle = _answered(self._gang_progress.find((attempt.run_id, attempt.fence)))
         return msgspec.structs.replace(answer, ask=ask, judgement=judgement, idle=idle)
 
@@ -169,7 +171,7 @@ class GangHangs:
         )
         if not all(one.began for one in attempt.crews):
             return progress
-        fresh_ns = round(self._settings.soft_expiry_s / 2 * 1e9)  # two signs of life, however far apart they are
+        fresh_ns = round(self._settings.soft_expiry_s / 2 * 1e9)  # two heartbeats at their longest interval
         hangs = gang_hang_detection.decide(
             hangs,
             run.spec.limits(),
@@ -185,23 +187,23 @@ class GangHangs:
         levels = [progress.idle.get(number, IdleVerdict.GO_ON) for number in at_work]
         told = (
             idleness.of_gang(levels, before.told) if is_known else None
-        )  # once all have returned nothing is idle: it ends
+        )  # A gang whose ranks have all returned is ending, not idle.
         return msgspec.structs.replace(progress, hangs=hangs, told=told)
 
     def _stop(self, run: StoredRun) -> None:
-        """Stop a run whose devices have done nothing on any node for too long."""
+        """Stop a run whose devices have been idle on all nodes for too long."""
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> TransitionResult | None:
             now = runs.find(connection, run.id)
             if now is None or now.fence != run.fence or now.state not in ACTIVE:
-                return None  # it has nothing to do with the devices of the next attempt
+                return None  # The idle devices belonged to an earlier attempt.
             return transitions.ask_to_stop(connection, run.id, who=audit.SERVER, why=StopReason.IDLE, at_ns=at_ns)
 
         try:
             done = self._database.write(work)
         except StaleAttempt:
-            return  # it is asked again with the next report
+            return  # The next report asks for the stop again.
         if done is not None:
             self._announcer.announce(done)
 
@@ -211,7 +213,7 @@ def _answered(progress: Progress) -> tuple[InspectionRequest | None, Judgement |
 
 
 def _printable(seen: CrewObservation | None) -> CrewObservation | None:
-    """Return what was seen as others may read it on their terminals."""
+    """Return an observation without control characters, because users print it on their terminals."""
     if seen is None:
         return None
     ranks = tuple(msgspec.structs.replace(one, where=_line(one.where)) for one in seen.ranks)

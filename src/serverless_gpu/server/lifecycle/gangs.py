@@ -1,10 +1,10 @@
-"""Gangs: what follows for a gang when something happens to one of its crews. Values only.
+"""Gangs: decides what an event of one crew means for its gang. Pure functions over values.
 
-    something happened to a crew ─▶ `after`: the crew then ─▶ `follow`: all crews (`model/lifecycle/gang_lifecycle.py`)
-                                                                 └─ what has happened to the run by that
+    an event of a crew ─▶ `after`: the crew afterwards ─▶ `follow`: all crews (`model/lifecycle/gang_lifecycle.py`)
+                                                              └─ the resulting events of the run
 
-The events are those of `model/lifecycle/run_lifecycle.py`: each crew has a life of its own, and the run hears of what
-it amounts to. A gang of one crew tells the run what that one says.
+The events are those of `model/lifecycle/run_lifecycle.py`. Each crew has its own lifecycle. `follow` combines the
+crews into events of the run. A gang of one crew passes the events of that crew on to the run.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from serverless_gpu.server.records.crews import StoredCrew
 from serverless_gpu.server.records.runs import StoredRun
 
 _OF_ALL = frozenset({Reason.COLLECTIVE_HANG, Reason.TIMEOUT})
-"""What is true of all nodes, whichever says it first."""
+"""Reasons that hold for all nodes, whichever node reports first."""
 _PASSED_ON = {Reason.TIMEOUT: StopReason.TIMEOUT}
-"""Limits that crews keep by themselves: the first that reaches one stops all, which is no failure."""
+"""Limits that crews enforce themselves. The first crew that reaches one stops all crews, which is not a failure."""
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
 def after(crew: StoredCrew, event: Event, *, at_ns: int, exec_ns: int | None = None) -> StoredCrew:
-    """Return a crew after something happened to it; as it was, where that says nothing about crews."""
+    """Return a crew after an event; unchanged if the event does not concern crews."""
     if crew.ended_ns is not None:
         return crew
     if exec_ns is not None and crew.started_ns is None:
@@ -77,7 +77,7 @@ def _over(crew: StoredCrew, event: AttemptEnded | GivenUp | Forgotten, at_ns: in
 
 
 def with_report(crew: StoredCrew, *, returned: bool, halt: Halt | None) -> StoredCrew:
-    """Return a crew after it said that its ranks have returned, or why it ends; neither is taken back, nor replaced."""
+    """Return a crew after a report that its ranks returned, or of why it ends. The first report stays."""
     if crew.ended_ns is not None:
         return crew
     if returned and not crew.returned:
@@ -88,12 +88,12 @@ def with_report(crew: StoredCrew, *, returned: bool, halt: Halt | None) -> Store
 
 
 class ReportReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What each report of a crew is answered.
+    """The part of the answer to a crew's report that concerns its gang.
 
     Attributes:
-        release: its ranks may exit.
-        peer_failed: what failed on another node, or "".
-        stop: why it is to stop as another crew does, with all of its grace, though the run was not asked to.
+        release: True if its ranks may exit.
+        peer_failed: the failure on another node, or "".
+        stop: the limit that another crew reached. The crew stops with its full grace period, without a stop of the run.
     """
 
     release: bool = False
@@ -102,12 +102,12 @@ class ReportReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reply(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> ReportReply:
-    """Return what each report of a crew is answered.
+    """Return the part of the answer to a crew's report that concerns its gang.
 
     Args:
-        attempt: of several crews, as it is now.
-        crew: that reports.
-        is_stopping: whether the run is asked to stop, which its crews are told by itself.
+        attempt: the current attempt, which has several crews.
+        crew: the crew that reports.
+        is_stopping: True if the run is asked to stop. Its crews receive that request separately.
     """
     cause = attempt.cause
     if crew.ended_ns is not None or (attempt.released and crew.halt_json is None):
@@ -125,9 +125,9 @@ def cause_sentence(cause: Cause, attempt: StoredAttempt, *, after: Reason | None
     """Return why a gang ends, in one line for people.
 
     Args:
-        cause: why.
-        attempt: whose.
-        after: the reason whose sentence stands before it, which need not be said again; None for none.
+        cause: the cause of the end.
+        attempt: the attempt of the gang.
+        after: the reason whose sentence precedes the result and is not repeated; None for none.
     """
     what = cause.detail or ("" if after is cause.reason else MEANINGS[cause.reason].sentence)
     if cause.reason in _OF_ALL:
@@ -138,22 +138,22 @@ def cause_sentence(cause: Cause, attempt: StoredAttempt, *, after: Reason | None
 
 
 def lives(crews: Sequence[StoredCrew], detail: str = "") -> list[gang_lifecycle.Crew]:
-    """Return crews as their gang depends on them; `detail` is for people, of the one that has just ended."""
+    """Return crews in the form that gang decisions need; `detail` describes the crew that just ended."""
     return [_life(crew, detail) for crew in crews]
 
 
 def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail: str = "") -> tuple[Fold, list[Event]]:
-    """Return what the crews of a run's attempt amount to, and what has happened to the run by that.
+    """Return the combined state of the crews, and the events that follow from it for the run.
 
     Args:
-        run: as it was read, at an attempt that goes on.
-        crews: all of that, as they are now.
-        is_word: whether a node said so; else it follows from silence, or from what the server knows.
-        detail: for people, of the crew that has just ended.
+        run: as read in this transaction, with an unfinished attempt.
+        crews: all crews of that attempt as they are now.
+        is_word: True if a node reported the event; False if the server inferred it, for example from silence.
+        detail: for people, about the crew that just ended.
     """
     attempt = run.attempt
     assert attempt is not None
-    # Of one crew all is known that its node says; of several one may fail of what another one was asked.
+    # With several crews, the failure of one may be a consequence of a stop request to another.
     stop = run.stop if len(crews) > 1 else None
     folded = gang_lifecycle.fold(lives(crews, detail), attempt.cause, stop=stop, released=attempt.released)
     happened: list[Event] = []
@@ -162,7 +162,7 @@ def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail
         is_start = has_begun and (not had_begun or State.STARTING in (run.state, run.life.before))
         happened += _on_its_way(run, folded, is_start=is_start)
     over = folded.over
-    if isinstance(over, GivenUp) and len(crews) > 1:  # which does not say whether user code began on another node
+    if isinstance(over, GivenUp) and len(crews) > 1:  # GivenUp does not show whether user code began on another node.
         over = AttemptEnded(over.reason, began=folded.began)
     if over is not None:
         happened.append(over)
@@ -170,7 +170,7 @@ def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail
 
 
 def is_folded(run: StoredRun) -> bool:
-    """Return whether what is written of a run, at an attempt that goes on, is what its crews amount to."""
+    """Return True if the rows of an unfinished attempt agree with the combined state of its crews."""
     attempt = run.attempt
     assert attempt is not None
     folded, happened = follow(run, attempt.crews, is_word=False)
@@ -179,7 +179,7 @@ def is_folded(run: StoredRun) -> bool:
 
 
 def _on_its_way(run: StoredRun, folded: Fold, *, is_start: bool) -> list[Event]:
-    """Return what happens to a run before it ends."""
+    """Return the events of a run before its end."""
     was_silent = run.state is State.UNREACHABLE
     if folded.state is State.UNREACHABLE:
         return [] if was_silent else [Silent()]
@@ -208,7 +208,7 @@ def _life(crew: StoredCrew, detail: str) -> gang_lifecycle.Crew:
 
 
 def _later(one: State, other: State) -> State:
-    """Return the state that comes later in a crew's life: nothing goes backwards, and silence stays."""
+    """Return the later of two states in a crew's lifecycle. States never go back, and UNREACHABLE stays."""
     if one is State.UNREACHABLE:
         return one
     return max(one, other, key=_ORDER.index)

@@ -1,23 +1,23 @@
-"""Liveness of crews and nodes: when each was heard of last, and what follows when one falls silent.
+"""Liveness of crews and nodes: when each reported last, and how the server reacts to silence.
 
-    Leases     crews, renewed by their reports         also: whether they have given their devices back
-    Presence   nodes, renewed by hello and heartbeat   also: clock offsets, open streams of orders; an absent node
-                                                       gets nothing new
+    Leases     crews, renewed by their reports         also: crews that have returned their devices
+    Presence   nodes, renewed by hello and heartbeat   also: clock offsets, open order streams; the scheduler
+                                                       places nothing on an absent node
 
 `LivenessMonitor`, called by the reconciler every two seconds, compares the silence of each crew with two limits:
 
     silent for longer than
-    soft_expiry_s                      the run is shown as UNREACHABLE; where its order has not left, it is taken back
+    soft_expiry_s                      the run is shown as UNREACHABLE; an order that has not left is taken back
     granted grace + partition_margin   the node has ended the crew by its own clock: given up (NODE_GONE)
 
-An order that is held back for an engine has no crew to report yet: its node's presence renews the lease. How long
-silence may last is what the attempt was granted, not what this server grants today. A crew that is heard of is never
-ended here, however long it stops or sends results.
+While the server holds back an order for an engine, no crew exists that could report. The presence of its node then
+renews the lease. The limits use the grace period that the attempt was granted, not the current setting. The monitor
+never ends a crew that reports, however long the crew takes to stop or to send results.
 
-Leases and presence are memory, by this process's boottime, and lost with it. No wall clock takes part: it jumps, and a
-column would be read by the next process with another boottime. So a server that starts knows nothing: every crew counts
-as heard of at that moment, and a node as present once it has said something. A server that was away for a day gives
-nothing up for it. All methods may be called from any thread, and take the time as a value.
+Leases and presence exist in memory only, with times of this process's boottime clock. Wall clocks are unsuitable
+because they jump. A database column is unsuitable because the next process may have another boottime. A server that
+starts treats every crew as if it had just reported. A node counts as present after its first message. So a server that
+was away for a day gives up no attempt. All methods are thread-safe and take the time as a value.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from serverless_gpu.server.records.crews import CrewId, StoredCrew
 from serverless_gpu.wire.agents import ClockReading, is_off
 
 PRESENT_S = 20.0
-"""A node that has not been heard of for so long gets nothing new; it says something every five seconds."""
+"""Seconds of silence after which a node receives no new work. Nodes send a heartbeat every five seconds."""
 _REFUSED_MAX = 1_000
 _log = logging.getLogger(__name__)
 
 TakeBack = Callable[[str, int, str], bool]
-"""Returns a run to the queue whose order has not left the server, by run, fence and why; whether that was so."""
+"""Requeues a run whose order has not left the server, by run, fence and reason; returns True if it did so."""
 
 
 class Leases:
-    """When crews were heard of last."""
+    """The time of each crew's last report."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,31 +63,31 @@ class Leases:
         self._freed: set[CrewId] = set()
 
     def free(self, crew: CrewId) -> bool:
-        """Note that a crew has given its devices back, though it has not ended; return whether that is news."""
+        """Note that a crew returned its devices before its end; return True the first time."""
         with self._lock:
             is_news = crew not in self._freed
             self._freed.add(crew)
             return is_news
 
     def freed(self) -> frozenset[CrewId]:
-        """Return the crews that have no devices any more."""
+        """Return the crews that have returned their devices."""
         with self._lock:
             return frozenset(self._freed)
 
     def renew(self, crew: CrewId, *, now_ns: int) -> int | None:
-        """Note that a crew reported; return when it was heard of before, None for never."""
+        """Note a report of a crew; return the time of the report before it, or None."""
         with self._lock:
             before_ns = self._heard.get(crew)
             self._heard[crew] = now_ns
             return before_ns
 
     def last_ns(self, crew: CrewId, *, now_ns: int) -> int:
-        """Return when a crew was heard of last, boottime in nanoseconds; one that never was counts from now on."""
+        """Return the time of a crew's last report, boottime in ns; an unknown crew counts from now on."""
         with self._lock:
             return self._heard.setdefault(crew, now_ns)
 
     def count(self) -> int:
-        """Return how many crews there are that have been heard of, about."""
+        """Return the approximate number of crews that have reported."""
         with self._lock:
             return len(self._heard)
 
@@ -99,7 +99,7 @@ class Leases:
 
 
 class Presence:
-    """When nodes were heard of last."""
+    """The time of each node's last message."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -110,7 +110,7 @@ class Presence:
         self._refused: set[tuple[str, ...]] = set()
 
     def heard(self, node_id: str, *, now_ns: int) -> bool:
-        """Note that a node said something; return whether it was not there before."""
+        """Note a message of a node; return True if the node was absent before."""
         with self._lock:
             before = self._heard.get(node_id)
             self._heard[node_id] = now_ns
@@ -118,25 +118,25 @@ class Presence:
             return was_lost or before is None or now_ns - before > PRESENT_S * 1e9
 
     def is_there(self, node_id: str, *, now_ns: int) -> bool:
-        """Return whether a node can be counted on."""
+        """Return True if a node sent a message recently and no engine reports it as lost."""
         with self._lock:
             heard = self._heard.get(node_id)
             return node_id not in self._lost and heard is not None and now_ns - heard <= PRESENT_S * 1e9
 
     def last_ns(self, node_id: str) -> int | None:
-        """Return when a node was heard of last, boottime in nanoseconds; None for never since this process started."""
+        """Return the time of a node's last message to this process, boottime in ns, or None."""
         with self._lock:
             return self._heard.get(node_id)
 
     def forget(self, node_id: str) -> None:
-        """Note that a node is dead."""
+        """Forget a node that is dead."""
         with self._lock:
             self._heard.pop(node_id, None)
             self._lost.pop(node_id, None)
             self._clocks.pop(node_id, None)
 
     def read_clock(self, node_id: str, clock: ClockReading | None) -> bool:
-        """Note how far a node's clock is off; return whether that has become, or ceased to be, worth a word."""
+        """Store the clock offset of a node; return True if the offset began or ceased to need a warning."""
         with self._lock:
             was_off = is_off(self._clocks.get(node_id))
             if clock is None:
@@ -146,13 +146,13 @@ class Presence:
             return is_off(clock) != was_off
 
     def clock(self, node_id: str) -> ClockReading | None:
-        """Return how far a node's clock is off, as it said last, or None."""
+        """Return the clock offset that a node reported last, or None."""
         with self._lock:
             return self._clocks.get(node_id)
 
     @contextlib.contextmanager
     def streaming(self, node_id: str) -> Iterator[None]:
-        """Note that a node has its stream of orders open, for as long as the context lasts."""
+        """Count an open order stream of a node while the context lasts."""
         with self._lock:
             self._streams[node_id] += 1
         try:
@@ -164,12 +164,12 @@ class Presence:
                     del self._streams[node_id]
 
     def is_streaming(self, node_id: str) -> bool:
-        """Return whether a node has its stream of orders open."""
+        """Return True if a node has an open order stream."""
         with self._lock:
             return node_id in self._streams
 
     def is_new_refusal(self, key: tuple[str, ...]) -> bool:
-        """Note that a node was refused; return whether that is news."""
+        """Note the refusal of a node; return True the first time."""
         with self._lock:
             if key in self._refused:
                 return False
@@ -179,26 +179,26 @@ class Presence:
             return True
 
     def lose(self, node_id: str, sentence: str) -> None:
-        """Note that an engine does not count on a node, until it is heard of again or `find` is called."""
+        """Note that an engine lost a node; the next message of the node or `find` ends this."""
         with self._lock:
             self._lost[node_id] = sentence
 
     def find(self, node_id: str) -> None:
-        """Note that an engine counts on a node again."""
+        """Note that an engine no longer reports a node as lost."""
         with self._lock:
             self._lost.pop(node_id, None)
 
     def why_lost(self, node_id: str) -> str:
-        """Return what an engine says about a node that it does not count on, or ""."""
+        """Return why an engine reports a node as lost, or ""."""
         with self._lock:
             return self._lost.get(node_id, "")
 
 
 class LivenessMonitor:
-    """Ends attempts of crews that fell silent, and stops waiting for receipts that do not come.
+    """Ends attempts of silent crews, and stops waiting for overdue receipts.
 
     Args:
-        take_back: used where the order of a silent crew may not have left the server.
+        take_back: called if the order of a silent crew may not have left the server.
     """
 
     def __init__(
@@ -230,8 +230,8 @@ class LivenessMonitor:
         """Compare the silence of every crew with its limits.
 
         Args:
-            active: runs that have an attempt which has not ended.
-            held_back: identifiers of those whose order waits for an engine.
+            active: runs with an unfinished attempt.
+            held_back: identifiers of the runs whose order waits for an engine.
             now_ns: boottime, nanoseconds.
         """
         for run in active:
@@ -246,22 +246,22 @@ class LivenessMonitor:
         if silent_s > self._soft_s and self._take_back(run, crew, now_ns):
             return
         if silent_s > crew.grace_s + self._margin_s:
-            detail = f"nothing was heard of it for {silent_s:.0f} s"
+            detail = f"the node was silent for {silent_s:.0f} s"
             self._tell(crew, GivenUp(reason=Reason.NODE_GONE), heard_ns=heard_ns, detail=detail)
         elif silent_s > self._soft_s and crew.state is not State.UNREACHABLE:
             self._tell(crew, Silent(), heard_ns=heard_ns)
 
     def _take_back(self, run: ActiveRun, crew: ActiveCrew, now_ns: int) -> bool:
-        why = f"{crew.node} went away before it was told"
+        why = f"node {crew.node} disconnected before it received the order"
         if self._presence.is_there(crew.node_id, now_ns=now_ns):
-            # Taken back, and that could not be written down then: it never leaves.
+            # An earlier transaction took the order back but failed: the order still never leaves the server.
             if not self._deliveries.is_taken_back(run.id, run.fence):
                 return False
-            why = f"its order to {crew.node} was taken back"
+            why = f"the server took back its order to {crew.node}"
         return self._take_back_order(run.id, run.fence, why)
 
     def _tell(self, crew: ActiveCrew, event: Event, *, heard_ns: int, detail: str = "") -> None:
-        """Tell a run that a crew of it is silent, unless that was heard of meanwhile: who reports was answered."""
+        """Apply the silence of a crew to its run, unless the crew has reported or changed in the meantime."""
         note = Note(at_ns=self._clock.wall_ns(), detail=detail)
         run_id, fence, number = crew.id
 
@@ -279,13 +279,13 @@ class LivenessMonitor:
         try:
             told = self._database.write(work)
         except (StaleAttempt, IllegalRunTransition) as error:
-            _log.info("nothing was done about run %s: %s", run_id, error)
+            _log.info("ignored the silence of run %s: %s", run_id, error)
             return
         if told is not None:
             self._announcer.announce(told)
 
     def settle_overdue(self, now_ns: int) -> None:
-        """Settle crews whose receipt would have come long ago, as this process saw them wait, by its boottime."""
+        """Settle crews whose receipts are overdue, by boottime since this process first saw them wait."""
         ended = {one.id: one for one in self._database.read(crews.unsettled)}
         self._unsettled = {crew: self._unsettled.get(crew, now_ns) for crew in ended}
         for crew, one in ended.items():

@@ -1,14 +1,15 @@
-"""Metering: what a crew has used, on the server's calendar, at its attempt's tariff; and how long attempts run.
+"""Meters the usage of crews by the server's calendar, and the duration of attempts.
 
-How long something took is the node's to say (boottime). On which day it was is not: a node whose clock has lost its
-battery would move what it used out of every report and budget. So a crew's facts are moved as a whole, until user code
-begins when the server has written that it began (`crews.started_ns`, which it has checked); without that, until the
-first fact is not older than the attempt, nor newer than the crew's end. Each crew is rounded by itself, once.
+The node measures durations with its boottime clock. The node's wall clock does not decide the day of the usage. If a
+node's clock battery fails, its wall clock would move the usage out of every report and budget. So the server shifts all
+facts of a crew together. After the shift, user code begins at the checked start in `crews.started_ns`. Without such a
+start, the first fact is neither older than the attempt nor newer than the end of the crew. The server rounds the usage
+of each crew once.
 
-Rows have times by the wall clock as it was when they were written. A clock set by hours would make an attempt of a
-minute one that used hours: a budget would be used up at once, and a stop is final. So a `Lifetime` puts each time on
-the boottime clock when it is seen for the first time, and keeps it there. Of an attempt that had ended before that, its
-rows say how long it took, and not when that was.
+Rows contain wall clock times from the moment of writing. If an operator sets the clock by hours, a one-minute attempt
+seems to use hours. Its budget would be used up at once, and a stop is final. So a `Lifetime` converts each time to the
+boottime clock when it first sees the time, and keeps the result. For an attempt that ended earlier, the rows show how
+long it took, but not when.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from serverless_gpu.server.records.crews import StoredCrew
 
 _MS_NS = 1_000_000
 AHEAD_NS = 120_000_000_000
-"""A crew that is heard of writes a fact each minute (`node.account.ALIVE_S`), and may be late with one."""
+"""Two minutes. A crew that reports writes a fact each minute (`node.account.ALIVE_S`), and one fact may be late."""
 OFF_NS = 1_000_000_000
-"""A clock that is off by less is as right as anybody needs to know on which day something was."""
+"""One second. The day of the usage needs no better precision, so the server ignores a smaller clock offset."""
 
 
 class Now(msgspec.Struct, frozen=True, kw_only=True):
-    """A moment.
+    """The current moment.
 
     Attributes:
-        wall_ns: nanoseconds since 1970; `boot_ns` the same by the clock that leases are kept by.
-        leases: when crews were heard of last; None for what was written of that, which is 15 s behind.
+        wall_ns: nanoseconds since 1970; `boot_ns` is the same moment on the clock of the leases.
+        leases: times of the last reports; None for the database columns, which are up to 15 s old.
     """
 
     wall_ns: int
@@ -44,7 +45,7 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
     leases: Leases | None = None
 
     def heard_ns(self, crew: StoredCrew) -> int:
-        """Return when a crew was heard of last, nanoseconds since 1970."""
+        """Return the time of a crew's last report, nanoseconds since 1970."""
         if self.leases is None:
             return crew.lease_ns
         last_ns = self.leases.last_ns(crew.id, now_ns=self.boot_ns)
@@ -52,21 +53,22 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def now(clock: Clock, leases: Leases) -> Now:
-    """Return this moment."""
+    """Return the current moment."""
     return Now(wall_ns=clock.wall_ns(), boot_ns=clock.boottime_ns(), leases=leases)
 
 
 def used(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> tuple[LedgerLine, ...]:
-    """Return what a crew has used on each day, up to its last sign of life, and what that costs."""
+    """Return the usage and costs of a crew on each day, up to its last fact."""
     is_billed = attempt.reason is None or MEANINGS[attempt.reason].is_billed
     return lines(on_our_calendar(attempt, crew, facts), attempt.tariff, is_billed=is_billed)
 
 
 def so_far(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact], at: Now) -> tuple[LedgerLine, ...]:
-    """Return the same up to when a crew that goes on was heard of last, which is later than its last fact.
+    """Return the usage and costs of a crew on each day, up to the last report of a crew that still runs.
 
-    It is later by `AHEAD_NS` at most: that is how often it says that it lives, and a clock that was set since it began
-    makes nothing of it.
+    That report is later than the last fact by at most `AHEAD_NS`, because a running crew writes facts regularly. The
+    bound
+    limits the error after a change of the clock.
     """
     began = next((fact for fact in facts if fact.kind is FactKind.EXEC), None)
     if crew.ended_ns is not None or crew.started_ns is None or began is None:
@@ -79,19 +81,19 @@ def so_far(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact], at: 
 
 
 def waited_ms(asked_ns: int, before: StoredAttempt | None, until_ns: int) -> int:
-    """Return for how long a run waited for an attempt, in milliseconds.
+    """Return how long a run waited for an attempt, in milliseconds.
 
     Args:
-        asked_ns: when the run was asked for.
-        before: its attempt before that one, during which it did not wait; None where it is the first.
-        until_ns: when the attempt was placed; now, where the run still waits for it.
+        asked_ns: when the run was submitted.
+        before: the attempt before that one, which does not count as waiting; None for the first attempt.
+        until_ns: when the attempt was placed; now if the run still waits.
     """
     since_ns = asked_ns if before is None or before.ended_ns is None else before.ended_ns
     return max(0, until_ns - since_ns) // _MS_NS
 
 
 def on_our_calendar(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> Sequence[Fact]:
-    """Return the facts with times of the server's calendar; as they are where their clock was right."""
+    """Return the facts with times of the server's calendar; unchanged if the node's clock was right."""
     if not facts:
         return facts
     by_ns = _off_ns(attempt, crew, facts)
@@ -110,28 +112,28 @@ def _off_ns(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> 
 
 
 class ClockPair(msgspec.Struct, frozen=True):
-    """One moment by both clocks, nanoseconds."""
+    """One moment on both clocks, in nanoseconds."""
 
     wall_ns: int
     boot_ns: int
 
     def boot(self, wall_ns: int) -> int:
-        """Return by boottime what was said by the wall clock; nothing that is there lies ahead."""
+        """Convert a wall clock time to boottime; a time in the future becomes now."""
         return min(self.boot_ns, self.boot_ns - self.wall_ns + wall_ns)
 
     def wall(self, boot_ns: int) -> int:
-        """Return by the wall clock, as it is set now, what was said by boottime."""
+        """Convert a boottime to the wall clock, as the clock is set now."""
         return self.wall_ns - self.boot_ns + boot_ns
 
 
 class Lifetime(msgspec.Struct):
-    """Of one attempt, boottime in nanoseconds.
+    """The times of one attempt, boottime in nanoseconds.
 
     Attributes:
-        began_ns: when user code began; None before.
-        seen_ns: the last sign of life, or the end; None before the first look.
-        stop_ns: since when it is asked to stop; None while it is not.
-        ended_ns: its end as it was last read: by the wall clock, of whatever time.
+        began_ns: start of user code; None before.
+        seen_ns: time of the last report, or of the end; None before the first `look`.
+        stop_ns: time of the stop request; None without one.
+        ended_ns: end of the attempt as last read from the database, by the wall clock.
     """
 
     began_ns: int | None = None
@@ -140,7 +142,7 @@ class Lifetime(msgspec.Struct):
     ended_ns: int | None = None
 
     def look(self, one: StoredAttempt, now: ClockPair, leases: Leases, *, is_stopping: bool) -> None:
-        """Note what can be seen of an attempt: of its crews, what was seen of them last."""
+        """Update the times from the rows of an attempt and the last reports of its crews."""
         if is_stopping and self.stop_ns is None:
             self.stop_ns = now.boot_ns
         ended_ns = None

@@ -1,12 +1,12 @@
-"""Owner suspension: stops runs of owners who may start none any more: disabled, or left with a role that cannot.
+"""Owner suspension: stops runs of owners who are disabled or whose role may not start runs.
 
-    shut out ─▶ no new submits, streams end within seconds (their token is asked about again and again)
-             ├─ what waits stays in the queue, beside the line, and says so; it goes on when they are let in again
-             ├─ finish   what runs ends by itself; a further attempt of it waits
-             └─ stop     what runs and what waits is asked to stop, some hundred runs with each look
+    suspended ─▶ no new submits; streams end within seconds, because the server checks their token repeatedly
+             ├─ queued runs wait outside the queue order, with that reason; they continue when the owner is enabled
+             ├─ finish   attempts that run end by themselves; a retry waits
+             └─ stop     the server asks running and queued runs to stop, up to 200 in each pass
 
-What is to become of their runs is decided with the change, and written with it: a server that is started with another
-setting, or killed in the middle, goes on with what was decided then.
+The server decides about the runs when an operator changes the owner, and writes the decision in the same transaction.
+A server that restarts, also with another setting, follows the stored decision.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def may_start(principal: PrincipalView) -> bool:
 
 
 def suspended_owners(connection: sa.Connection, name: str | None = None) -> frozenset[str]:
-    """Return who may start no runs, of all or of one."""
+    """Return the names of principals that may not start runs, among all or only for one name."""
     query = sa.select(principals.c.name).where(_SHUT_OUT)
     return frozenset(connection.scalars(query if name is None else query.where(principals.c.name == name)))
 
@@ -49,22 +49,22 @@ def decide_for_runs(
     wanted: OnDisabled | None,
     otherwise: OnDisabled,
 ) -> str:
-    """Write what happens to the runs of a principal that was changed.
+    """Decide and write what happens to the runs of a changed principal.
 
     Args:
-        connection: of the change.
-        before: as they were.
-        after: as they are.
-        wanted: what was asked for, or None.
-        otherwise: what holds without that.
+        connection: of the transaction that changes the principal.
+        before: the principal before the change.
+        after: the principal after the change.
+        wanted: the policy in the request, or None.
+        otherwise: the default policy.
 
     Returns:
-        What was decided now, or "".
+        The policy that this change has set, or "".
     """
     if may_start(after):
         if wanted is not None:
             raise InvalidValue(
-                f"{after.name} may start runs, so theirs go on", hint="disable them, or give them another role"
+                f"{after.name} may start runs, so their runs continue", hint="disable the principal, or change its role"
             )
         _write(connection, after.name, None)
         return ""
@@ -75,7 +75,7 @@ def decide_for_runs(
 
 
 class OwnerSuspension:
-    """Stops runs of owners who may start no runs any more."""
+    """Stops runs of owners who may no longer start runs."""
 
     def __init__(self, *, clock: Clock, database: Transactions, announcer: Announcer) -> None:
         self._clock = clock
@@ -83,7 +83,7 @@ class OwnerSuspension:
         self._announcer = announcer
 
     def stop_some(self) -> int:
-        """Ask some runs to stop whose owners were shut out, where that was decided; return how many were found."""
+        """Ask some runs of suspended owners to stop, if that was decided; return how many were found."""
         found = self._database.read(_to_stop)
         for run_id, owner in found:
             told = self._stop(run_id, owner)
@@ -92,11 +92,11 @@ class OwnerSuspension:
         return len(found)
 
     def _stop(self, run_id: str, owner: str) -> TransitionResult | None:
-        at_ns, because = self._clock.wall_ns(), f"{owner} may start no runs any more"
+        at_ns, because = self._clock.wall_ns(), f"{owner} may no longer start runs"
 
         def work(connection: sa.Connection) -> TransitionResult | None:
             if owner not in suspended_owners(connection, owner):
-                return None  # let in again meanwhile
+                return None  # The owner was enabled in the meantime.
             return transitions.ask_to_stop(
                 connection, run_id, who=audit.SERVER, why=StopReason.CANCEL, at_ns=at_ns, because=because
             )

@@ -1,29 +1,37 @@
-"""Rendezvous: decides how the crews of a gang meet, and tells them; or calls the gang off.
+"""Rendezvous: decides how the crews of a gang connect to each other, or calls the gang off.
 
-    a report with an offer ─▶ memory   all are here ─▶ told to each crew until it has said what it reached
-    ... with what it reached ─▶ memory   all are here, none has failed, or is silent ─▶ `rendezvous.choose`
-         ├─ Chosen ─▶ written, then in every answer to crew 0 until user code begins; once it has, to the others
+    a report with an offer ─▶ memory   all have arrived ─▶ sent to each crew until it has reported its reach
+    ... with its reach ─▶ memory   all have arrived, no crew has failed or is silent ─▶ `rendezvous.choose`
+         ├─ Chosen ─▶ written, then in every answer to crew 0 until user code begins; after that, to the others
          └─ Apart, or a limit has passed (`look`) ─▶ called off, written: the cause is that its nodes are apart
 
-User code waits for `chosen`, so this is a fence: `chosen` and `called_off` exclude each other in one statement. Of a
-gang that was called off no user code ever begins, which is proof: crews that never reported are ended in the same
-transaction, as refused, and should one come after all it is told that it is over. Those that reported end by their own
-word, as in any failure.
+User code waits for `chosen`. Therefore one statement makes sure that `chosen` and `called_off` exclude each other. If
+the server calls a gang off, its user code never begins. Crews that never reported end in the same transaction, as
+refused. If such a crew reports later, the server answers that its attempt is over. Crews that have reported end
+through their own reports, as after any failure.
 
-`RendezvousStates` is memory: crews repeat their offer and what they reached in every report until their user code
-begins. So a server that starts knows nothing and is told all of it again, and its limits begin again.
+`RendezvousStates` exists in memory only. Crews repeat their offer and reach in every report until their user code
+begins. So a server that restarts receives both again, and its time limits start again.
 
-What can go wrong:
+Failure cases:
 
-- The server dies anywhere: before `chosen` is durable no crew was told of it; after it, every answer has it.
-- A crew says something else than before: the first word stays, which the others have tried.
-- The run is asked to stop, or a crew fails, before they have met: called off at the next look; that is not the cause.
-- A crew is silent when all the rest is there: nothing is chosen until it is heard of, or the limit has passed.
-- A crew and its node are silent before they have met: called off, and the crew ended as one that never reported. The
-  run need not wait for what never began, nor is this one of the attempts that it may have. The same holds for a crew
-  that falls silent once its gang was called off.
-- The server was restored from a backup: user code may run of which it knows nothing, so nothing is called off. Where it
-  runs on some nodes, and others still wait to be told how they meet, the choice is lost: the gang ends.
+- The server dies. Before `chosen` is durable, no crew has received it. Afterwards every answer contains it.
+
+- A crew reports an offer that differs from its first. The first offer stays, because the other crews have tried it.
+
+- The run is asked to stop, or a crew fails, before the rendezvous. The next `look` calls the gang off. The calling off
+  is not the cause of the end.
+
+- A crew is silent when all other reports have arrived. The server chooses nothing until the crew reports, or until the
+  limit has passed.
+
+- A crew and its node are silent before the rendezvous. The server calls the gang off and ends the crew as one that
+  never reported. The run does not wait for the crew, and the attempt does not count against the attempt limit. The same
+  holds for a crew that falls silent after its gang was called off.
+
+- An operator restores the server from a backup. User code that the backup does not contain may run, so the server calls
+  nothing off. If user code runs on some nodes while others still wait for the choice, the choice is lost. The gang
+  ends.
 """
 
 from __future__ import annotations
@@ -72,25 +80,25 @@ _Work = tuple[StoredAttempt, tuple[TransitionResult, ...]]
 
 
 COME_S = 300.0
-"""How long a silent crew is waited for."""
+"""Seconds that the server waits for a silent crew."""
 MEET_S = 120.0
-"""How long crews may take to try each other, once all have said where they can be tried."""
+"""Seconds that crews may take to try each other's addresses, after all offers have arrived."""
 TOTAL_S = 3_600.0
-"""How long crews are waited for that are heard of, and fetch their environment, say."""
+"""Seconds that the server waits for crews that report, for example while they fetch their environment."""
 _ADDRESS = re.compile(r"[0-9A-Za-z:.%_-]{1,64}")
 _MICROSECONDS_MAX = 1 << 40
 
 
 def check_meeting(attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
-    """Refuse what no crew can have said; the others are told it, and some of it becomes their ranks' variables."""
+    """Refuse impossible offers and reaches: other crews and the variables of their ranks use them."""
     if said.offer is None and said.reach is None:
         return
     gang, number = attempt.gang, crew.number
     if attempt.num_nodes == 1:
-        raise InvalidValue(f"attempt {gang} is on one node, which has nobody to meet")
+        raise InvalidValue(f"attempt {gang} is on one node and has no rendezvous")
     for each in (said.offer, said.reach):
         if each is not None and each.crew != number:
-            raise InvalidValue(f"crew {number} of attempt {gang} speaks for crew {each.crew}")
+            raise InvalidValue(f"crew {number} of attempt {gang} reports for crew {each.crew}")
     if said.offer is not None:
         _check_offer(gang, number, said.offer)
     if said.reach is not None:
@@ -124,7 +132,7 @@ class RendezvousService:
         self._announcer = announcer
 
     def hear(self, attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
-        """Note what a crew says about meeting the others, and decide what can be decided by it."""
+        """Store the offer or reach of a crew, and decide the rendezvous if nothing is missing."""
         if attempt.num_nodes == 1 or attempt.ended_ns is not None or crew.ended_ns is not None:
             return
         if attempt.chosen_json is not None or attempt.called_off:
@@ -142,16 +150,16 @@ class RendezvousService:
         self._decide(attempt, known, now_ns=now_ns, but=crew.number)
 
     def told(self, run: StoredRun, crew: StoredCrew, answer: ReportAnswer) -> ReportAnswer:
-        """Return an answer with what there is for a crew that has not begun; nothing, where it is to end."""
+        """Return an answer with the rendezvous news for a crew that has not begun; unchanged if it must end."""
         attempt = run.attempt
         assert attempt is not None
         is_ending = answer.stale or answer.stop is not None or answer.peer_failed or crew.halt_json is not None
         if is_ending or attempt.num_nodes == 1 or crew.began or crew.ended_ns is not None:
             return answer
         if attempt.chosen is not None:
-            # Until crew 0 has heard it, its supervisor listens on the port of the rendezvous, and would hang up on
-            # ranks. Nodes of a Ray cluster try again then; and its function begins once all have come, so none waits
-            # for that.
+            # Until crew 0 has received the choice, its supervisor uses the rendezvous port and would drop connections
+            # of ranks. Nodes of a Ray cluster retry. Their function begins only after all nodes have joined, so Ray
+            # crews need not wait.
             is_free = crew.number == 0 or attempt.crews[0].began or run.spec.ray is not None
             return msgspec.structs.replace(answer, chosen=attempt.chosen) if is_free else answer
         known = self._meetings.find((attempt.run_id, attempt.fence))
@@ -160,7 +168,7 @@ class RendezvousService:
         return msgspec.structs.replace(answer, offers=known.offers_for(crew.number))
 
     def look(self, active: Sequence[ActiveRun], now_ns: int) -> None:
-        """Decide what time decides: a gang that does not meet is called off, and so is one that ends before it has."""
+        """Call off gangs over a time limit, and gangs that end before their rendezvous."""
         gone = {run.id: self._gone(run, now_ns) for run in active if run.num_nodes > 1}
         for one in active:
             if one.called_off and gone[one.id]:
@@ -194,12 +202,12 @@ class RendezvousService:
                 self._decide(attempt, known, now_ns=now_ns)
 
     def _decide(self, attempt: StoredAttempt, known: RendezvousState, *, now_ns: int, but: int | None = None) -> None:
-        """Write how a gang meets, or that it does not, once its crews have said all that there is to say."""
-        quiet_s = self._settings.soft_expiry_s / 2  # two heartbeats, however far apart they are
+        """Write the choice, or call the gang off, if all crews have reported everything."""
+        quiet_s = self._settings.soft_expiry_s / 2  # two heartbeats at their longest interval
         try:
             came = known.outcome([crew.node for crew in attempt.crews], now_ns=now_ns, quiet_s=quiet_s)
         except ValueError as error:
-            _log.error("crews of attempt %s cannot meet: %s", attempt.gang, error)
+            _log.error("crews of attempt %s cannot connect to each other: %s", attempt.gang, error)
             return
         if isinstance(came, Chosen):
             self.choose(attempt, came, but=but)
@@ -207,14 +215,14 @@ class RendezvousService:
             self.call_off(attempt, known, why=came.sentence, apart=came.pair)
 
     def choose(self, attempt: StoredAttempt, chosen: Chosen, *, but: int | None) -> None:
-        """Write the addresses over which a gang meets, unless the attempt cannot begin any more."""
+        """Write the addresses of the rendezvous, unless the attempt can no longer begin."""
         text = msgspec.json.encode(chosen).decode()
 
         def work(connection: sa.Connection) -> bool:
             run = _waiting(connection, attempt.run_id, attempt.fence)
             if run is None or run.attempt is None or run.stop is not None or run.attempt.cause is not None:
                 return False
-            for crew in run.attempt.crews:  # user code begins only where every crew was heard of and goes on
+            for crew in run.attempt.crews:  # User code begins only if every crew has reported and still runs.
                 if crew.ended_ns is not None or crew.halt_json is not None or crew.state is not State.STARTING:
                     return False
             is_new = attempts.decide(connection, run.attempt, chosen_json=text)
@@ -223,11 +231,11 @@ class RendezvousService:
 
         if self._database.write(work):
             faults.reach("after_chosen_before_answer")
-            _log.info("the nodes of attempt %s have met at %s", attempt.gang, chosen.master[0])
+            _log.info("rendezvous of attempt %s is complete at %s", attempt.gang, chosen.master[0])
             self._have_look(attempt, but=but)
 
     def _gone(self, run: ActiveRun, now_ns: int) -> tuple[int, ...]:
-        """Return the numbers of the crews that are silent, with their nodes."""
+        """Return the numbers of the crews that are silent and whose nodes are silent."""
         silent_ns = self._settings.soft_expiry_s * 1e9
         return tuple(
             crew.id[2]
@@ -237,7 +245,7 @@ class RendezvousService:
         )
 
     def _end_silent(self, gang: ActiveRun, silent: Sequence[int]) -> None:
-        """End the silent crews of a gang that was called off, where their nodes are silent, too."""
+        """End the crews of a called-off gang that are silent and whose nodes are silent."""
         note = Note(at_ns=self._clock.wall_ns())
 
         def work(connection: sa.Connection) -> tuple[TransitionResult, ...]:
@@ -249,13 +257,13 @@ class RendezvousService:
         try:
             told = self._database.write(work)
         except (StaleAttempt, IllegalRunTransition) as error:
-            _log.info("silent crews of %s:%s were not ended: %s", gang.id, gang.fence, error)
+            _log.info("could not end the silent crews of %s:%s: %s", gang.id, gang.fence, error)
             return
         for one in told:
             self._announcer.announce(one)
 
     def _end_half(self, gang: ActiveRun, known: RendezvousState) -> None:
-        """End a gang whose user code runs on some nodes only: their rendezvous is not in the backup."""
+        """End a gang whose user code runs on some nodes only: the backup does not contain its rendezvous."""
 
         def work(connection: sa.Connection) -> StoredAttempt | None:
             run = runs.find(connection, gang.id)
@@ -267,7 +275,7 @@ class RendezvousService:
             ]
             if not waits or now.chosen_json is not None or now.cause is not None or run.stop is not None:
                 return None
-            detail = f"its nodes had half met, and {', '.join(waits[:3])} cannot be told how"
+            detail = f"the restored server lost the rendezvous that these nodes wait for: {', '.join(waits[:3])}"
             cause = Cause(crew=None, reason=Reason.SERVER_RESTORED, detail=detail)
             attempts.change(connection, now, cause_json=msgspec.json.encode(cause).decode())
             return now
@@ -275,10 +283,10 @@ class RendezvousService:
         try:
             ended = self._database.write(work)
         except StaleAttempt as error:
-            _log.info("%s:%s was not ended: %s", gang.id, gang.fence, error)
+            _log.info("could not end attempt %s:%s: %s", gang.id, gang.fence, error)
             return
         if ended is not None:
-            _log.warning("attempt %s ends: the server was restored while its nodes met", ended.gang)
+            _log.warning("attempt %s ends: the server was restored during its rendezvous", ended.gang)
             self._have_look(ended, but=None)
 
     def call_off(
@@ -290,14 +298,14 @@ class RendezvousService:
         apart: tuple[int, int] | None = None,
         silent: Sequence[int] = (),
     ) -> None:
-        """Write that a gang will not meet, and end the crews that never reported.
+        """Call a gang off, and end the crews that never reported.
 
         Args:
-            attempt: which.
-            known: of it.
-            why: for people; not asked where it ends for another reason.
-            apart: two crews: the first does not reach the second.
-            silent: crews that are silent, with their nodes; they are ended, too.
+            attempt: the attempt to call off.
+            known: its rendezvous state.
+            why: for people; unused if the attempt ends for another reason.
+            apart: two crews; the first cannot reach the second.
+            silent: silent crews whose nodes are silent too. The server ends these as well.
         """
         at_ns = self._clock.wall_ns()
         why = "".join(character if character.isprintable() else " " for character in why)
@@ -322,18 +330,18 @@ class RendezvousService:
         try:
             done = self._database.write(work)
         except (StaleAttempt, IllegalRunTransition) as error:
-            _log.info("attempt %s was not called off: %s", attempt.gang, error)
+            _log.info("could not call off attempt %s: %s", attempt.gang, error)
             return
         if done is None:
             return
         faults.reach("after_called_off_before_told")
-        _log.warning("attempt %s was called off before its nodes had met%s", attempt.gang, f": {why}" if why else "")
+        _log.warning("called off attempt %s before its rendezvous%s", attempt.gang, f": {why}" if why else "")
         for one in done[1]:
             self._announcer.announce(one)
         self._have_look(done[0], but=None)
 
     def _have_look(self, attempt: StoredAttempt, *, but: int | None) -> None:
-        """Have the crews of a gang report now, since there is news for them."""
+        """Ask the crews of a gang to report now, because the answers have news for them."""
         for crew in attempt.open_crews:
             if crew.number != but:
                 self._looks.ask(crew.node_id, crew.id)
@@ -341,9 +349,9 @@ class RendezvousService:
 
 
 def has_met(attempt: StoredAttempt) -> bool:
-    """Return whether it is decided that a gang meets, or that it does not; user code that runs is proof of the first.
+    """Return True if the rendezvous of a gang is decided, either way. Running user code proves that it is.
 
-    The server may not know that it was decided: it was restored from a backup.
+    A server that was restored from a backup may not have the decision.
     """
     if attempt.chosen_json is not None or attempt.called_off or attempt.began:
         return True
@@ -351,7 +359,7 @@ def has_met(attempt: StoredAttempt) -> bool:
 
 
 def _refuse(connection: sa.Connection, crew: CrewId, note: Note) -> TransitionResult:
-    """End a crew that never reported: its gang was called off, so its user code never begins."""
+    """End a crew that never reported. Its gang was called off, so its user code never begins."""
     run_id, _, number = crew
     run = runs.find(connection, run_id)
     assert run is not None
@@ -361,7 +369,7 @@ def _refuse(connection: sa.Connection, crew: CrewId, note: Note) -> TransitionRe
 
 
 def _waiting(connection: sa.Connection, run_id: str, fence: int) -> StoredRun | None:
-    """Return a run whose crews are still to meet, as it is now, or None."""
+    """Return the current row of a run whose rendezvous is undecided, or None."""
     run = runs.find(connection, run_id)
     if run is None or run.attempt is None or run.fence != fence or run.state not in ACTIVE:
         return None
@@ -369,21 +377,21 @@ def _waiting(connection: sa.Connection, run_id: str, fence: int) -> StoredRun | 
 
 
 def _was_heard(attempt: StoredAttempt, crew: StoredCrew) -> bool:
-    """Return whether it is written that a crew has reported, to this process or an earlier one."""
+    """Return True if the rows show that the crew has reported, to this process or an earlier one."""
     said = crew.halt_json is not None or crew.returned or crew.began or bool(crew.sentence)
     is_starting = State.STARTING in (crew.state, crew.before)
     return said or not is_starting or crew.lease_ns != attempt.created_ns
 
 
 class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a gang that is to meet.
+    """The rendezvous state of a gang.
 
     Attributes:
-        since_ns: when this process saw it first, boottime in nanoseconds.
-        offered_ns: when the last of its offers came; None as long as one is missing.
-        offers: by crew; the first that each made.
-        reaches: likewise.
-        heard_ns: when each crew was heard of last.
+        since_ns: when this process first saw the gang, boottime in nanoseconds.
+        offered_ns: when the last offer arrived; None while an offer is missing.
+        offers: the first offer of each crew.
+        reaches: the first reach of each crew.
+        heard_ns: time of each crew's last report.
     """
 
     since_ns: int
@@ -395,7 +403,7 @@ class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
     def heard(
         self, number: int, *, of: int, offer: Offer | None, reach: CrewReach | None, now_ns: int
     ) -> RendezvousState:
-        """Return what is known after a crew reported; what it said first stays."""
+        """Return the state after a report of a crew. The first offer and reach of a crew stay."""
         offers = self.offers if offer is None else {number: offer, **self.offers}
         reaches = self.reaches if reach is None else {number: reach, **self.reaches}
         offered_ns = now_ns if self.offered_ns is None and len(offers) == of else self.offered_ns
@@ -405,18 +413,18 @@ class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def offers_for(self, number: int) -> tuple[Offer, ...]:
-        """Return the offers for a crew: all of them, once they are here, and until it has said what it reached."""
+        """Return all offers for a crew, after they are complete and until the crew has reported its reach."""
         if self.offered_ns is None or number in self.reaches:
             return ()
         return tuple(self.offers[one] for one in sorted(self.offers))
 
     def outcome(self, nodes: Sequence[str], *, now_ns: int, quiet_s: float) -> Chosen | Apart | None:
-        """Return how a gang meets, or why not; None as long as something is missing, or a crew is quiet.
+        """Return how a gang connects, or why it cannot; None while a report is missing or a crew is silent.
 
         Args:
-            nodes: names of the crews' nodes, by their numbers.
+            nodes: names of the crews' nodes, by crew number.
             now_ns: boottime, nanoseconds.
-            quiet_s: how long nothing may have been heard of any crew: user code would wait for one that is gone.
+            quiet_s: maximum silence of each crew. User code would wait for a crew that is lost.
         """
         everybody = range(len(nodes))
         if any(number not in self.offers or number not in self.reaches for number in everybody):
@@ -426,32 +434,32 @@ class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
         return choose(list(self.offers.values()), list(self.reaches.values()), nodes)
 
     def overdue(self, nodes: Sequence[str], known: Collection[int], *, now_ns: int, age_s: float) -> str:
-        """Return why a gang is waited for no longer, for people, or "".
+        """Return why the server no longer waits for a gang, for people, or "".
 
         Args:
-            nodes: names of the crews' nodes, by their numbers.
-            known: crews that were heard of by whichever process, by their numbers.
+            nodes: names of the crews' nodes, by crew number.
+            known: numbers of the crews that have reported to this process or an earlier one.
             now_ns: boottime, nanoseconds.
-            age_s: since it was placed, by the wall clock: servers that are started again and again wait no longer.
+            age_s: age of the attempt by the wall clock. It limits the wait if the server restarts repeatedly.
         """
         waited_s = (now_ns - self.since_ns) / 1e9
         missing = [number for number in range(len(nodes)) if number not in self.offers]
         unheard = [number for number in missing if number not in known and number not in self.heard_ns]
         if unheard and waited_s > COME_S:
-            return f"{_named(nodes, unheard)} not come to the meeting"
+            return f"{_named(nodes, unheard)} not joined the rendezvous"
         if missing and (waited_s > TOTAL_S or (age_s > 3 * TOTAL_S and waited_s > MEET_S)):
-            return f"{_named(nodes, missing)} not come to the meeting"
+            return f"{_named(nodes, missing)} not joined the rendezvous"
         if self.offered_ns is None or now_ns - self.offered_ns <= MEET_S * 1e9:
             return ""
         silent = [number for number in range(len(nodes)) if number not in self.reaches]
         if silent:
-            return f"{_named(nodes, silent)} not said which nodes can be reached from there"
+            return f"{_named(nodes, silent)} not reported which other nodes are reachable"
         quietest = min(self.heard_ns, key=lambda number: self.heard_ns[number])
-        return f"{_named(nodes, [quietest])} gone silent while the run's nodes met"
+        return f"{_named(nodes, [quietest])} gone silent during the rendezvous"
 
 
 class RendezvousStates:
-    """Gangs that are to meet, as this process has heard of them. Any thread may call; it takes the time as a value."""
+    """The rendezvous states of gangs in this process. Thread-safe; methods take the time as a value."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -460,10 +468,10 @@ class RendezvousStates:
     def hear(
         self, crew: CrewId, *, of: int, offer: Offer | None, reach: CrewReach | None, now_ns: int
     ) -> tuple[RendezvousState, bool]:
-        """Note what a crew said.
+        """Store a report of a crew.
 
         Returns:
-            What is known now, and whether the last of the offers came with it.
+            The new state, and True if the report completed the offers.
         """
         run_id, fence, number = crew
         with self._lock:
@@ -473,12 +481,12 @@ class RendezvousStates:
             return now, before.offered_ns is None and now.offered_ns is not None
 
     def see(self, gang: Gang, *, now_ns: int) -> RendezvousState:
-        """Return what is known of a gang; one that was never heard of is waited for from now on."""
+        """Return the state of a gang; create it for an unknown gang, with now as its start."""
         with self._lock:
             return self._gathered.setdefault(gang, RendezvousState(since_ns=now_ns))
 
     def find(self, gang: Gang) -> RendezvousState | None:
-        """Return what is known of a gang, or None."""
+        """Return the state of a gang, or None."""
         with self._lock:
             return self._gathered.get(gang)
 
@@ -489,36 +497,36 @@ class RendezvousStates:
 
 
 def gone_sentence(nodes: Sequence[str], silent: Sequence[int]) -> str:
-    """Return why a gang is called off whose nodes went silent, for people."""
-    return f"{_named(nodes, silent)} gone silent before the run's nodes had met"
+    """Return why the server calls off a gang whose nodes went silent, for people."""
+    return f"{_named(nodes, silent)} gone silent before the rendezvous"
 
 
 def _check_offer(gang: str, number: int, offer: Offer) -> None:
     lowest = 1 if number == 0 else 0
     if not 0 < offer.port < 1 << 16 or not lowest <= offer.rendezvous_port < 1 << 16:
-        raise InvalidValue(f"crew {number} of attempt {gang} offers a port that cannot be")
+        raise InvalidValue(f"crew {number} of attempt {gang} offers an invalid port")
     if len(offer.addresses) > ADDRESSES_MAX:
         raise InvalidValue(f"crew {number} of attempt {gang} offers more than {ADDRESSES_MAX} addresses")
     if len(offer.saved) > SAVED_MAX or not all(0 < fence < 1 << 31 for fence in offer.saved):
-        raise InvalidValue(f"crew {number} of attempt {gang} has checkpoints of attempts that cannot be")
+        raise InvalidValue(f"crew {number} of attempt {gang} reports checkpoints of invalid attempts")
     if not all(is_interface(one.interface) and _ADDRESS.fullmatch(one.address) for one in offer.addresses):
-        raise InvalidValue(f"crew {number} of attempt {gang} offers an address that cannot be")
+        raise InvalidValue(f"crew {number} of attempt {gang} offers an invalid address")
 
 
 def _check_reach(gang: str, number: int, reach: CrewReach, *, of: int) -> None:
     if len(reach.tried) > (of - 1) * ADDRESSES_MAX:
-        raise InvalidValue(f"crew {number} of attempt {gang} has tried more addresses than there can be")
+        raise InvalidValue(f"crew {number} of attempt {gang} has tried more addresses than its gang can have")
     for one in reach.tried:
         if not 0 <= one.crew < of or one.crew == number or _ADDRESS.fullmatch(one.address) is None:
-            raise InvalidValue(f"crew {number} of attempt {gang} has tried an address that cannot be")
+            raise InvalidValue(f"crew {number} of attempt {gang} has tried an invalid address")
         if one.microseconds is not None and not 0 <= one.microseconds <= _MICROSECONDS_MAX:
-            raise InvalidValue(f"crew {number} of attempt {gang} was answered after a time that cannot be")
+            raise InvalidValue(f"crew {number} of attempt {gang} reports an invalid response time")
         if len(one.problem) > PROBLEM_CHARACTERS_MAX:
             raise InvalidValue(f"a problem has {PROBLEM_CHARACTERS_MAX} characters at most")
 
 
 def _named(nodes: Sequence[str], numbers: Sequence[int]) -> str:
-    """Return which nodes have done something, or not, with the verb."""
+    """Return the names of some nodes, followed by "has" or "have"."""
     named = ", ".join(nodes[number] for number in numbers[:3])
     more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
     return f"{named}{more} {'has' if len(numbers) == 1 else 'have'}"

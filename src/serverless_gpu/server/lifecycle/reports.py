@@ -1,34 +1,43 @@
-"""Reports of nodes about their crew of an attempt: the one way in which the server learns what happens to a run.
+"""Reports of nodes about their crew of an attempt: the only source of news about a run.
 
-    report ─▶ is the crew there? ─▶ lease renewed (memory)
+    report ─▶ is the crew known? ─▶ lease renewed (memory)
                   │
-                  ├─ logs    appended to files by offset, before the transaction: losing them again is no harm
-                  ├─ state, facts, files, ending, receipt: one transaction, or none when nothing is new
-                  ├─ readers that wait for it are woken
-                  └─ logs made durable, if the attempt has ended; then the node may forget its own
+                  ├─ logs    appended to files by offset, before the transaction: the node can repeat them
+                  ├─ state, facts, files, ending, receipt: one transaction, or none if nothing is new
+                  ├─ clients that wait for the run are woken
+                  └─ logs made durable, if the attempt has ended; then the node may delete its own
 
-`AuthMiddleware` has checked the crew's own token, which says which one it is. A report is applied whole or not at all,
-and may come twice: logs by their offsets, facts and files by their names, states because nothing goes backwards, an
-ending because it is the same one.
+`AuthMiddleware` has checked the crew's own token, which identifies the crew. The server applies a report completely or
+not at all. A report may arrive twice without harm. Logs have offsets; facts and files have names. States never go back,
+and a repeated ending equals the first.
 
-What can go wrong:
+Failure cases:
 
-- The attempt was given up (its node was away for too long, or restarted): the answer is `stale`. What it wrote and used
-  until then is kept, as it is the truth; its state, files and ending are not taken, and a late ending is audited.
-- It is given up in the very moment in which it reports again: the report renews the lease before it reads; the
-  monitor looks at the lease within the transaction; after a silence the report writes, too. One sees the other.
-- The database is full when an attempt reports that is over: it is refused as when the server is away. "Full" would tell
-  its node that it was heard of, and may go on.
-- The attempt was refused, and is reported to be starting or running all the same (an order that was delivered twice):
-  `stale`, too. User code waits for the first answer, so it does not begin.
-- The server was started with a longer grace than the attempt was placed with: that is written before it is granted.
-- The attempt ended by its own report and the run has gone on: its receipt still comes, and is taken.
-- Results lie in a blob whose parts are not here: refused, before anything is written. A run that reports to have
-  completed has the results of all its ranks here.
-- The server dies after the logs and before the transaction: the node sends the report again, and only what is missing
-  is appended.
-- A text cannot be read, or is not fit to be shown to people on other nodes: what can be read is cut to its length and
-  made printable.
+- The server has given up the attempt, because its node was away for too long or restarted. The answer is `stale`. The
+  server still accepts output and facts, but not the state, the files and the ending. It audits a late ending.
+
+- The server gives up the attempt while a report arrives. The report renews the lease before it reads the row. The
+  monitor checks the lease within its transaction. After a silence the report writes too, so one of them sees the other.
+
+- The disk of the database is full when an attempt that is over reports. The server answers as if it were unavailable.
+  "Storage full" would tell the node that the server received the report and that the attempt may continue.
+
+- The attempt was refused, but reports to be starting or running, because its order was delivered twice. The answer is
+  `stale`. User code waits for the first answer, so it does not begin.
+
+- The server restarted with a longer grace period than that of the attempt. The server writes the longer period before
+  it grants it.
+
+- The attempt ended by its own report, and the run has continued. The server still accepts the receipt of the attempt.
+
+- Results refer to a blob whose parts are missing on the server. The server refuses the report before it writes
+  anything. When a run reports its completion, the results of all its ranks are on the server.
+
+- The server dies after it appended the logs and before the transaction. The node sends the report again. The server
+  appends only the missing part.
+
+- A text is unreadable, or unsafe for users of other nodes. The server cuts the readable part to its maximum length and
+  makes it printable.
 """
 
 from __future__ import annotations
@@ -73,14 +82,15 @@ from serverless_gpu.wire.base import INLINE_BYTES_MAX, Json
 
 routes = Routes("attempts")
 SIGNS_PER_S = 100
-"""Signs of life of all attempts together, about: half a processor has nothing else to do than to answer 250."""
+"""The target rate of heartbeats of all attempts together. Half a processor can answer about 250 heartbeats per second.
+"""
 SENTENCE_CHARACTERS_MAX = 2_000
 DETAIL_CHARACTERS_MAX = 300
-"""Of why a crew ends: people on other nodes read it."""
+"""The maximum length of the text about why a crew ends. People on other nodes read it."""
 _MISSED, _MISSED_IF_LOST = 2.0, 1.2
 _QUIET_S_MAX = 15.0
 _WHOSE = re.compile(r"(?:results|failures)/([0-9]{1,9})\..*|hang-([0-9]{1,9})-[0-9]+\.txt")
-"""Rank, or node of several, of a file."""
+"""Matches the rank in the name of a file, or the number of its node."""
 _LINK = re.compile(r"https?://[\x21-\x7e]{1,2000}")
 _SEEN = {State.QUEUED: State.STARTING, State.STARTING: State.STARTING, State.RUNNING: State.RUNNING}
 _log = logging.getLogger(__name__)
@@ -99,16 +109,16 @@ class _Found(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ranks(self) -> range:
-        """Return the numbers of the crew's processes."""
+        """Return the numbers of the crew's ranks."""
         return numbered(self.crew.place, per_node=self.run.spec.per_node)
 
     def has(self, rank: int, stream: str) -> bool:
-        """Return whether output is the crew's: of one of its processes, or the samples of its node."""
+        """Return True if output belongs to the crew: to one of its ranks, or to the samples of its node."""
         return rank in self.ranks or (stream == "telemetry" and rank == self.crew.number)
 
 
 class _Applied(msgspec.Struct, frozen=True, kw_only=True):
-    """What a report changed: `told` when it is the current attempt's, `settled` when its receipt is news."""
+    """The effect of a report: `told` for the current attempt, `settled` if the receipt is new."""
 
     told: TransitionResult | None = None
     settled: bool = False
@@ -152,14 +162,15 @@ class ReportService:
         self._rendezvous = rendezvous
 
     def receive(self, who: Caller, *, run_id: str, fence: int, said: Report) -> ReportAnswer:
-        """Apply a report; everything of it is durable when this returns."""
+        """Apply a report; all of it is durable when this returns."""
         arrived_ns = self._clock.boottime_ns()
         said = with_billed_loss(said)
         crew = (run_id, fence, who.attempt[2] if who.attempt is not None else 0)
         found = self._database.read(lambda connection: _find(connection, crew))
         if found is None:
             return self._answer(stale=True)
-        # What it was asked for may be newer than what was read; what is new after this asks again.
+        # The request may concern a change after the read above, so the server reads again below. A later change makes a
+        # new request.
         was_asked = self._looks.done(found.crew.node_id, crew)
         self._check(found, said)
         was_silent = False
@@ -174,7 +185,7 @@ class ReportService:
             self._close_logs(found.crew, said, offsets)
         is_freed = said.freed and found.is_current and self._leases.free(crew)
         applied = _Applied()
-        # After a silence it may be given up at this moment: then a transaction decides which of the two came first.
+        # After a silence the monitor may give the crew up at this moment. A transaction then decides which came first.
         is_news = was_silent or self._is_news(found, said)
         if is_news:
             if said.ending is not None:
@@ -186,13 +197,14 @@ class ReportService:
                 faults.reach("after_report_before_answer")
         self._announce(found, said, applied, is_news=is_news)
         if is_freed:
-            self._hub.touch(SCHEDULER)  # after the transaction: one look at all that the report changed
+            self._hub.touch(SCHEDULER)  # After the transaction, so that the scheduler sees every change of the report.
         if found.is_current:
             self._rendezvous.hear(found.attempt, found.crew, said)
             self._gang_hangs.hear(found.run, found.attempt, found.crew, said)
         if said.ending is not None or (said.logs and found.crew.ended_ns is not None):
-            self._logs.sync(run_id, fence)  # only the node waits for that
-        if is_news or was_asked or found.run.state is not State.RUNNING:  # else as it was read: most are signs of life
+            self._logs.sync(run_id, fence)  # Only the node waits for this sync.
+        # Otherwise the first read is current: most reports are heartbeats.
+        if is_news or was_asked or found.run.state is not State.RUNNING:
             found = self._database.read(lambda connection: _find(connection, crew)) or found
         stop = found.run.stop if found.is_current else None
         answer = self._answer(stale=found.crew.is_stale(said.state))
@@ -203,7 +215,7 @@ class ReportService:
         return self._gang_hangs.told(found.attempt, self._with_gang_news(found, answer))
 
     def gang_news(self, connection: sa.Connection, crew: CrewId) -> ReportAnswer:
-        """Return the answer about rendezvous and end of its gang that a crew would get if it reported now."""
+        """Return the news about rendezvous and ending that a crew would receive if it reported now."""
         found = _find(connection, crew)
         if found is None or found.attempt.num_nodes == 1 or not found.is_current:
             return ReportAnswer()
@@ -221,20 +233,20 @@ class ReportService:
         return ReportAnswer(stale=stale, partition_grace_s=settings.partition_grace_s, heartbeat_s=self._heartbeat_s())
 
     def _heartbeat_s(self) -> float:
-        """Return how often an attempt is to be heard of that has nothing to say: less often where there are thousands.
+        """Return the seconds between heartbeats of an attempt; they grow with thousands of attempts.
 
-        News comes at once in any case, so this decides only how much of the server's time goes by being told that
-        nothing has changed. Three lost reports still fit into the silence after which an attempt is shown as
-        unreachable.
+        Crews report news at once. The interval therefore only limits the server's work for reports without news. Three
+        lost
+        reports still fit into the silence after which the server shows an attempt as unreachable.
         """
         settings = self._settings
         wanted_s = self._leases.count() / SIGNS_PER_S
         return max(settings.heartbeat_s, min(wanted_s, settings.soft_expiry_s / 4, settings.partition_grace_s / 4))
 
     def quiet_s(self, crew: StoredCrew) -> float | None:
-        """Return for how many seconds nothing was heard of a crew; None where it may just have nothing to say.
+        """Return the seconds for which a crew has been silent, or None while the silence is normal.
 
-        A running crew reports each `heartbeat_s`; one whose node is lost to its engine as well is missed sooner.
+        A running crew reports each `heartbeat_s`. The limit is shorter if an engine has lost the node too.
         """
         now_ns = self._clock.boottime_ns()
         silent_s = (now_ns - self._leases.last_ns(crew.id, now_ns=now_ns)) / 1e9
@@ -242,16 +254,16 @@ class ReportService:
         return silent_s if silent_s > min(missed * self._heartbeat_s(), _QUIET_S_MAX) else None
 
     def _grant(self, crew: StoredCrew) -> None:
-        """Write how long a crew may go on without an answer, where that is longer than before.
+        """Store the grace period of a crew, if the current setting is longer.
 
-        The next server may grant less, and waits for as long as this one has granted.
+        The setting of the next server may be shorter. That server must wait as long as this one has granted.
         """
         grace_s = self._settings.partition_grace_s
         if grace_s > crew.grace_s:
             self._database.write(lambda connection: crews.note(connection, crew.id, grace_s=grace_s))
 
     def _check(self, found: _Found, said: Report) -> None:
-        """Refuse what cannot be, before anything of the report is applied."""
+        """Refuse impossible values before the server applies any part of the report."""
         ranks = found.ranks
         check_meeting(found.attempt, found.crew, said)
         check_progress(found.attempt, ranks, said)
@@ -280,14 +292,18 @@ class ReportService:
         if said.halt is not None and said.halt.rank is not None and said.halt.rank not in ranks:
             raise InvalidValue(f"attempt {found.attempt.gang} has no rank {said.halt.rank} on node {found.crew.node}")
         if not 0 <= said.saved <= found.attempt.fence:
-            raise InvalidValue(f"attempt {found.attempt.gang} is said to see checkpoints of attempt {said.saved}")
+            raise InvalidValue(
+                f"attempt {found.attempt.gang} reports checkpoints of attempt {said.saved}, which does not exist"
+            )
         if said.exec_ns is not None and not 0 < said.exec_ns < 1 << 63:
-            raise InvalidValue(f"user code of {found.attempt.gang} is said to have begun at {said.exec_ns}")
+            raise InvalidValue(
+                f"attempt {found.attempt.gang} reports an invalid start time of user code: {said.exec_ns}"
+            )
         if json_text(said.receipt) is not None and said.ending is None and found.crew.ended_ns is None:
-            raise InvalidValue(f"a receipt of attempt {found.attempt.gang} came, and it has not ended")
+            raise InvalidValue(f"attempt {found.attempt.gang} sent a receipt before its end")
 
     def _append(self, attempt: StoredAttempt, pieces: tuple[LogPiece, ...]) -> dict[str, int]:
-        """Append output; return where a stream wants to go on, for those that did not fit on."""
+        """Append output; return the offsets that the server expects next, for streams with unstored output."""
         wanted: dict[str, int] = {}
         for piece in pieces:
             following = self._logs.append(
@@ -306,22 +322,26 @@ class ReportService:
         return wanted
 
     def _close_logs(self, crew: StoredCrew, said: Report, offsets: dict[str, int]) -> None:
-        """Say in the output of a crew that ends what there was no room for: more of it will not come."""
+        """Report a gap at the end of a crew's output that the full disk of the server could not store."""
         ends = dict(said.ending.log_ends) if said.ending is not None else {}
         for piece in said.logs:
             name, end = f"{piece.rank}.{piece.stream}", piece.offset + len(piece.data)
-            if piece.offset <= offsets.get(name, end) < end:  # it fits on to what is there, so the disk is full
+            # The piece continues the stored output, so only a full disk can have cut it.
+            if piece.offset <= offsets.get(name, end) < end:
                 ends.setdefault(name, end)
         for name, end in ends.items():
             rank, _, stream = name.partition(".")
             where = f"runs/{crew.run_id}/{crew.fence}/logs/{name}"
-            why = f"the server's disk was full when the run ended; it is on node {crew.node}, {where} in its home"
+            why = (
+                f"the server's disk was full when the run ended; the output is on node {crew.node}, {where} in "
+                "the agent's home"
+            )
             missing = self._logs.close_short(crew.run_id, crew.fence, rank=int(rank), stream=stream, end=end, why=why)
             self._measures.log_bytes_dropped.inc(missing)
             offsets.pop(name, None)
 
     def _is_news(self, found: _Found, said: Report) -> bool:
-        """Return whether there is anything to write; most reports only say that the attempt is alive."""
+        """Return True if the report needs a transaction. Most reports only renew the lease."""
         if said.facts or said.files or said.ending is not None or json_text(said.receipt) is not None:
             return True
         if not found.is_current:
@@ -335,11 +355,11 @@ class ReportService:
         return is_due or sentence(said) != found.crew.sentence or bool(_happened(found.crew, said))
 
     def _write(self, who: Caller, found: _Found, said: Report) -> _Applied:
-        """Write what a report says.
+        """Write the content of a report.
 
         Raises:
-            ServerStorageFull: there is no room, and the attempt goes on: it was heard of, which its node is told so.
-            ServerUnavailable: there is no room, and the attempt is over: nothing that it could take for an answer.
+            ServerStorageFull: the disk is full, and the attempt continues. The answer shows that the report arrived.
+            ServerUnavailable: the disk is full, and the attempt is over. The node must not take this for an answer.
         """
         at_ns, crew = self._clock.wall_ns(), found.crew.id
         try:
@@ -360,14 +380,14 @@ class ReportService:
         if said.logs or applied.settled or applied.files or is_said or is_ending:
             self._hub.touch(run_key(found.run.id))
         if applied.settled:
-            self._hub.touch(SCHEDULER)  # its devices were looked at, and are free or known not to be
+            self._hub.touch(SCHEDULER)  # The node has checked its devices, so the scheduler knows which are free.
         if applied.settled or (said.facts and found.crew.ended_ns is not None):
             self._hub.touch(LEDGER)
 
 
 @routes.post("/attempts/{run}/{fence}/report", needs=ATTEMPT)
 def report(call: Call, reports: ReportService, run: str, fence: int, body: Report) -> ReportAnswer:
-    """Take what is new about an attempt."""
+    """Apply a report of a node about an attempt."""
     return reports.receive(call.who, run_id=run, fence=fence, said=body)
 
 
@@ -385,31 +405,31 @@ def _find(connection: sa.Connection, crew: CrewId) -> _Found | None:
 
 
 def _check_fact(crew: StoredCrew, fact: Fact) -> None:
-    """Refuse what no crew can have used: everything else is counted, and paid for."""
+    """Refuse a fact that no crew can have caused. The server bills every other fact."""
     if fact.attempt != crew.gang:
-        raise InvalidValue(f"a fact came with the report of {crew.gang} that is about another attempt")
+        raise InvalidValue(f"the report of {crew.gang} contains a fact of another attempt")
     times = (fact.boottime_ns, fact.wall_ns)
     amounts = (fact.cpus, fact.memory_bytes, fact.grace_ms or 0)
     if not all(0 <= value < 1 << 62 for value in (*times, *amounts)) or not 0 <= fact.seq < 1 << 31:
-        raise InvalidValue(f"fact {fact.seq} of attempt {crew.gang} has a number that cannot be")
+        raise InvalidValue(f"fact {fact.seq} of attempt {crew.gang} has a number out of range")
     if len(fact.gpus) > crew.gpus:
         held = len(fact.gpus)
-        raise InvalidValue(f"attempt {crew.gang} is said to hold {held} devices, and has {crew.gpus}")
+        raise InvalidValue(f"attempt {crew.gang} reports {held} devices but has {crew.gpus}")
 
 
 def _check_file(found: _Found, file: File) -> None:
     files.check_name(file.name)
     whose = _WHOSE.fullmatch(file.name)
-    if whose is not None and found.attempt.num_nodes > 1:  # files of all crews lie side by side
+    if whose is not None and found.attempt.num_nodes > 1:  # The crews of a gang share one namespace of files.
         rank, node = whose.groups()
         if (node is not None and int(node) != found.crew.number) or (rank is not None and int(rank) not in found.ranks):
-            raise InvalidValue(f"{file.name} of attempt {found.attempt.gang} is not of node {found.crew.node}")
+            raise InvalidValue(f"{file.name} of attempt {found.attempt.gang} does not belong to node {found.crew.node}")
     if (file.inline is None) == (file.blob is None):
-        raise InvalidValue(f"file {file.name} comes either with its bytes or as a blob")
+        raise InvalidValue(f"file {file.name} needs either its bytes or a blob")
     if file.blob is not None:
         check_reference(file.blob)
     if file.size != (len(file.inline) if file.inline is not None else file.blob.size if file.blob else 0):
-        raise InvalidValue(f"file {file.name} is said to have {file.size} bytes, and has another number")
+        raise InvalidValue(f"file {file.name} does not have the stated size of {file.size} bytes")
 
 
 def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *, at_ns: int) -> _Applied:
@@ -420,7 +440,7 @@ def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *
     _keep_facts(connection, found.crew, said)
     if found.crew.given_up:
         ending = said.ending
-        # It may come again and again; the audit has it once.
+        # The node may repeat its report; the audit records the ending once.
         if ending is not None and crews.note_late(connection, crew, reason=ending.reason.value):
             detail = {"fence": fence, "reason": ending.reason.value, "given_up_as": found.crew.reason or ""}
             audit.record(connection, who=who, action=Action.RUN_STALE, subject=run_id, now_ns=at_ns, detail=detail)
@@ -432,7 +452,7 @@ def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *
         )
         for file in said.files
     ]
-    # What was acknowledged with the ending stays as it was; the receipt and what comes with it is new then.
+    # Files that the server acknowledged with the ending stay unchanged. The receipt and its files are new.
     if tracked(said) not in ("", found.run.tracked):
         runs.note_tracked(connection, run_id, tracked(said))
     if found.is_current and said.saved > found.run.saved:
@@ -448,9 +468,11 @@ def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *
 def _keep_facts(connection: sa.Connection, crew: StoredCrew, said: Report) -> None:
     if said.facts:
         for seq in facts.add(connection, crew.id, said.facts):
-            _log.error("fact %d of attempt %s came again and says something else; the first stays", seq, crew.gang)
+            _log.error(
+                "fact %d of attempt %s arrived again with other contents; the server keeps the first", seq, crew.gang
+            )
         if crew.ended_ns is not None:
-            # Always written: on PostgreSQL a charge that is made at this moment without these facts is made again.
+            # Always written: on PostgreSQL, this makes a concurrent charge without these facts repeat.
             crews.note(connection, crew.id, uncharged=True)
 
 
@@ -460,15 +482,18 @@ def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int)
         _check_results(connection, found, said)
         stopped = json_text(said.ending.stopped)
         crews.note(connection, crew.id, stopped_json=stopped, lease_ns=at_ns, sentence=sentence(said))
-        if not said.ending.proven:  # the node says so, too, with its next sign of life; until then nothing is placed
+        # The node reports this too, but only with its next heartbeat. Until then the scheduler must place nothing
+        # there.
+        if not said.ending.proven:
             nodes.drain(connection, crew.node_id, f"unkillable: a process of run {crew.run_id}")
-        if said.ending.reason is Reason.GPU_LOST:  # another attempt must not meet that GPU
+        if said.ending.reason is Reason.GPU_LOST:  # Another attempt must not get that GPU.
             nodes.drain(connection, crew.node_id, f"{Reason.GPU_LOST}: a GPU of run {crew.run_id}")
     else:
         crews.note(connection, crew.id, lease_ns=at_ns, sentence=sentence(said))
     exec_ns = None
     if said.exec_ns is not None and crew.started_ns is None:
-        # After it was placed and before now: a node of protocol 1 says it by its own clock, which may be an hour off.
+        # The start is between placement and now. A node of protocol 1 uses its own wall clock, which may be an hour
+        # off.
         placed_ns = found.attempt.created_ns
         exec_ns = min(max(said.exec_ns, placed_ns), max(at_ns, placed_ns))
     note = Note(
@@ -482,7 +507,7 @@ def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int)
 
 
 def _happened(crew: StoredCrew, said: Report) -> list[Event]:
-    """Return what a report says of a crew that is not known yet."""
+    """Return the events of a report that the row of the crew does not contain yet."""
     seen = _SEEN.get(said.state, State.STOPPING)
     began = said.exec_ns is not None or (said.ending is not None and said.ending.began)
     happened: list[Event] = []
@@ -499,12 +524,12 @@ def _happened(crew: StoredCrew, said: Report) -> list[Event]:
 
 
 def _returned(found: _Found, said: Report) -> bool:
-    """Return whether all ranks of a crew wait for those of others; never for a gang of one crew."""
+    """Return True if all ranks of a crew wait for the ranks of other crews; False for a gang of one crew."""
     return said.returned and found.attempt.num_nodes > 1
 
 
 def _halt(found: _Found, said: Report) -> Halt | None:
-    """Return why a crew of several ends before its end: what it said of that, or else its ending."""
+    """Return why a crew of several ends early: its own early report, or else the cause in its ending."""
     if found.attempt.num_nodes == 1:
         return None
     if said.halt is not None:
@@ -520,7 +545,7 @@ def _halt(found: _Found, said: Report) -> Halt | None:
 
 
 def _check_results(connection: sa.Connection, found: _Found, said: Report) -> None:
-    """Check that the results are durable here before the end is reported to clients."""
+    """Check that the results are durable on the server before clients learn of the end."""
     attempt, ending = found.attempt, said.ending
     if ending is None or ending.reason is not Reason.COMPLETED or not isinstance(found.run.spec.payload, Function):
         return
@@ -529,13 +554,13 @@ def _check_results(connection: sa.Connection, found: _Found, said: Report) -> No
     there = len(wanted & {name.partition(".")[0] for name in names})
     if there < len(wanted):
         raise InvalidValue(
-            f"attempt {attempt.gang} is said to have completed, and {there} of {len(wanted)} results are here",
-            hint="results come before the ending, or with it",
+            f"attempt {attempt.gang} reports completion, but only {there} of {len(wanted)} results are on the server",
+            hint="send the results before the ending, or with it",
         )
 
 
 def _settle(connection: sa.Connection, crew: StoredCrew, said: Report, *, at_ns: int) -> bool:
-    """Write the receipt; a crew whose node has nothing to say of its end, its supervisor lost, gets none."""
+    """Write the receipt. An ending without details of a lost supervisor settles without a receipt."""
     receipt = json_text(said.receipt)
     if receipt is None and (said.ending is None or json_text(said.ending.stopped) is not None):
         return False
@@ -554,24 +579,24 @@ class _Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Stopped(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read here of `node.protocol.Stopped`; the rest is for the client."""
+    """The part of `node.protocol.Stopped` that the server reads. The client reads the rest."""
 
     cause: _Cause | None = None
 
 
 def cause_of(ending: Ending) -> _Cause | None:
-    """Return what failed, as far as the node says so."""
+    """Return the cause that the node reported, or None."""
     stopped = json_text(ending.stopped)
     try:
         return None if stopped is None else from_json(stopped, _Stopped).cause
-    except msgspec.DecodeError:  # of another version; the client may know it
+    except msgspec.DecodeError:  # A node of another version sent it; the client may be able to read it.
         return None
 
 
 def with_billed_loss(said: Report) -> Report:
-    """Return a report that has `SUPERVISOR_LOST`, which costs nothing, only with evidence.
+    """Return the report; without evidence, replace `SUPERVISOR_LOST` by `SUPERVISOR_KILLED`.
 
-    A node before that distinction sends none; then the run pays, as for `SUPERVISOR_KILLED`.
+    `SUPERVISOR_LOST` costs nothing. Older nodes send no evidence, so their runs pay, as for `SUPERVISOR_KILLED`.
     """
     ending = said.ending
     if ending is None or ending.reason is not Reason.SUPERVISOR_LOST:
@@ -584,7 +609,7 @@ def with_billed_loss(said: Report) -> Report:
 
 
 def ending_detail(said: Report) -> str:
-    """Return the detail of an ending for people: what the node says, or which rank it was and why."""
+    """Return the detail of an ending for people: the node's message, or the failed rank and its error."""
     if said.ending is None or said.sentence or json_text(said.ending.stopped) is None:
         return sentence(said) if said.ending is not None else ""
     cause = cause_of(said.ending)
@@ -595,27 +620,27 @@ def ending_detail(said: Report) -> str:
 
 
 def sentence(said: Report) -> str:
-    """Return what the node says about the attempt."""
+    """Return the node's message about the attempt."""
     return storable(said.sentence)
 
 
 def tracked(said: Report) -> str:
-    """Return the link to the run in MLflow, or "": people open it, and a node may say what it likes."""
+    """Return the link to the run in MLflow, or "" if it is not a plain HTTP link, because people open it."""
     return said.tracked if _LINK.fullmatch(said.tracked) else ""
 
 
 def json_text(json: Json) -> str | None:
-    """Return JSON as it came; None where nothing did."""
+    """Return JSON as text, or None if there was no JSON."""
     decoded = bytes(json).decode() if isinstance(json, msgspec.Raw) else ""
     return None if decoded in ("", "null") else decoded
 
 
 def storable(text: str) -> str:
-    """Return text as PostgreSQL takes it, and not too much of it."""
+    """Return text that PostgreSQL can store, cut to the maximum length."""
     return text[:SENTENCE_CHARACTERS_MAX].replace("\0", "")
 
 
 def _line(text: str) -> str:
-    """Return the first line of a text, as others may read it on their terminals."""
+    """Return the first line of a text without control characters, safe for users' terminals."""
     line = text.strip().partition("\n")[0][:DETAIL_CHARACTERS_MAX]
     return "".join(character if character.isprintable() else " " for character in line)

@@ -1,10 +1,10 @@
-"""Requeue: takes back orders that have not left this process; the run waits again.
+"""Requeue: takes back orders that have not left this process, so that their runs wait again.
 
     an order: may leave (`send`) ──▶ sent: never taken back
        └─ held back until an engine has reserved the gang     └─ taken back (`hold`): never leaves
 
-`OrderDeliveries` is memory that is lost with the process: an order of an earlier process may have left, so it is never
-taken back.
+`OrderDeliveries` exists in memory only. An order of an earlier process may have left, so the server never takes it
+back.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _log = logging.getLogger(__name__)
 
 
 class OrderDeliveries:
-    """Orders to start, by gang, between "may leave" and "may be taken back": each is one or the other, never both.
+    """Tracks orders to start, by gang: each order may either leave or be taken back, never both.
 
-    A gang on a node of an engine is held back, all of it, until the engine has reserved it. That is looked up and not
-    remembered: a server that starts again holds back the same ones, before it has served anybody.
+    If a gang uses a node of an engine, the server holds all of its orders back until the engine has reserved the gang.
+    Each
+    check asks the engine. So a server that restarts holds back the same orders before it serves requests.
     """
 
     def __init__(self) -> None:
@@ -42,23 +43,23 @@ class OrderDeliveries:
         self._mine: set[tuple[str, int]] = set()
 
     def watch(self, engine: Engine) -> None:
-        """Hold back what an engine has to reserve and has not."""
+        """Hold back orders until this engine has reserved their gangs."""
         self._engine = engine
 
     def is_held_back(self, run_id: str, fence: int, nodes: Iterable[str]) -> bool:
-        """Return whether an order may not leave yet, since an engine has not reserved its gang."""
+        """Return True if an order may not leave yet, because an engine has not reserved its gang."""
         engine = self._engine
         if engine is None or not any(engine.has(node) for node in nodes):
             return False
         return f"{run_id}:{fence}" not in engine.recover()
 
     def made(self, run_id: str, fence: int) -> None:
-        """Note that no earlier process let an order leave; without that, it may have left long ago."""
+        """Note that this process made the order. An order of an earlier process may have left already."""
         with self._lock:
             self._mine.add((run_id, fence))
 
     def send(self, run_id: str, fence: int) -> bool:
-        """Return whether an order may leave now, and note that it does."""
+        """Return True if an order may leave now, and note that it leaves."""
         with self._lock:
             if (run_id, fence) in self._held:
                 return False
@@ -66,12 +67,12 @@ class OrderDeliveries:
             return True
 
     def never_left(self, run_id: str, fence: int) -> bool:
-        """Return whether it is certain that an order has not left yet."""
+        """Return True if an order has certainly not left yet."""
         with self._lock:
             return (run_id, fence) in self._mine and (run_id, fence) not in self._sent
 
     def hold(self, run_id: str, fence: int) -> bool:
-        """Return whether an order has never left and never will, so that it can be taken back."""
+        """Take an order back if it has not left; return True if it never will."""
         with self._lock:
             if (run_id, fence) in self._sent or (run_id, fence) not in self._mine:
                 return False
@@ -79,20 +80,21 @@ class OrderDeliveries:
             return True
 
     def is_taken_back(self, run_id: str, fence: int) -> bool:
-        """Return whether an order never will leave."""
+        """Return True if the order was taken back, so that it never leaves."""
         with self._lock:
             return (run_id, fence) in self._held
 
     def known(self) -> frozenset[tuple[str, int]]:
-        """Return all gangs that something is noted about: their intents are committed."""
+        """Return all gangs with a note. Their orders are committed."""
         with self._lock:
             return frozenset(self._sent | self._held | self._mine)
 
     def forget(self, gangs: Collection[tuple[str, int]]) -> None:
-        """Forget gangs that are over: known *before* the database was read, and not active there.
+        """Forget gangs that are over: noted *before* the server read the database, and not active there.
 
-        One that became known after that read may just have been placed. Were it forgotten, an order that has left
-        could be taken back, or one that was taken back could leave.
+        A gang that was noted after that read may just have been placed. Without its note, the server could take back an
+        order
+        that has left, or send an order that it has taken back.
         """
         with self._lock:
             for known in (self._sent, self._held, self._mine):
@@ -100,7 +102,7 @@ class OrderDeliveries:
 
 
 class Requeue:
-    """Returns runs to the queue whose order has not left the server."""
+    """Returns runs to the queue if their orders have not left the server."""
 
     def __init__(
         self, *, clock: Clock, database: Transactions, deliveries: OrderDeliveries, announcer: Announcer
@@ -111,19 +113,19 @@ class Requeue:
         self._announcer = announcer
 
     def give_back_on(self, node_id: str, why: str, *, boot_id: str | None = None) -> None:
-        """End every attempt on a node whose order has not left this process; `boot_id` limits it to that boot's."""
+        """End every attempt on a node whose order has not left; `boot_id` limits this to one boot."""
         there = self._database.read(lambda connection: crews.open_on(connection, node_id))
         for crew in there:
             if boot_id in (None, crew.boot_id):
                 self.give_back(crew.run_id, crew.fence, why)
 
     def give_back(self, run_id: str, fence: int, why: str) -> bool:
-        """End an attempt whose order has not left this process, and now never will: the run waits again.
+        """End an attempt whose order has not left this process and now never will: the run waits again.
 
-        One that is asked to stop has stopped by that.
+        A run that was asked to stop ends instead.
 
         Returns:
-            Whether that was so.
+            True if this ended the attempt.
         """
         if not self._deliveries.hold(run_id, fence):
             return False
@@ -137,7 +139,7 @@ class Requeue:
             if run.stop is not None:
                 reason, note = STOPPED_BY[run.stop], Note(at_ns=at_ns, detail=run.detail)
             told = transitions.apply(connection, run, AttemptEnded(reason=reason, began=False), note=note)
-            transitions.settle_all(connection, run.attempt, at_ns=at_ns)  # nothing comes of what was nowhere
+            transitions.settle_all(connection, run.attempt, at_ns=at_ns)  # A crew that never started sends no receipt.
             return told
 
         told = self._database.write(refuse)

@@ -1,14 +1,14 @@
-"""Transitions: writes what happens to a run. No other module changes the state of a run or an attempt.
+"""Transitions: writes events of runs. No other module changes the state of a run or an attempt.
 
-    what happened to a crew ─▶ gangs.follow ─┐
-    what happened to a run ──────────────────┴─▶ model/run_lifecycle.advance
+    an event of a crew ─▶ gangs.follow ─┐
+    an event of a run ──────────────────┴─▶ model/run_lifecycle.advance
                      ─▶ compare and set ─▶ attempt, its crews, events, orders   (one transaction)
                                              └─ after the commit: `Announcer.announce`
 
-The table in `model/` decides. Here its decision becomes rows: the run as it was expected to be (else another change was
-faster, nothing is written and `StaleAttempt` is raised), its attempt and that one's crews, one event for each change,
-and an order for each node when the run is to stop. Orders of a crew that is over are not delivered any more
-(`orders.py`): a node that comes back late finds nothing to start.
+The table in `model/` decides. This module writes the decision as rows. It writes the run, its attempt and crews, and
+one event for each change. If the run is to stop, it adds an order for each node. Each write compares the run with the
+row that was read. If another change was faster, the module writes nothing and raises `StaleAttempt`. The server never
+delivers orders of a crew that is over (`orders.py`), so a node that returns late finds nothing to start.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ _NODE_CHARACTERS = 256
 
 
 class TransitionResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What followed from something that happened.
+    """The consequences of an event.
 
     Attributes:
-        before: the run as it was.
-        life: what it is now.
-        events: what was written about it.
-        looks: crews that are to report now, because the answer has something new for them.
+        before: the run before the event.
+        life: the lifecycle of the run after the event.
+        events: the rows that were written about it.
+        looks: crews that must report now, because the answer has news for them.
     """
 
     before: StoredRun
@@ -78,11 +78,11 @@ class TransitionResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def changed(self) -> bool:
-        """Return whether anything was written."""
+        """Return True if the run has changed."""
         return self.life != self.before.life
 
     def count(self, measures: ServerMetrics) -> None:
-        """Count the transition."""
+        """Count the transition in the metrics."""
         if RunInstruction.CONCLUDE in self.instructions and self.life.reason is not None:
             measures.ended.labels(self.life.reason.value).inc()
         for event in self.events:
@@ -91,24 +91,24 @@ class TransitionResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReportRequests:
-    """Crews that are to report now, since the answer has something for them: until they do."""
+    """Crews that the server has asked to report now, because the answer has news for them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._asked: dict[str, set[CrewId]] = {}
 
     def ask(self, node_id: str, crew: CrewId) -> None:
-        """Note that a crew on a node is to report."""
+        """Ask a crew on a node to report."""
         with self._lock:
             self._asked.setdefault(node_id, set()).add(crew)
 
     def of(self, node_id: str) -> tuple[CrewId, ...]:
-        """Return the crews on a node that are to report, and have not yet."""
+        """Return the crews on a node that were asked to report and have not reported yet."""
         with self._lock:
             return tuple(sorted(self._asked.get(node_id, ())))
 
     def done(self, node_id: str, crew: CrewId) -> bool:
-        """Note that a crew has reported; return whether it had been asked to."""
+        """Note a report of a crew; return True if the server had asked for it."""
         with self._lock:
             there = self._asked.get(node_id, set())
             was_asked = crew in there
@@ -125,7 +125,7 @@ class ReportRequests:
 
 
 class Announcer:
-    """Wakes those who wait for a transition, once it is committed."""
+    """Wakes the components and clients that wait for a transition, after its commit."""
 
     def __init__(self, *, hub: Hub, looks: ReportRequests, measures: ServerMetrics) -> None:
         self._hub = hub
@@ -133,7 +133,7 @@ class Announcer:
         self._measures = measures
 
     def announce(self, told: TransitionResult) -> None:
-        """Wake the listeners of a transition and count it; after the commit."""
+        """Wake the listeners of a committed transition and count it."""
         hub = self._hub
         for crew in told.looks:
             self._looks.ask(crew.node_id, crew.id)
@@ -150,22 +150,22 @@ class Announcer:
             for crew in attempt.open_crews:
                 hub.touch(node_key(crew.node_id))
             if told.before.state is State.STARTING:
-                hub.touch(SCHEDULER)  # its order may not have left: then it is over at once
+                hub.touch(SCHEDULER)  # If the order has not left, the run ends at once.
         if RunInstruction.REQUEUE in told.instructions or RunInstruction.CONCLUDE in told.instructions:
             hub.touch(SCHEDULER)
             hub.touch(LEDGER)
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known beside what happened.
+    """Details of an event.
 
     Attributes:
         at_ns: now, nanoseconds since 1970.
-        detail: beyond the reason, when an attempt is over.
+        detail: text in addition to the reason, when an attempt is over.
         exec_ns: when user code began, nanoseconds since 1970, once that is known.
-        node: the name of the node that it is about; "" for all of the attempt's.
-        returned: whether all ranks of the crew that it is about have, and wait for those of others.
-        halt: why that crew ends before its end, once it has said so.
+        node: the name of the node of the event; "" for all nodes of the attempt.
+        returned: True if all ranks of the crew have returned and wait for the ranks of other crews.
+        halt: why that crew ends early, once it has reported that.
     """
 
     at_ns: int
@@ -177,7 +177,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Gang(msgspec.Struct, frozen=True, kw_only=True):
-    """The attempt that something happens to, and its crews as they are then."""
+    """The attempt of an event, and its crews after the event."""
 
     attempt: StoredAttempt
     crews: tuple[StoredCrew, ...]
@@ -185,7 +185,7 @@ class _Gang(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def changed(self) -> dict[int, dict[str, object]]:
-        """Return what is to be written of its crews."""
+        """Return the changed columns of its crews, by crew number."""
         return {
             before.number: {
                 name: value.value if isinstance(value, Enum) else value
@@ -198,21 +198,21 @@ class _Gang(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_new(self) -> bool:
-        """Return whether there is a cause, or a release, that its crews have not been told of, or the first begins."""
+        """Return True if its crews need news: a new cause, a release, or the start of crew 0."""
         fold, before = self.folded, self.attempt
         if self.crews[0].began and not before.crews[0].began:
-            return True  # the others may begin, too: `RendezvousService.told`
+            return True  # Now the other crews may begin too, see `RendezvousService.told`.
         return fold is not None and (fold.cause != before.cause or fold.releases != before.released)
 
     @property
     def because(self) -> str:
-        """Return why it ends before its end, for people; "" where that is not known, or there are no other crews."""
+        """Return why the gang ends early, for people; "" if that is unknown, or for a single crew."""
         cause = self.folded.cause if self.folded is not None and len(self.crews) > 1 else None
         return "" if cause is None else gangs.cause_sentence(cause, self.attempt)
 
     @property
     def detail(self) -> str:
-        """Return the same, once it is over, to follow the sentence of the reason for which it is."""
+        """Return why the gang ended, as a text that follows the sentence of the reason."""
         over = self.folded.over if self.folded is not None and len(self.crews) > 1 else None
         if self.folded is None or self.folded.cause is None or over is None:
             return ""
@@ -220,19 +220,19 @@ class _Gang(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def started_ns(self) -> int | None:
-        """Return when user code began on the first of its nodes."""
+        """Return when user code began on the first of the nodes."""
         return min((crew.started_ns for crew in self.crews if crew.started_ns is not None), default=None)
 
 
 def place(connection: sa.Connection, run: StoredRun, *, new: NewAttempt, on: Sequence[NewCrew], at_ns: int) -> int:
-    """Write that a run that waits is to start, and the order for each node: the intent, before the effect.
+    """Place a run that waits: write the attempt and the order for each node before anything starts.
 
     Returns:
         The fence of the attempt.
 
     Raises:
         IllegalTransition: the run does not wait.
-        StaleAttempt: it does not wait any more.
+        StaleAttempt: the run no longer waits.
     """
     life, _ = advance(run.life, RunPlaced())
     node = _short(", ".join(crew.node for crew in on))
@@ -255,18 +255,18 @@ def place(connection: sa.Connection, run: StoredRun, *, new: NewAttempt, on: Seq
 
 
 def apply(connection: sa.Connection, run: StoredRun, *happened: Event, note: Note) -> TransitionResult:
-    """Write what follows from what happened to a run, in order; nothing, when nothing follows.
+    """Apply events to a run, in order; write nothing if nothing changes.
 
-    What happens to an attempt happens to all crews of it.
+    An event of an attempt applies to all of its crews.
 
     Args:
-        run: as it was read in this transaction.
-        happened: anything but `RunPlaced`.
-        note: what else is known.
+        run: as read in this transaction.
+        happened: any events except `RunPlaced`.
+        note: details of the events.
 
     Raises:
-        IllegalTransition: it cannot have happened to a run in this state; nothing was changed.
-        StaleAttempt: the run is not any more as it was read; nothing was changed.
+        IllegalTransition: the event is impossible in this state of the run; nothing was changed.
+        StaleAttempt: the run has changed since it was read; nothing was changed.
     """
     attempt = run.attempt if run.state in ACTIVE else None
     if attempt is None:
@@ -278,13 +278,13 @@ def apply(connection: sa.Connection, run: StoredRun, *happened: Event, note: Not
 def apply_to_crew(
     connection: sa.Connection, run: StoredRun, number: int, *happened: Event, note: Note
 ) -> TransitionResult:
-    """Write what follows from what happened to one crew of a run's attempt, in order; nothing, when nothing follows.
+    """Apply events to one crew of a run's attempt, in order; write nothing if nothing changes.
 
     Args:
-        run: as it was read in this transaction, at an attempt that goes on.
-        number: of the crew.
-        happened: in the life of the crew; anything but `RunPlaced` and what is asked of runs.
-        note: what else is known.
+        run: as read in this transaction, with an unfinished attempt.
+        number: number of the crew.
+        happened: events of the crew; neither `RunPlaced` nor requests to the run.
+        note: details of the events.
     """
     attempt = run.attempt
     assert attempt is not None and run.state in ACTIVE
@@ -332,10 +332,10 @@ def _tell(
 
 
 def add_remark(connection: sa.Connection, run_id: str, fence: int, sentence: str, *, at_ns: int) -> bool:
-    """Write an event that changes nothing and informs the user: a budget is nearly used up.
+    """Add an event without a change of state, for example about a budget that is nearly used up.
 
     Returns:
-        Whether it was written.
+        True if the event was written.
     """
     run = runs.find(connection, run_id)
     if run is None or run.fence != fence or run.state not in ACTIVE:
@@ -350,10 +350,10 @@ def add_remark(connection: sa.Connection, run_id: str, fence: int, sentence: str
 
 
 def settle(connection: sa.Connection, crew: CrewId, *, receipt: str | None, at_ns: int) -> bool:
-    """Write the receipt of a crew that has ended, or that none will come any more.
+    """Write the receipt of a crew that has ended, or that no receipt will arrive.
 
     Returns:
-        Whether that is news.
+        True if this changed a row.
     """
     run_id, fence, _ = crew
     news = crews.settle(connection, crew, receipt=receipt, at_ns=at_ns)
@@ -365,13 +365,13 @@ def settle(connection: sa.Connection, crew: CrewId, *, receipt: str | None, at_n
 
 
 def settle_all(connection: sa.Connection, attempt: StoredAttempt, *, at_ns: int) -> None:
-    """Write that no receipts will come of an attempt that has ended."""
+    """Write that no receipts will arrive for an attempt that has ended."""
     for crew in attempt.crews:
         settle(connection, crew.id, receipt=None, at_ns=at_ns)
 
 
 def reason_sentence(reason: Reason, detail: str) -> str:
-    """Return why something ended, for people."""
+    """Return why an attempt or run ended, for people."""
     sentence = MEANINGS[reason].sentence
     return f"{sentence}: {detail}" if detail else sentence
 
@@ -388,7 +388,7 @@ def _write_run(
     if gang is not None and gang.started_ns is not None and run.started_ns is None:
         values["started_ns"] = gang.started_ns
     if RunInstruction.SEND_STOP in told.instructions:
-        values["detail"] = note.detail  # why it is to stop, for those who look meanwhile and at its end
+        values["detail"] = note.detail  # The reason for the stop, shown until and after the end of the run.
     if RunInstruction.CONCLUDE in told.instructions:
         nothing_to_come = gang is None or all(crew.settled_ns is not None for crew in gang.crews)
         values |= {
@@ -411,32 +411,32 @@ def _write_run(
             "ran_ms": run.ran_ms + ran_ms,
         }
         if over is not None and over_because(over) is Reason.TIMEOUT:
-            values["queued_ns"] = note.at_ns  # it had its time, and others come first
+            values["queued_ns"] = note.at_ns  # The run has used its time, so other runs come first.
     runs.change(connection, run, **values)
     events.add(connection, told.events)
 
 
 def _with_limit(run: StoredRun, over: _Over, note: Note) -> Note:
-    """Return a note that says which limit an attempt has reached, where that is not the one that its user set."""
+    """Return the note with the limit that an attempt reached, if a policy and not the user set the limit."""
     spec = run.spec_now
     if over_because(over) is not Reason.TIMEOUT or not spec.is_capped or spec.max_run_s is None or note.detail:
         return note
     by = spec.limited_by
-    detail = f"{by} lets an attempt run for {format_span(spec.max_run_s)}"
+    detail = f"{by} limits an attempt to {format_span(spec.max_run_s)}"
     if run.is_last and spec.total_run_s is not None:
-        detail = f"{by} lets a run have {format_span(spec.total_run_s)} in all of its attempts"
+        detail = f"{by} limits all attempts of a run together to {format_span(spec.total_run_s)}"
     return msgspec.structs.replace(note, detail=detail)
 
 
 def _given_up_because(run: StoredRun, life: Run, over: _Over) -> str:
-    """Return why no attempt follows the one that is over, where another would have; "" where none would."""
+    """Return why no other attempt follows the last one, or "" if none would follow in any case."""
     if life.reason is None or run.stop is not None:
         return ""
     last = MEANINGS[over_because(over)].sentence
     if life.reason is Reason.NO_PROGRESS:
         return (
-            f"{life.unsaved} in a row, and the last one ended so: {last}. "
-            "Only what lies in runtime.checkpoint_dir() counts as saved"
+            f"{life.unsaved} in a row; the last one ended with: {last}. Save checkpoints in "
+            "runtime.checkpoint_dir(); other files do not count"
         )
     if life.began and MEANINGS[over_because(over)].state is not State.SUCCEEDED and has_used_attempts(life):
         return f"{run.spec.limited_by}: {run.spec.attempts_max} attempts at most"
@@ -444,7 +444,7 @@ def _given_up_because(run: StoredRun, life: Run, over: _Over) -> str:
 
 
 def _asked_because(run: StoredRun, reason: Reason | None) -> str:
-    """Return why a run was asked to stop, where that is what ended it, or its attempt."""
+    """Return why a run was asked to stop, if the request ended the run or its attempt, else ""."""
     return run.detail if run.stop is not None and STOPPED_BY[run.stop] is reason else ""
 
 
@@ -462,7 +462,8 @@ def _write_attempt(
     for number, own in of_crews.items():
         if "ended_ns" in own:
             reason = gang.crews[number].reason
-            own["sentence"] = _asked_because(told.before, reason)  # its sentence from now on
+            # The reason for the stop replaces the last message of the crew.
+            own["sentence"] = _asked_because(told.before, reason)
     if over is None:
         before = life.before.value if life.before else None
         values |= {"state": life.state.value, "before": before}
@@ -471,7 +472,8 @@ def _write_attempt(
         values |= {"state": MEANINGS[reason].state.value, "before": None, "reason": reason.value}
         values["ended_ns"] = note.at_ns
         for crew in attempt.crews:
-            of_crews.setdefault(crew.number, {})["uncharged"] = True  # now it is known what all of them pay
+            # The reason of the attempt decides what all crews pay.
+            of_crews.setdefault(crew.number, {})["uncharged"] = True
         if all(crew.settled_ns is not None for crew in gang.crews):
             values["settled_ns"] = note.at_ns
     attempts.change(connection, attempt, of_crews=of_crews, **values)
@@ -481,7 +483,7 @@ def _write_attempt(
 
 
 def _short(nodes: str) -> str:
-    """Return names of nodes as an event has room for them."""
+    """Return names of nodes, cut to their maximum length in an event."""
     return nodes if len(nodes) <= _NODE_CHARACTERS else f"{nodes[: _NODE_CHARACTERS - 1]}…"
 
 
@@ -502,29 +504,32 @@ def _event(run: StoredRun, life: Run, event: Event, *, note: Note, seq: int, bec
 
 
 def _sentence(event: Event, life: Run, *, node: str, detail: str) -> str:
-    """Return what people read about a change."""
+    """Return the sentence about an event, for people."""
     match event:
         case Silent():
-            return f"no word from {node}; the run may well be going on"
+            return f"no report from {node}; the run may still be running"
         case Heard():
             return f"{node} answers again"
         case StopAsked() if life.reason is None:
             return f"asked to stop: {event.why}{f': {detail}' if detail else ''}"
         case AttemptEnded() | GivenUp() | Forgotten() if life.state is State.QUEUED:
-            return f"attempt {life.fence} is over: {reason_sentence(over_because(event), detail)}; it waits for another"
+            return (
+                f"attempt {life.fence} is over: {reason_sentence(over_because(event), detail)}; the run waits "
+                "for another attempt"
+            )
     return reason_sentence(life.reason, detail) if life.reason else ""
 
 
 def ask_to_stop(
     connection: sa.Connection, run_id: str, *, who: Caller, why: StopReason, at_ns: int, because: str = ""
 ) -> TransitionResult | None:
-    """Write that a run is to stop; None when it has stopped for that already."""
+    """Write that a run is to stop; return None if it has already stopped for that reason."""
     run = runs.find(connection, run_id)
     if run is None or run.state in TERMINAL:
         if run is not None and run.stop is why:
             return None
         state = "gone" if run is None else run.state
-        raise AlreadyFinished(f"run {run_id} has ended: it is {state}", hint="there is nothing to stop any more")
+        raise AlreadyFinished(f"run {run_id} has ended: it is {state}", hint="there is nothing to stop")
     told = apply(connection, run, StopAsked(why), note=Note(at_ns=at_ns, detail=because))
     if told.changed:
         detail = {"reason": why.value, "fence": run.fence} | ({"because": because} if because else {})

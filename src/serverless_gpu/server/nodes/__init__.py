@@ -1,4 +1,4 @@
-"""Nodes: how agents join and get orders, drains, calendars and quarantines, capacity.
+"""Nodes: how agents join and receive orders, drains, calendars and quarantines, capacity.
 
-The uplink of a node calls `agent_service.py`; operators call `node_service.py`.
+The uplink of a node calls `agent_service.py`. Operators call `node_service.py`.
 """

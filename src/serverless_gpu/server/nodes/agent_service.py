@@ -1,18 +1,18 @@
 """Answers agents of nodes; with their routes.
 
-    hello ─▶ the node is written down; another boot of its machine: its attempts are over (proof, so nothing waits);
-             another machine under its name: refused while it is there, or attempts of it may still run
-             attempts it has that the server did not know were taken: taken; attempts that are over here: stale
-    heartbeat ─▶ it is there; its devices; stale attempts
-    orders ─▶ what was decided and not taken, again and again until it is; no start of a gang that an engine has to
-             reserve and has not
+    hello ─▶ the node's row is written; another boot of its machine: its attempts are over (proof, so nothing waits);
+             another machine under its name: refused while the first is present, or attempts of it may still run
+             its attempts whose orders were not confirmed: taken; its attempts that the server has ended: stale
+    heartbeat ─▶ the node is present; its devices; stale attempts
+    orders ─▶ all orders that the node has not taken, repeated until it has; no start of a gang before an engine has
+             reserved it
 
-The server believes a node about the node itself and nothing else: an attempt it names that is not its own is stale. A
-node that was forgotten, or that this database does not know, is told to say hello again.
+The server accepts only reports of a node about itself. If a node names an attempt of another node, the answer is
+stale. The server tells a forgotten or unknown node to send its hello again.
 
-A node is one home of one machine, and its token is good for it alone (`node_admission.py`). Another machine or home
-under its name is refused while the first is there, and while runs of the first may go on: it would get their orders
-once more.
+A node is one home of one machine, and its token is valid for that home only (`node_admission.py`). The server refuses
+another machine or home under the same name while the first is present. It also refuses while runs of the first may
+still run, because the second would receive their orders again.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ ATTEMPTS_MAX = 10_000
 PYTHONS_MAX = 64
 TAKES_MAX = 64
 MAX_RUN = "max_run"
-"""In `AgentHello.takes`; a node without it gets `RunSpec.max_run_s` as a run's timeout."""
+"""A value in `AgentHello.takes`. A node without it gets `RunSpec.max_run_s` as the timeout of a run."""
 PYTHON_CHARACTERS_MAX = 16
 SEEN_EVERY_S = 15.0
-"""A node's last sign of life is written at most this often, unless something else about it is new."""
+"""Minimum seconds between two writes of a node's last message, unless the node reports a change."""
 SEND_AGAIN_S = 15.0
 LOOK_AGAIN_S = 1.0
 ALIVE_S = 10.0
-"""A stream with nothing to say says that much this often."""
+"""Seconds between keep-alive messages of an idle stream."""
 _log = logging.getLogger(__name__)
 
 
@@ -120,7 +120,7 @@ class AgentService:
         self._requeue = requeue
 
     def hello(self, who: Caller, said: AgentHello) -> AgentWelcome:
-        """Let a node join, or come back."""
+        """Let a node join or reconnect."""
         _check(said)
         try:
             answer = self._database.read(lambda connection: node_admission.check(connection, who, said))
@@ -136,7 +136,9 @@ class AgentService:
         new_id = ambient.new_run_id()
         before = self._database.read(lambda connection: nodes.named(connection, said.name))
         if before is not None and before.principal == who.name and _is_rebooted(said, before):
-            self._requeue.give_back_on(before.id, f"{said.name} restarted before it was told", boot_id=before.boot_id)
+            self._requeue.give_back_on(
+                before.id, f"{said.name} restarted before it received the order", boot_id=before.boot_id
+            )
 
         def work(connection: sa.Connection) -> tuple[StoredNode, tuple[str, ...], list[TransitionResult], list[Gang]]:
             node, before = self._written(connection, who, said, new_id=new_id, at_ns=at_ns)
@@ -149,7 +151,7 @@ class AgentService:
         node, stale, told, kept = self._database.write(work)
         faults.reach("after_hello_before_answer")
         for run_id, fence in kept:
-            self._deliveries.send(run_id, fence)  # an earlier process let it leave
+            self._deliveries.send(run_id, fence)  # an earlier process sent the order
         for one in told:
             self._announcer.announce(one)
         self._presence.heard(node.id, now_ns=self._clock.boottime_ns())
@@ -164,7 +166,7 @@ class AgentService:
         )
 
     def heartbeat(self, who: Caller, node_id: str, said: Heartbeat) -> HeartbeatAnswer:
-        """Note that a node is there."""
+        """Note that a node is present."""
         _check_devices(said)
         at_ns = self._clock.wall_ns()
         node, stale, tokens = self._database.read(
@@ -176,16 +178,17 @@ class AgentService:
         )
         news = _beaten(node.hello, said) != node.hello
         if news or not 0 <= at_ns - node.seen_ns <= SEEN_EVERY_S * 1e9:
-            with contextlib.suppress(ServerStorageFull):  # it is there, whether or not that can be written down
+            # The node is present, even if the full disk prevents the write.
+            with contextlib.suppress(ServerStorageFull):
                 self._database.write(lambda connection: _note(connection, who, node_id, said, at_ns=at_ns))
         if self._presence.heard(node_id, now_ns=self._clock.boottime_ns()) or news:
             self._hub.touch(SCHEDULER)
         if self._presence.read_clock(node_id, said.clock):
-            _log.warning("node %s %s", node.name, clock_text(said.clock) or "has a clock that is right again")
+            _log.warning("node %s %s", node.name, clock_text(said.clock) or "has a correct clock again")
         return HeartbeatAnswer(stale=stale, tokens=tokens, at_ns=self._clock.wall_ns())
 
     def check(self, who: Caller, node_id: str, instance: str = "", process: str = "") -> None:
-        """Raise `NotFound` unless the caller may have the orders of a node."""
+        """Raise `NotFound` unless the caller may receive the orders of a node."""
         self._database.read(lambda connection: _own(connection, who, node_id, instance, process))
 
     def waiting(
@@ -193,7 +196,7 @@ class AgentService:
     ) -> list[Order]:
         """Return the orders that a node has not taken; they count as sent.
 
-        Orders whose numbers are in `told` are left out.
+        The result excludes orders whose numbers are in `told`.
         """
 
         broken: list[tuple[StoredOrder, str]] = []
@@ -206,7 +209,8 @@ class AgentService:
                     continue
                 try:
                     order = self._order(connection, stored, node)
-                except ServerProblem as error:  # its variables cannot be opened; those of others can
+                # The server cannot open this run's variables; other runs are not affected.
+                except ServerProblem as error:
                     broken.append((stored, error.message))
                 else:
                     found += [order] if order is not None else []
@@ -219,9 +223,9 @@ class AgentService:
         return [order for order in found if isinstance(order, Stop) or deliveries.send(order.run_id, order.fence)]
 
     def looks(self, who: Caller, node_id: str) -> list[ReportNow]:
-        """Return the crews on a node that are to report now, with news for each.
+        """Return the crews on a node that must report now, with the news for each.
 
-        A node that does not know of crews gets none.
+        A node that does not support crews gets an empty list.
         """
         asked = self._looks.of(node_id)
         if not asked:
@@ -258,7 +262,7 @@ class AgentService:
     def _written(
         self, connection: sa.Connection, who: Caller, said: AgentHello, *, new_id: str, at_ns: int
     ) -> tuple[StoredNode, StoredNode | None]:
-        """Store a node as it is now; return it, and its earlier row."""
+        """Store the current row of a node; return it, and its earlier row."""
         before = nodes.named(connection, said.name)
         answer = node_admission.check(connection, who, said)
         pool = _pool(connection, before, said, at_ns=at_ns)
@@ -281,17 +285,19 @@ class AgentService:
             audit.record(connection, who=who, action=Action.NODE_JOIN, subject=node.id, now_ns=at_ns, detail=detail)
             return node, None
         if before.principal != who.name:
-            raise NotAllowed(f"the node {said.name!r} belongs to {before.principal}", hint="give this one another name")
+            raise NotAllowed(
+                f"the node {said.name!r} belongs to {before.principal}", hint="give this node another name"
+            )
         there = self._presence.is_there(before.id, now_ns=self._clock.boottime_ns())
         _refuse_another(connection, before, said, there=there)
-        if before.token_id == who.token_id:  # an administrator's other token for it takes over at once
+        if before.token_id == who.token_id:  # A second valid token for the node takes over at once.
             self._node_admission.refuse_second_process(before, said)
         node_admission.settle(connection, who, said, answer, at_ns=at_ns)
         nodes.change(connection, node)
         return node, before
 
     def _order(self, connection: sa.Connection, order: StoredOrder, node: StoredNode) -> Order | None:
-        """Return an order with everything the node needs; None when its attempt has ended, or it is held back."""
+        """Return an order with all values for the node; None if its attempt has ended or it is held back."""
         if order.kind == "stop":
             if order.stop is None:
                 return None
@@ -307,7 +313,7 @@ class AgentService:
         if payload is None:
             return None
         crew, spec = run.attempt.crews[order.crew], run.spec_now
-        if MAX_RUN not in node.hello.takes:  # a node of an earlier version knows no limit but `timeout`
+        if MAX_RUN not in node.hello.takes:  # A node of an earlier version supports no limit except `timeout`.
             spec = msgspec.structs.replace(spec, timeout_s=spec.limit_s)
         return Start(
             seq=order.seq,
@@ -336,7 +342,7 @@ class AgentService:
     async def stream(
         self, who: Caller, node_id: str, instance: str = "", process: str = ""
     ) -> AsyncIterator[Order | None]:
-        """Yield the orders of a node as they come, and again until they are taken; None to keep it alive."""
+        """Yield the orders of a node, repeated until the node takes them; yield None as a keep-alive."""
         orders_of_node = self._orders(who, node_id, instance, process)
         with self._presence.streaming(node_id):
             async with contextlib.aclosing(orders_of_node) as found:
@@ -355,7 +361,8 @@ class AgentService:
                 sent[order.seq] = now_ns
                 yield order
                 faults.reach("after_order_left")
-            # No orders: they are not taken, and come again until the crew has reported.
+            # These are not orders. The node does not confirm them, so the server repeats them until the crew has
+            # reported.
             looks = await to_thread.run_sync(self.looks, who, node_id) if self._looks.of(node_id) else []
             for asked in looks:
                 yield asked
@@ -364,29 +371,30 @@ class AgentService:
 
 
 def _refuse_another(connection: sa.Connection, before: StoredNode, said: AgentHello, *, there: bool) -> None:
-    """Refuse a node that has the name of another one, unless that is away and nothing of it can be going on."""
+    """Refuse a node with the name of another, unless the other is absent and certainly has no active runs."""
     other_machine = before.machine != said.machine
-    # A container that was started again is another machine and still the same home.
+    # A restarted container is another machine, but the same home.
     known = bool(before.hello.instance and said.instance)
     other_home = before.hello.instance != said.instance if known else other_machine
     rebooted = not other_machine and before.boot_id != said.boot_id
     what = "another machine" if other_machine else "another home of this machine"
     if there and (other_machine or (other_home and not rebooted)):
         raise NotAllowed(
-            f"a node named {said.name!r} is connected, and it is {what}", hint="give this one another name"
+            f"a node named {said.name!r} is already connected from {what}", hint="give this node another name"
         )
     if not other_home or rebooted:
         return
     going_on = crews.open_on(connection, before.id)
     if going_on:
         raise NotAllowed(
-            f"a node named {said.name!r} was {what}, and {len(going_on)} of its runs may be going on",
-            hint=f"give this one another name; `sgpu node forget {said.name}` once the other is known to be dead",
+            f"a node named {said.name!r} was registered from {what}, and {len(going_on)} of its runs may still be "
+            "running",
+            hint=f"give this node another name, or run `sgpu node forget {said.name}` if the other node is dead",
         )
 
 
 def _pool(connection: sa.Connection, before: StoredNode | None, said: AgentHello, *, at_ns: int) -> str:
-    """Return the pool of a node: where it is, or where it asks to be when it joins."""
+    """Return the pool of a node: its current pool, or the pool that it names when it joins."""
     if before is not None and before.forgotten_ns is None:
         return before.pool
     if said.pool in ("", pools.DEFAULT):
@@ -394,10 +402,10 @@ def _pool(connection: sa.Connection, before: StoredNode | None, said: AgentHello
         return pools.DEFAULT
     found = pools.find(connection, said.pool)
     if found is None or found.kind == pools.RESERVED:
-        what = "there is no pool" if found is None else "nodes do not join by themselves the reserved pool"
+        what = "there is no pool" if found is None else "an operator must add nodes to the reserved pool"
         raise NotAllowed(
             f"{what} {said.pool!r}",
-            hint=f"join without a pool; then an operator can `sgpu pool set {said.pool} --node {said.name}`",
+            hint=f"join without a pool; then an operator can run `sgpu pool set {said.pool} --node {said.name}`",
         )
     return said.pool
 
@@ -405,18 +413,22 @@ def _pool(connection: sa.Connection, before: StoredNode | None, said: AgentHello
 def _own(connection: sa.Connection, who: Caller, node_id: str, instance: str = "", process: str = "") -> StoredNode:
     node = nodes.get(connection, node_id)
     if node is None or node.forgotten_ns is not None or node.principal != who.name:
-        raise NotFound(f"there is no node {node_id!r} of {who.name}", hint="the agent has to say hello again")
+        raise NotFound(f"{who.name} has no node {node_id!r}", hint="the agent must send its hello again")
     if node.token_id != who.token_id:
-        raise NotFound(f"node {node_id!r} said hello with another token", hint="the agent has to say hello again")
+        raise NotFound(
+            f"node {node_id!r} has sent a hello with another token", hint="the agent must send its hello again"
+        )
     if instance and node.hello.instance not in ("", instance):
-        raise NotFound(f"node {node_id!r} is another home by now", hint="the agent has to say hello again")
+        raise NotFound(f"node {node_id!r} now belongs to another home", hint="the agent must send its hello again")
     if process and node.hello.process not in ("", process):
-        raise NotFound(f"another process said hello as node {node_id!r}", hint="the agent has to say hello again")
+        raise NotFound(
+            f"another process has sent a hello as node {node_id!r}", hint="the agent must send its hello again"
+        )
     return node
 
 
 def _note(connection: sa.Connection, who: Caller, node_id: str, said: Heartbeat, *, at_ns: int) -> None:
-    """Store a heartbeat on the current row of the node, which may have been moved or forgotten meanwhile."""
+    """Store a heartbeat in the node's current row; the node may have been moved or forgotten since."""
     node = _own(connection, who, node_id, said.instance, said.process)
     nodes.heard(connection, node, hello=_beaten(node.hello, said), seen_ns=at_ns)
 
@@ -439,13 +451,13 @@ def _is_rebooted(now: AgentHello | StoredNode, before: StoredNode) -> bool:
 
 
 def _rebooted(connection: sa.Connection, node: StoredNode, before: StoredNode, *, at_ns: int) -> list[TransitionResult]:
-    """Give up the crews of the boot that a machine had before this one: they are certainly over.
+    """Give up the crews of a machine's previous boot, which are certainly over.
 
-    Of another machine under the same name nothing follows: the first may be cut off, and its runs go on.
+    Another machine under the same name proves nothing, because the first may be cut off with its runs still active.
     """
     if not _is_rebooted(node, before):
         return []
-    note = Note(at_ns=at_ns, detail=f"{node.name} says it has")
+    note = Note(at_ns=at_ns, detail=f"{node.name} reported a new boot")
     told: list[TransitionResult] = []
     for crew in crews.open_on(connection, node.id):
         run = runs.find(connection, crew.run_id) if crew.boot_id == before.boot_id else None
@@ -456,7 +468,7 @@ def _rebooted(connection: sa.Connection, node: StoredNode, before: StoredNode, *
 
 
 def _stale(connection: sa.Connection, node_id: str, seen: Sequence[AttemptSeen]) -> tuple[str, ...]:
-    """Return the gangs among those a node has that are not its own, or are over."""
+    """Return the node's gangs that belong to another node or are over."""
     stale: list[str] = []
     for one in seen:
         crew = crews.on_node(connection, one.run_id, one.fence, node_id)
@@ -468,9 +480,9 @@ def _stale(connection: sa.Connection, node_id: str, seen: Sequence[AttemptSeen])
 def _check(said: AgentHello) -> None:
     if said.protocol not in PROTOCOLS:
         spoken = " and ".join(str(protocol) for protocol in PROTOCOLS)
-        older = "the server: it is upgraded first" if said.protocol > max(PROTOCOLS) else "the node"
+        older = "the server, before its nodes" if said.protocol > max(PROTOCOLS) else "the node"
         raise InvalidValue(
-            f"node {said.name[:64]!r} speaks protocol {said.protocol}, this server speaks {spoken}",
+            f"node {said.name[:64]!r} uses protocol {said.protocol}, but this server supports {spoken}",
             hint=f"upgrade serverless-gpu on {older}",
         )
     if not said.name.isprintable() or not 0 < len(said.name) <= LABEL_CHARACTERS_MAX:
@@ -478,7 +490,9 @@ def _check(said: AgentHello) -> None:
     if len(said.pool) > NAME_CHARACTERS_MAX or not said.pool.isprintable():
         raise InvalidValue(f"a pool cannot be named {said.pool[:64]!r}", hint="up to 64 printable characters")
     if len(said.takes) > TAKES_MAX or any(len(word) > NAME_CHARACTERS_MAX for word in said.takes):
-        raise InvalidValue(f"a node takes {TAKES_MAX} things at most, named by {NAME_CHARACTERS_MAX} characters")
+        raise InvalidValue(
+            f"a node may announce at most {TAKES_MAX} capabilities of at most {NAME_CHARACTERS_MAX} characters"
+        )
     if max(len(said.machine), len(said.boot_id), len(said.instance), len(said.process)) > NAME_CHARACTERS_MAX:
         raise InvalidValue("machine, boot_id, instance and process have 64 characters at most")
     _check_devices(said)
@@ -501,48 +515,50 @@ routes = Routes("agents")
 
 
 class OrdersQuery(Query, frozen=True, kw_only=True):
-    """Whose stream it is."""
+    """The home and process of the node that opens the stream."""
 
-    instance: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the node's home
-    process: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the node's uplink, as it said in its hello
+    instance: Annotated[str, msgspec.Meta(max_length=64)] = ""  # Home of the node.
+    process: Annotated[str, msgspec.Meta(max_length=64)] = ""  # Process of the node's uplink, as in its hello.
 
 
 @routes.post("/agents", needs=writing("agents"))
 def hello(call: Call, agents: AgentService, body: AgentHello) -> AgentWelcome:
-    """Join, or come back."""
+    """Let a node join or reconnect."""
     return agents.hello(call.who, body)
 
 
 @routes.post("/agents/join", needs=writing("joining"))
 def join(call: Call, joins: JoinService, body: JoinRequest) -> JoinAnswer:
-    """Get what a machine needs to join the pool, with the token of the join file."""
+    """Return the data that a machine needs to join the pool, for the token of a join file."""
     return joins.join(call.who, body)
 
 
 @routes.get("/agents/ray", needs=writing("agents"))
 def ray_pool(call: Call, joins: JoinService) -> RayPool:
-    """Return how a node that has joined before joins the Ray cluster again."""
+    """Return how a node that has joined before can rejoin the Ray cluster."""
     return joins.ray_pool(call.who)
 
 
 @routes.post("/agents/{node}/heartbeat", needs=writing("agents"))
 def heartbeat(call: Call, agents: AgentService, node: str, body: Heartbeat) -> HeartbeatAnswer:
-    """Say that the node is there, and what it has."""
+    """Report that the node is present, with its devices and attempts."""
     return agents.heartbeat(call.who, node, body)
 
 
 @routes.get("/agents/{node}/orders", needs=writing("orders"))
 async def orders(call: Call, agents: AgentService, node: str, query: OrdersQuery) -> Stream[Order]:
-    """Stream what the node is to do; what it has not taken comes again."""
+    """Stream the orders of a node; the server repeats orders that the node has not taken."""
     await call.in_thread(
         lambda: agents.check(call.who, node, query.instance, query.process)
-    )  # now, not in the middle of a stream
+    )  # Checked here, so that the request fails before the stream begins.
     return Stream(agents.stream(call.who, node, query.instance, query.process))
 
 
 @routes.post("/agents/{node}/orders/ack", needs=writing("orders"))
 def take_orders(call: Call, agents: AgentService, node: str, body: OrdersTaken) -> None:
-    """Say which orders need not come again."""
+    """Confirm orders, so that the server does not repeat them."""
     if len(body.seqs) > OPEN_MAX:
-        raise TooLarge(f"{len(body.seqs)} orders at once", hint=f"say {OPEN_MAX} at most")
+        raise TooLarge(
+            f"{len(body.seqs)} orders are too many for one request", hint=f"confirm at most {OPEN_MAX} orders"
+        )
     agents.take(call.who, node, body.seqs)

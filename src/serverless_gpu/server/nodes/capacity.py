@@ -1,4 +1,4 @@
-"""Available capacity: the last reported nodes minus the devices of running attempts; views of nodes and pools."""
+"""Available capacity: last reported nodes minus running attempts; views of nodes and pools."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class CapacitySnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     nodes: tuple[StoredNode, ...]
     pools: tuple[StoredPool, ...]
-    active: tuple[ActiveRun, ...]  # runs that have an attempt which has not ended
+    active: tuple[ActiveRun, ...]  # Runs with an unfinished attempt.
     freed: frozenset[CrewId] = frozenset()
-    """Those of their crews that have given their devices back, and only send results."""
+    """Their crews that have returned their devices and still send results."""
 
     def having(self, run: ActiveRun) -> tuple[ActiveCrew, ...]:
         """Return the crews of a run that have devices."""
@@ -50,7 +50,7 @@ class CapacitySnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Holder(NamedTuple):
-    """A run that has devices on a node, and how many."""
+    """A run that has devices on a node, and their number."""
 
     run_id: str
     gpu_type: str
@@ -58,7 +58,7 @@ class Holder(NamedTuple):
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """One moment by both clocks, and after how long a node is given up; nanoseconds."""
+    """One moment on both clocks, and the silence after which the server gives up a node, in nanoseconds."""
 
     boottime_ns: int
     wall_ns: int
@@ -66,14 +66,14 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def now(settings: Settings, clock: Clock) -> Times:
-    """Return this moment."""
+    """Return the current moment."""
     gone_ns = round((settings.partition_grace_s + settings.partition_margin_s) * 1e9)
     return Times(boottime_ns=clock.boottime_ns(), wall_ns=clock.wall_ns(), gone_ns=gone_ns)
 
 
 def load(connection: sa.Connection, leases: Leases) -> CapacitySnapshot:
-    """Read the capacity."""
-    freed = leases.freed()  # before the query: a run that is not active any more does no harm
+    """Read the capacity from the database."""
+    freed = leases.freed()  # Read before the query: a crew of a run that has ended since does no harm.
     return CapacitySnapshot(
         nodes=tuple(nodes.every(connection)),
         pools=tuple(pools.every(connection)),
@@ -83,18 +83,18 @@ def load(connection: sa.Connection, leases: Leases) -> CapacitySnapshot:
 
 
 def title(run: ActiveRun | StoredRun) -> str:
-    """Return the title of a run for others: owner and name."""
+    """Return the title of a run in messages to other users: owner and name."""
     return f"{run.owner}/{run.name or run.id}"
 
 
 class PlannerNodes:
-    """Nodes as decisions take them, remembered as far as they do not change. For one thread."""
+    """Caches nodes in the form that the planner uses. Not thread-safe."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[tuple[object, ...], Node]] = {}
 
     def of(self, snapshot: CapacitySnapshot, presence: Presence, times: Times) -> list[Node]:
-        """Return the nodes."""
+        """Return the nodes of a snapshot in the planner's form."""
         known, self._known = self._known, {}
         for node in snapshot.nodes:
             why, sharing = away(node, presence, times), node_rules.sharing(node.rules, times.wall_ns)
@@ -107,12 +107,12 @@ class PlannerNodes:
 
 
 def offers(snapshot: CapacitySnapshot, presence: Presence, times: Times) -> list[Node]:
-    """Return the nodes as decisions take them."""
+    """Return the nodes of a snapshot in the planner's form, without a cache."""
     return PlannerNodes().of(snapshot, presence, times)
 
 
 def view_nodes(snapshot: CapacitySnapshot, presence: Presence, times: Times) -> list[NodeView]:
-    """Return the nodes as people see them."""
+    """Return the views of nodes for users."""
     held = snapshot.by_node()
     return [_view(node, held.get(node.id, ()), presence, times) for node in snapshot.nodes]
 
@@ -120,9 +120,9 @@ def view_nodes(snapshot: CapacitySnapshot, presence: Presence, times: Times) -> 
 def view_pools(
     snapshot: CapacitySnapshot, presence: Presence, times: Times, *, queued: Mapping[str, int]
 ) -> list[PoolView]:
-    """Return the pools as people see them.
+    """Return the views of pools for users.
 
-    `queued` counts waiting runs by the pool they name; those under "" wait for every on-demand pool.
+    `queued` counts waiting runs by the pool that they name. Runs under "" wait for every on-demand pool.
     """
     offered, held = offers(snapshot, presence, times), snapshot.by_node()
     anywhere = queued.get("", 0)
@@ -133,22 +133,22 @@ def view_pools(
 
 
 def last_seen_ns(node: StoredNode, presence: Presence, times: Times) -> int:
-    """Return the last sign of life of a node, nanoseconds since 1970: from memory, else from its row."""
+    """Return the time of a node's last message, nanoseconds since 1970: from memory, else from its row."""
     last_ns = presence.last_ns(node.id)
     return node.seen_ns if last_ns is None else times.wall_ns - (times.boottime_ns - last_ns)
 
 
 def away(node: StoredNode, presence: Presence, times: Times) -> str:
-    """Return why a node cannot be used now, in words that follow its name, or ""."""
+    """Return why a node is unavailable now, as a text that follows its name, or ""."""
     lost = presence.why_lost(node.id)
     if lost:
-        return f"is not to be counted on: {lost}"
+        return f"is not available: {lost}"
     if not presence.is_there(node.id, now_ns=times.boottime_ns):
-        return f"has not been heard of since {ambient.format_clock(last_seen_ns(node, presence, times))}"
+        return f"has been silent since {ambient.format_clock(last_seen_ns(node, presence, times))}"
     if node.hello.problem:
-        return f"can run nothing now: {node.hello.problem}"
+        return f"cannot start runs now: {node.hello.problem}"
     if node.hello.degraded:
-        return f"is degraded, nobody can look at its devices: {node.hello.degraded}"
+        return f"is degraded, because the state of its devices is unknown: {node.hello.degraded}"
     why = node.hello.draining or node_rules.drained(node.rules)
     return f"takes nothing new: {why}" if why else ""
 
@@ -179,7 +179,7 @@ def _offer(node: StoredNode, *, away: str, sharing: node_rules.SharingState) -> 
         away=away or sharing.problem,
         owner=asked.owner,
         owner_first=asked.owner_first,
-        shared=sharing.shared or bool(sharing.problem),  # else it would count as what can never be
+        shared=sharing.shared or bool(sharing.problem),  # Otherwise its runs would count as unsatisfiable.
         turns_ns=sharing.turns_ns,
         crews=node.takes_crews,
     )

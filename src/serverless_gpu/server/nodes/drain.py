@@ -1,10 +1,10 @@
 """The drain of the server: an operator stops new starts before maintenance; with its routes.
 
-    drain ─▶ a row ─▶ the scheduler places nothing; waiting runs show who drains, since when and why; runs go on
-    resume ─▶ no row ─▶ the scheduler looks at once
+    drain ─▶ a row ─▶ the scheduler places nothing; waiting runs show the operator, the time and the note
+    resume ─▶ no row ─▶ the scheduler runs at once
 
-The row outlives the server, so one that restarts during maintenance starts nothing either. Submitted runs are accepted
-and wait. `node_service.py` drains single nodes.
+Running runs continue. The row outlives the server process, so a server that restarts during maintenance starts no runs
+either. The server still accepts runs, which wait. `node_service.py` drains single nodes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAME = "server"
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True):
-    """The drain of the server: by whom, since when (nanoseconds since 1970), and their note."""
+    """The drain of the server: the operator, the start (nanoseconds since 1970), and a note."""
 
     principal: str
     since_ns: int
@@ -56,7 +56,7 @@ class DrainService:
         self._hub = hub
 
     def view(self) -> DrainView:
-        """Return whether the server drains, and what goes on."""
+        """Return the state of the drain, and the numbers of active and waiting runs."""
 
         def work(connection: sa.Connection) -> tuple[Drain | None, int, int]:
             return find(connection), len(runs.active(connection)), len(runs.queue(connection))
@@ -69,7 +69,7 @@ class DrainService:
         )
 
     def put(self, who: Caller, asked: DrainRequest) -> DrainView:
-        """Begin to drain, or end it; what is so already stays as it is."""
+        """Start or end the drain; a repeated request changes nothing."""
         if len(asked.note) > LABEL_CHARACTERS_MAX or not (asked.note.isprintable() or not asked.note):
             raise InvalidValue(f"a note has at most {LABEL_CHARACTERS_MAX} printable characters")
         at_ns = self._clock.wall_ns()
@@ -96,11 +96,11 @@ routes = Routes("drain")
 
 @routes.get("/drain", needs=reading("nodes"))
 def show_drain(call: Call, drain: DrainService) -> DrainView:
-    """Return whether anything new is started, and what goes on."""
+    """Return the state of the drain, and the numbers of active and waiting runs."""
     return drain.view()
 
 
 @routes.put("/drain", needs=writing("nodes"))
 def put_drain(call: Call, drain: DrainService, body: DrainRequest) -> DrainView:
-    """Start nothing new from now on, or again."""
+    """Start or end the drain of the server."""
     return drain.put(call.who, body)

@@ -1,17 +1,23 @@
-"""Lets nodes in: invites machines, exchanges join tokens, checks whose a token is, and approves waiting nodes.
+"""Admits nodes: invites machines, exchanges join tokens, checks node tokens, approves nodes.
 
-    invite ─▶ a join token for so many machines, for so long ─▶ JoinService.join
-    join token (scope "joining") ─▶ an agent's token for this home alone, and how it joins the Ray cluster
-    that agent's token, later    ─▶ how it joins the Ray cluster, after a crash or a boot
+    invite ─▶ a join token for a number of machines and a time ─▶ JoinService.join
+    join token (scope "joining") ─▶ an agent's token for this home only, and the address of the Ray cluster
+    that agent's token, later    ─▶ the address of the Ray cluster, after a crash or a boot
     hello ─▶ check (model/access_control.py) ─▶ refused │ ask: pending ─▶ approve │ settle: bound, moved
 
-If the same home asks again with the same join token, its answer was lost: the server makes another agent's token and
-revokes the one of before. `sgpu token list` shows which machines have a token, and `sgpu token revoke` revokes one.
+If the same home repeats its request with the same join token, its answer was lost. The server then creates another
+agent's token and revokes the previous one. `sgpu token list` shows which machines have a token. `sgpu token revoke`
+revokes one. The audit records all of this except an admitted hello, and each refusal once per server process.
 
-Everything but an admitted hello is written to the audit; each refusal once while this server runs.
+Failure cases of a join:
 
-Failure cases of a join: the server makes no pool of several machines; the join token is used up; the name belongs to
-another machine that is there. All are reported before Ray is started.
+- The server does not create a pool of several machines.
+
+- The join token is used up.
+
+- The name belongs to another connected machine.
+
+The client reports all of these before it starts Ray.
 """
 
 from __future__ import annotations
@@ -46,14 +52,14 @@ from serverless_gpu.wire.nodes import (
 )
 
 PENDING = "PENDING"
-"""State of a node that waits for an administrator."""
+"""The state of a node that waits for an administrator."""
 APPROVED = "APPROVED"
-"""State of one that was just let in and has not come back yet."""
+"""The state of a node that was just approved and has not reconnected yet."""
 USES_MAX = 1_000
 INVITED_S_MAX = 30 * 86_400.0
 _NS = 1_000_000_000
 AGENT = "agent"
-_INVITE = "an administrator makes a join file, also for several machines: sgpu node invite --uses 10"
+_INVITE = "an administrator can create a join file, also for several machines: sgpu node invite --uses 10"
 NAME_MAX = 128
 
 
@@ -63,7 +69,7 @@ def identity_of(said: AgentHello) -> NodeIdentity:
 
 
 def check(connection: sa.Connection, who: Caller, said: AgentHello) -> HelloDecision:
-    """Return the decision about a hello; raise `NotAllowed` where its token is another node's."""
+    """Return the decision about a hello; raise `NotAllowed` if its token belongs to another node."""
     if not who.token_id:
         return HelloDecision.ADMITTED
     found = nodes.find(connection, who.token_id)
@@ -82,16 +88,16 @@ class NodeAdmission:
         self._presence = presence
 
     def ask(self, who: Caller, said: AgentHello) -> NotAllowed:
-        """Let a node wait for an administrator; return the error that it gets."""
+        """Note that a node waits for an administrator; return the error for its request."""
         at_ns, node = self._clock.wall_ns(), identity_of(said)
         waits = f"the node {said.name!r} waits for an administrator to approve it"
-        hint = f"an administrator of the server: sgpu node approve {said.name}"
+        hint = f"ask an administrator to run: sgpu node approve {said.name}"
 
         def work(connection: sa.Connection) -> NotAllowed:
             if nodes.find(connection, who.token_id) is not None:
                 return NotAllowed(waits, hint=hint)
             if not nodes.ask(connection, who.token_id, node, at_ns=at_ns):
-                limit = f"{nodes.PENDING_MAX} nodes wait for an administrator already"
+                limit = f"{nodes.PENDING_MAX} nodes already wait for an administrator"
                 return NotAllowed(f"the node {said.name!r} cannot join: {limit}", hint="`sgpu nodes` lists them")
             _record(connection, who, Action.NODE_PENDING, node, who.token_id, at_ns)
             return NotAllowed(waits, hint=hint)
@@ -99,7 +105,7 @@ class NodeAdmission:
         return self._database.write(work)
 
     def note_refusal(self, who: Caller, said: AgentHello, error: NotAllowed) -> None:
-        """Write a refusal of a node to the audit, once for equal hellos."""
+        """Write the refusal of a node to the audit, once for equal hellos."""
         node = identity_of(said)
         if not self._presence.is_new_refusal((who.token_id, node.name, node.machine, node.instance)):
             return
@@ -124,7 +130,7 @@ class NodeAdmission:
         return [_view(one) for one in found]
 
     def approve(self, who: Caller, request: ApproveRequest) -> NodeView:
-        """Approve a node that waits."""
+        """Approve a waiting node."""
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> StoredBinding:
@@ -137,7 +143,7 @@ class NodeAdmission:
                 tokens = ", ".join(one.token for one in named[:8])
                 raise InvalidValue(
                     f"{len(named)} nodes named {request.name[:64]!r} wait to be approved",
-                    hint=f"name the token of the one: {tokens}; revoke the others: sgpu token revoke ID",
+                    hint=f"approve one node by its token: {tokens}; revoke the others: sgpu token revoke ID",
                 )
             one = named[0]
             nodes.bind(connection, one.token, one.node, by=who.name, at_ns=at_ns)
@@ -145,19 +151,19 @@ class NodeAdmission:
             return one
 
         view = _view(self._database.write(work))
-        return msgspec.structs.replace(view, state=APPROVED, sentence="is approved, and joins within some seconds")
+        return msgspec.structs.replace(view, state=APPROVED, sentence="is approved and joins within a few seconds")
 
     def invite(self, who: Caller, request: InviteRequest) -> InviteAnswer:
-        """Make a join token."""
+        """Create a join token."""
         if who.scopes:
-            raise NotAllowed("a token with scopes cannot invite machines", hint="use one without scopes")
+            raise NotAllowed("a token with scopes cannot invite machines", hint="use a token without scopes")
         if not 1 <= request.uses <= USES_MAX:
-            raise InvalidValue(f"a join token is good for 1 to {USES_MAX} machines, not {request.uses}")
-        if not 0 < request.expires_s <= INVITED_S_MAX:  # also refuses what is no number
-            raise InvalidValue("a join token is good for 30 days at most")
+            raise InvalidValue(f"a join token is valid for 1 to {USES_MAX} machines, not {request.uses}")
+        if not 0 < request.expires_s <= INVITED_S_MAX:  # This also refuses NaN.
+            raise InvalidValue("a join token is valid for at most 30 days")
         if request.name and request.uses != 1:
             raise InvalidValue(
-                "a join token for one name is good for one machine", hint="leave out the name, or the uses"
+                "a join token for one name is valid for one machine only", hint="omit the name or the number of uses"
             )
         secret, now_ns = principals.new_secret(), self._clock.wall_ns()
         label = f"invitation: {request.name or f'{request.uses} machines'}"[:LABEL_CHARACTERS_MAX]
@@ -183,13 +189,13 @@ class NodeAdmission:
         same_boot = before.boot_id == said.boot_id
         if same_boot and access_control.second_process(before.hello.process, said.process, connected=connected):
             raise NotAllowed(
-                f"another process is connected as the node {said.name!r}",
-                hint="end that process; its successor is let in at once",
+                f"another process is connected as node {said.name!r}",
+                hint="end that process; the server then admits this one at once",
             )
 
 
 def settle(connection: sa.Connection, who: Caller, said: AgentHello, answer: HelloDecision, *, at_ns: int) -> None:
-    """Store what an admitted hello changes about its token."""
+    """Store the changes of a token after an admitted hello."""
     if answer is HelloDecision.ADMITTED:
         return
     found, node = nodes.find(connection, who.token_id), identity_of(said)
@@ -224,7 +230,7 @@ def _view(waits: StoredBinding) -> NodeView:
 
 
 class JoinService:
-    """Returns credentials and cluster addresses to nodes that join."""
+    """Returns credentials and cluster addresses to joining nodes."""
 
     def __init__(
         self, *, clock: Clock, database: Transactions, presence: Presence, ray_pool: Callable[[], RayPool | None]
@@ -237,7 +243,7 @@ class JoinService:
     def join(self, who: Caller, request: JoinRequest) -> JoinAnswer:
         """Exchange a join token for an agent's token and the address of the Ray cluster."""
         if Resource.JOINING not in who.scopes:
-            raise NotAllowed("a machine joins with a join token, not with a node's own", hint=_INVITE)
+            raise NotAllowed("a machine needs a join token to join, not the token of a node", hint=_INVITE)
         pool = self._ray_pool() if request.ray else None
         _check_request(request)
         node = NodeIdentity(name=request.name, machine=request.machine, instance=request.instance)
@@ -264,7 +270,7 @@ class JoinService:
         return JoinAnswer(token=secret, ray=pool)
 
     def ray_pool(self, who: Caller) -> RayPool:
-        """Return how a node that has joined before joins the Ray cluster."""
+        """Return the address of the Ray cluster for a node that has joined before."""
         found = self._database.read(lambda connection: nodes.find(connection, who.token_id))
         if found is None or found.approved_ns is None or not found.node.name:
             raise NotFound("the token belongs to no node of this server", hint=_INVITE)
@@ -274,8 +280,8 @@ class JoinService:
         pool = self._find_pool()
         if pool is None:
             raise NotAllowed(
-                "this server has one machine: no other can join it",
-                hint="it is started so that others can: sgpu up --engine ray",
+                "this server uses one machine, so no other machine can join it",
+                hint="start the server for several machines: sgpu up --engine ray",
             )
         return pool
 
@@ -286,8 +292,8 @@ class JoinService:
         if self._presence.is_there(there.id, now_ns=self._clock.boottime_ns()):
             what = "another machine" if there.machine != request.machine else "another home of this machine"
             raise NotAllowed(
-                f"a node named {request.name!r} is connected, and it is {what}",
-                hint="give this one another name: --name",
+                f"a node named {request.name!r} is already connected from {what}",
+                hint="give this node another name with --name",
             )
 
 

@@ -1,21 +1,21 @@
-"""Effects of a node's rules (`wire.nodes.NodeRules`): which runs may be placed there, and which have to leave.
+"""Effects of a node's rules (`wire.nodes.NodeRules`): which runs may start there or must leave.
 
-    drained        nothing new is placed there; with `stop`, its runs leave at once
-    calendar       others than the owner are placed there while it is shared; when that ends, they leave
+    drained        no new runs start there; with `stop`, its runs leave at once
+    calendar       runs of other users start there while the node is shared; when that ends, they leave
     quarantined    the node gets its orders without those devices (`StoredNode.unavailable`)
 
-`node_service.py` changes rules. `Evacuation` has runs leave, called by the reconciler:
+`node_service.py` changes rules. `Evacuation`, called by the reconciler, makes runs leave:
 
-    5 minutes before the turn   the run's owner is told, once; the row of the crew says when the run has to leave
-    then                        the run is asked to stop (DRAIN): grace, checkpoint; with `resume` it goes on elsewhere
-    a calendar that is changed  the notice is taken back; the next look sends another
+    5 minutes before the turn   the owner of the run gets one notice; the crew's row contains the time to leave
+    then                        the run is asked to stop (DRAIN): grace, checkpoint; `resume` continues it elsewhere
+    a changed calendar          cancels the notice; the next look sends another
     `drain --stop`              at once
 
-A run leaves five minutes after its notice at the earliest, also when the calendar has just changed or the server was
-away over the turn. A server that is killed in between reads from the crew's row whose owner was told.
+A run leaves five minutes after its notice at the earliest. This also holds if the calendar has just changed or the
+server was away at the turn. After a crash, the next server reads the sent notices from the rows of the crews.
 
-Failure cases: a zone that this machine does not know any more, or a window of another version, makes a calendar
-unreadable. Then nothing is placed on the node, which says so, and its runs stay.
+Failure cases: An unknown time zone, or a window of another version, makes a calendar invalid. Then no runs start on the
+node, which shows the problem, and its runs stay.
 """
 
 from __future__ import annotations
@@ -45,35 +45,35 @@ from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.wire.nodes import NodeCalendar, NodeDrain, NodeRules
 
 WARNING_S = 300.0
-"""Notice for a run that has to leave because its node is not shared any more."""
-_SHOWN = 40  # characters of a uuid
+"""Seconds between the notice and the time when a run must leave, after its node ceases to be shared."""
+_SHOWN = 40  # maximum characters of a uuid in messages
 _MINUTE_NS = 60_000_000_000
 TOGETHER = 8
-"""Runs that are asked to stop in one transaction: others write, too."""
+"""Stop requests in one transaction, so that other writers do not wait long."""
 _Due = tuple[RuledNode, StoredRun, str]
 _log = logging.getLogger(__name__)
 
 
 class SharingState(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a node's calendar: may others than its owner use it?"""
+    """The state of a node's calendar: whether users other than its owner may use it."""
 
     shared: bool = True  # now
-    turns_ns: int | None = None  # when it is the other way round, nanoseconds since 1970; None for never
-    problem: str = ""  # why the calendar cannot be read, in words that follow the node's name, or ""
+    turns_ns: int | None = None  # When this changes, nanoseconds since 1970; None for never.
+    problem: str = ""  # Why the calendar is invalid, as a text that follows the node's name, or "".
 
 
 class LeaveRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request that a run leaves its node."""
 
-    at_ns: int | None  # when, nanoseconds since 1970; None for at once and without a warning
-    because: str  # in words
+    at_ns: int | None  # The time to leave, nanoseconds since 1970; None for at once, without a notice.
+    because: str  # The reason, for people.
 
 
 _ALWAYS = SharingState()
 
 
 def sharing(rules: NodeRules, at_ns: int) -> SharingState:
-    """Return whether others than its owner may use a node at a time, nanoseconds since 1970."""
+    """Return the state of a node's calendar at a time, nanoseconds since 1970."""
     return _sharing(rules.calendar, at_ns // _MINUTE_NS) if rules.calendar.shared else _ALWAYS
 
 
@@ -90,7 +90,7 @@ def leaves(rules: NodeRules, *, node: str, owner: str, at_ns: int) -> LeaveReque
 
 
 def may_concern(rules: NodeRules, at_ns: int) -> bool:
-    """Return whether runs may have to leave a node, now or within the notice."""
+    """Return True if runs may have to leave a node now or within the notice period."""
     if rules.drain is not None and rules.drain.stop:
         return True
     found = sharing(rules, at_ns)
@@ -100,32 +100,34 @@ def may_concern(rules: NodeRules, at_ns: int) -> bool:
 
 
 def drained(rules: NodeRules) -> str:
-    """Return who drains a node, since when and why, or ""."""
+    """Return the operator, the time and the note of a node's drain, or ""."""
     drain = rules.drain
     return "" if drain is None else f"{drain.by} drains it since {format_clock(drain.since_ns)}{_noted(drain)}"
 
 
 def left_out(rules: NodeRules) -> str:
-    """Return the quarantined devices and why, a few of them; "" without any."""
+    """Return some of the quarantined devices and their notes; "" without any."""
     named = [f"{one.uuid[:_SHOWN]}{f' ({one.note})' if one.note else ''}" for one in rules.quarantined]
     by = ", ".join(sorted({one.by for one in rules.quarantined}))
     return f"{by} left out: {', '.join(wait_messages.first_few(named))}" if by else ""
 
 
 def check_calendar(asked: NodeCalendar) -> None:
-    """Refuse a calendar that cannot be read."""
+    """Refuse an invalid calendar."""
     if asked.owner_first and not asked.owner:
-        raise InvalidValue("nobody can be first on a node that is nobody's", hint="name its owner, too")
+        raise InvalidValue(
+            "a node without an owner cannot give its owner priority", hint="name the owner of the node too"
+        )
     calendars.parse_calendar(asked.shared, _zone(asked.zone))
 
 
 @lru_cache(maxsize=4096)
 def _sharing(asked: NodeCalendar, minute: int) -> SharingState:
-    """Return what holds for a whole minute: windows begin and end with one, and clocks are moved with one."""
+    """Return the state for a whole minute; windows and time zone shifts begin at full minutes."""
     try:
         windows = calendars.parse_calendar(asked.shared, _zone(asked.zone))
     except InvalidValue as error:
-        return SharingState(shared=False, problem=f"has a calendar that cannot be read: {error.message}")
+        return SharingState(shared=False, problem=f"has an invalid calendar: {error.message}")
     at_ns = minute * _MINUTE_NS
     return SharingState(shared=calendars.is_shared(windows, at_ns), turns_ns=calendars.turns_at(windows, at_ns))
 
@@ -133,9 +135,10 @@ def _sharing(asked: NodeCalendar, minute: int) -> SharingState:
 def _zone(name: str) -> ZoneInfo:
     try:
         return ZoneInfo(name or "UTC")
-    except (ValueError, KeyError, OSError):  # no such name; one that leaves the directory; a directory
+    except (ValueError, KeyError, OSError):  # an unknown name, a path out of the directory, or a directory
         raise InvalidValue(
-            f"the server knows no time zone {name[:64]!r}", hint='write it as in "Europe/Berlin"; UTC without one'
+            f"the server knows no time zone {name[:64]!r}",
+            hint='use a name such as "Europe/Berlin", or omit it for UTC',
         ) from None
 
 
@@ -144,7 +147,7 @@ def _noted(drain: NodeDrain) -> str:
 
 
 class Evacuation:
-    """Warns and stops runs that have to leave their node."""
+    """Warns and stops runs that must leave their node."""
 
     def __init__(self, *, clock: Clock, database: Transactions, hub: Hub, leases: Leases, announcer: Announcer) -> None:
         self._clock = clock
@@ -154,7 +157,7 @@ class Evacuation:
         self._announcer = announcer
 
     def look(self) -> None:
-        """Send notices to runs that have to leave their node soon, and stop those whose time has come."""
+        """Send notices to runs that must leave their node soon, and stop those whose time has come."""
         at_ns = self._clock.wall_ns()
         freed = self._leases.freed()
         due: list[_Due] = []
@@ -171,17 +174,18 @@ class Evacuation:
                 self._announcer.announce(told)
 
     def _look_at(self, node: RuledNode, run: StoredRun, crew: StoredCrew, at_ns: int) -> str | None:
-        """Send the notice to a run's owner, or return why the run has to stop now."""
+        """Send the notice to a run's owner, or return why the run must stop now."""
         leave = leaves(node.rules, node=node.name, owner=run.owner, at_ns=at_ns)
         if leave is None:
             return None
         if leave.at_ns is None:
             return leave.because
         told_ns = crew.leave_ns
-        if told_ns is None or told_ns < leave.at_ns > at_ns:  # never, or of a turn before that it has lived through
+        # No notice yet, or a notice of an earlier turn that the run has outlived.
+        if told_ns is None or told_ns < leave.at_ns > at_ns:
             leave_ns = max(leave.at_ns, at_ns + round(WARNING_S * 1e9))
             self._database.write(lambda connection: crews.note(connection, crew.id, leave_ns=leave_ns))
-            _log.info("run %s has to leave %s at %s", run.id, node.name, format_soon(leave_ns, at_ns))
+            _log.info("run %s must leave %s at %s", run.id, node.name, format_soon(leave_ns, at_ns))
             self._hub.touch(run_key(run.id))
             return None
         return leave.because if max(told_ns, leave.at_ns) <= at_ns else None
@@ -197,7 +201,7 @@ def _concerned(connection: sa.Connection, at_ns: int) -> list[tuple[RuledNode, S
 
 
 def _ask_together(connection: sa.Connection, *, due: Sequence[_Due], at_ns: int) -> list[TransitionResult]:
-    """Ask runs to stop that are still where they were, unless a person has decided otherwise meanwhile."""
+    """Ask runs to stop that are still on their nodes, unless the rules have changed in the meantime."""
     asked = [_ask(connection, one, at_ns) for one in due]
     return [told for told in asked if told is not None]
 

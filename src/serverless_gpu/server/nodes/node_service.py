@@ -1,10 +1,10 @@
 """Services and routes of nodes: views, dead nodes, and rules (drains, calendars, quarantined devices).
 
-Operators and users call them; the routes that agents call are in `agent_service.py`.
+Operators and users call them. `agent_service.py` contains the routes for agents.
 
-Operators change every node; the owner in a node's calendar changes that node, also if another person set the calendar.
-An owner does not change a drain or a quarantine of another person. Each decision is a value in the node's row, and an
-entry of the audit.
+Operators may change every node. The owner in a node's calendar may change that node, even if another person has set the
+calendar. An owner may not change a drain or quarantine of another person. Each decision is a value in the node's row
+and an audit entry.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from serverless_gpu.wire.nodes import (
 )
 
 WITHOUT = "without"
-"""In `AgentHello.takes`; without it no device of the node can be left out."""
+"""A value in `AgentHello.takes`. Without it, the server cannot exclude devices of the node."""
 
 
 class NodeService:
@@ -82,12 +82,12 @@ class NodeService:
         self._requeue = requeue
 
     def view_nodes(self) -> list[NodeView]:
-        """Return all nodes as people see them."""
+        """Return the views of all nodes for users."""
         there = self._database.read(lambda connection: capacity.load(connection, self._leases))
         return capacity.view_nodes(there, self._presence, capacity.now(self._settings, self._clock))
 
     def view_pools(self) -> list[PoolView]:
-        """Return all pools as people see them."""
+        """Return the views of all pools for users."""
 
         def work(connection: sa.Connection) -> tuple[CapacitySnapshot, Counter[str]]:
             return capacity.load(connection, self._leases), Counter(runs.queued_by_pool(connection))
@@ -96,19 +96,20 @@ class NodeService:
         return capacity.view_pools(there, self._presence, capacity.now(self._settings, self._clock), queued=queued)
 
     def forget(self, who: Caller, name: str, *, known_dead: bool) -> NodeView:
-        """Give up a node that an operator knows to be dead: its attempts are over at once."""
+        """Give up a node that an operator declares dead; its attempts end at once."""
         if not known_dead:
             raise InvalidValue(
-                f"node {name!r} is given up only when it is known to be dead: what still ran there would run twice",
-                hint="say i_know_it_is_dead once somebody has looked",
+                f"the server forgets node {name!r} only if it is dead: a run that is still active there would run "
+                "twice",
+                hint="check the node, then confirm with i_know_it_is_dead",
             )
         at_ns = self._clock.wall_ns()
         dead = self._database.read(lambda connection: find_node(connection, name))
-        self._requeue.give_back_on(dead.id, f"{dead.name} is dead, and was not told")
+        self._requeue.give_back_on(dead.id, f"{dead.name} is dead and did not receive the order")
 
         def work(connection: sa.Connection) -> tuple[StoredNode, list[TransitionResult]]:
             node = find_node(connection, name)
-            note = Note(at_ns=at_ns, detail=f"{who.name} said that {node.name} is dead")
+            note = Note(at_ns=at_ns, detail=f"{who.name} declared {node.name} dead")
             told = [
                 transitions.apply_to_crew(connection, run, crew.number, Forgotten(), note=note)
                 for crew in crews.open_on(connection, node.id)
@@ -128,7 +129,7 @@ class NodeService:
             id=node.id,
             name=node.name,
             state=GONE,
-            sentence=f"was given up: {who.name} said that it is dead",
+            sentence=f"was forgotten: {who.name} declared it dead",
             pool=node.pool,
             devices=node.hello.devices,
             unavailable=node.hello.unavailable,
@@ -157,8 +158,8 @@ class NodeCommand(msgspec.Struct, frozen=True, kw_only=True):
     """A request to change the rules of a node."""
 
     who: Caller
-    reach: str  # how far they may change rules
-    node: str  # its name or identifier
+    reach: str  # The node rules that the caller may change.
+    node: str  # Name or identifier of the node.
 
 
 class NodeRuleService:
@@ -171,7 +172,7 @@ class NodeRuleService:
         self._nodes = nodes
 
     def drain(self, asked: NodeCommand, said: NodeDrainRequest) -> NodeView:
-        """Drain a node, or resume it; `stop` can be added to a drain later."""
+        """Drain or resume a node; a later request can add `stop` to the drain."""
         _check_note(said.note)
         at_ns = self._clock.wall_ns()
 
@@ -185,7 +186,7 @@ class NodeRuleService:
             drain = msgspec.structs.replace(drain, note=said.note or drain.note, stop=said.stop or drain.stop)
             if before is not None and drain != before:
                 _check_own(asked, before.by, f"drains {node.name}")
-                if drain.note != before.note:  # who waits reads it as the words of who drains
+                if drain.note != before.note:  # Waiting users see the note as the words of its author.
                     drain = msgspec.structs.replace(drain, by=asked.who.name)
             rules = msgspec.structs.replace(node.rules, drain=drain)
             return _Change(rules=rules, action=Action.NODE_DRAIN, detail={"note": drain.note, "stop": drain.stop})
@@ -193,7 +194,7 @@ class NodeRuleService:
         return self._decided(asked, decide, at_ns=at_ns)
 
     def put_calendar(self, asked: NodeCommand, said: CalendarRequest) -> NodeView:
-        """Replace the calendar of a node: its owner, and when others may use it."""
+        """Replace the calendar of a node: its owner, and when other users may use it."""
         calendar = NodeCalendar(**msgspec.structs.asdict(said))
         if len(calendar.owner) > NAME_CHARACTERS_MAX or len(calendar.zone) > NAME_CHARACTERS_MAX:
             raise InvalidValue(f"an owner and a zone have {NAME_CHARACTERS_MAX} characters at most")
@@ -201,7 +202,9 @@ class NodeRuleService:
 
         def decide(connection: sa.Connection, node: StoredNode) -> _Change:
             if calendar.owner != node.rules.calendar.owner and asked.reach != AccessReach.ALL:
-                raise NotAllowed(f"an operator says whose {node.name} is", hint=f"--owner {node.rules.calendar.owner}")
+                raise NotAllowed(
+                    f"only an operator can change the owner of {node.name}", hint=f"--owner {node.rules.calendar.owner}"
+                )
             if calendar.owner:
                 principals.principal(connection, calendar.owner)
             rules = msgspec.structs.replace(node.rules, calendar=calendar)
@@ -210,7 +213,7 @@ class NodeRuleService:
         return self._decided(asked, decide, at_ns=self._clock.wall_ns())
 
     def quarantine(self, asked: NodeCommand, said: QuarantineRequest) -> NodeView:
-        """Quarantine a device, or release it; a run that has it goes on."""
+        """Quarantine a device, or release it; a run that has the device continues."""
         _check_note(said.note)
         at_ns = self._clock.wall_ns()
 
@@ -238,7 +241,9 @@ class NodeRuleService:
             node = find_node(connection, asked.node)
             owner = node.rules.calendar.owner
             if not access_control.covers(asked.reach, name=asked.who.name, teams=(), owner=owner):
-                raise NotAllowed(f"{node.name} is not {asked.who.name}'s", hint="its owner can, or an operator")
+                raise NotAllowed(
+                    f"{node.name} does not belong to {asked.who.name}", hint="ask its owner or an operator"
+                )
             change = decide(connection, node)
             if change.rules == node.rules:
                 return node.id, []
@@ -255,15 +260,16 @@ class NodeRuleService:
 
 def _check_own(asked: NodeCommand, by: str, what: str) -> None:
     if asked.reach != AccessReach.ALL and by not in ("", asked.who.name):
-        raise NotAllowed(f"{by} {what}", hint="they can take that back, or an operator")
+        raise NotAllowed(f"{by} {what}", hint="ask them or an operator to undo this")
 
 
 def _check_device(node: StoredNode, uuid: str) -> None:
     if uuid not in {device.uuid for device in node.hello.devices}:
-        raise NotFound(f"{node.name} has no device {uuid[:64]!r}", hint="`sgpu nodes --json` has their uuids")
+        raise NotFound(f"{node.name} has no device {uuid[:64]!r}", hint="`sgpu nodes --json` lists the uuids")
     if WITHOUT not in node.hello.takes:
         raise InvalidValue(
-            f"{node.name} is of a version that leaves no device out", hint="upgrade it, or `sgpu node drain` it"
+            f"{node.name} runs a version that cannot exclude devices",
+            hint="upgrade the node, or drain it with `sgpu node drain`",
         )
 
 
@@ -285,14 +291,14 @@ def list_nodes(call: Call, node_admission: NodeAdmission, nodes: NodeService) ->
 
 @routes.post("/nodes/invite", needs=writing("tokens"))
 def invite(call: Call, node_admission: NodeAdmission, body: InviteRequest) -> InviteAnswer:
-    """Make a join token, good for some machines and a short time."""
+    """Create a join token for a number of machines and a limited time."""
     _check_administrator(call)
     return node_admission.invite(call.who, body)
 
 
 @routes.post("/nodes/approve", needs=writing("tokens"))
 def approve(call: Call, node_admission: NodeAdmission, body: ApproveRequest) -> NodeView:
-    """Let in a node that waits for an administrator."""
+    """Approve a node that waits for an administrator."""
     _check_administrator(call)
     return node_admission.approve(call.who, body)
 
@@ -305,25 +311,25 @@ def forget(call: Call, nodes: NodeService, node: str, body: ForgetRequest) -> No
 
 @routes.put("/nodes/{node}/drain", needs=writing("node-rules"))
 def drain(call: Call, node_rules: NodeRuleService, node: str, body: NodeDrainRequest) -> NodeView:
-    """Give a node nothing new, and have what runs there leave where that is asked for; or end that."""
+    """Drain a node, optionally with a stop of its runs; or resume it."""
     return node_rules.drain(_asked(call, node), body)
 
 
 @routes.put("/nodes/{node}/calendar", needs=writing("node-rules"))
 def put_calendar(call: Call, node_rules: NodeRuleService, node: str, body: CalendarRequest) -> NodeView:
-    """Say whose a node is, and when others may use it."""
+    """Set the owner of a node, and when other users may use it."""
     return node_rules.put_calendar(_asked(call, node), body)
 
 
 @routes.put("/nodes/{node}/quarantine", needs=writing("node-rules"))
 def quarantine(call: Call, node_rules: NodeRuleService, node: str, body: QuarantineRequest) -> NodeView:
-    """Leave a device of a node out of what runs get, or take that back."""
+    """Quarantine a device of a node, or release it."""
     return node_rules.quarantine(_asked(call, node), body)
 
 
 def _check_administrator(call: Call) -> None:
     if call.reach != AccessReach.ALL:
-        raise NotAllowed("nodes are invited and approved by administrators", hint="ask one")
+        raise NotAllowed("only administrators can invite and approve nodes", hint="ask an administrator")
 
 
 def _asked(call: Call, node: str) -> NodeCommand:

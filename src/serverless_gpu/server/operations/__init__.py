@@ -1,4 +1,4 @@
-"""Operating a server: backup, restore, key rotation, systemd, sidecars, status and metrics.
+"""Operates a server: backup, restore, key rotation, systemd, sidecars, status and metrics.
 
-`sgpu server` and the start of the process call it. Start with `backup.py`.
+`sgpu server` and the start of the process use this package. Start with `backup.py`.
 """

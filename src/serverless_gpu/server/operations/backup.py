@@ -1,44 +1,51 @@
 """Backs up a server, restores it from a backup, and detects a database that was rolled back.
 
     DIRECTORY/2026-11-22T10-20-31Z/
-        manifest.json          what is in it, with sizes and digests
-        server.toml            of the home, when it is there
-        database.db            a moment of the database; of PostgreSQL nothing: pg_dump comes before this
+        manifest.json          list of the files, with sizes and digests
+        server.toml            of the home, if it exists
+        database.db            a snapshot of the database; nothing for PostgreSQL: run pg_dump first
         server/…               key, tokens, output of ranks, parts, environments
 
     sgpu server backup  ─▶ database in one reading transaction ─▶ files ─▶ manifest ─▶ the directory gets its name
     sgpu server restore ─▶ files, each checked ─▶ restored.json ─▶ home/server gets its name
-    sgpu up             ─▶ high-water mark against database ─▶ behind: refused, with both ways out
-                        ─▶ restored.json? ─▶ every run that had not ended, once ─▶ audit ─▶ the mark is removed ─▶ loops
+    sgpu up             ─▶ high-water mark against database ─▶ behind: refused, with both remedies
+                        ─▶ restored.json? ─▶ every unended run, once ─▶ audit ─▶ the mark is removed ─▶ loops
 
-Backup. The server goes on meanwhile. Bytes are there before the row that names them, so the files have everything that
-the copy of the database names. A file with the size and time of the backup before is a hard link to it: a day costs
-what a day brought. The next backup removes what an interrupted one left.
+Backup. The server keeps running during a backup. It writes files before the row that names them, so the copied files
+include every file that the copied database names. A file with the size and time of the previous backup becomes a hard
+link to it. A daily backup therefore needs only the space of that day's changes. The next backup removes the remains of
+an interrupted one.
 
-Restore. Between backup and restore the server went on. A run that waits in the backup may have run and ended since; one
-that runs there may have ended, or gone on as another attempt. Nodes forget what the server confirmed, so no part knows.
-So nothing that the backup knows is started again:
+Restore. The server kept running after the backup. A run that waits in the backup may have run and ended since. A run
+that was running may have ended, or have another attempt. Nodes delete reports that the server has confirmed, so no
+component knows the truth. Therefore the server starts none of these runs again:
 
-    waits      LOST, `server_restored`: its owner submits it again if it did not run
-    goes on    stays as it is. If its node still looks after it, its reports come and it goes on to its end; if not, it
-               is LOST when its lease has run out. Its order is not sent again, and it gets no other attempt
-    came since is not known: its node hears that it is over, and its owner that there is no such run
+    waits      LOST, `server_restored`: the owner submits the run again if it did not run
+    runs       stays as it is. If its node still looks after the run, the node's reports arrive and the run continues
+               to its end. Otherwise the run is LOST when its lease expires. The server does not send its order
+               again, and creates no other attempt
+    new since  unknown: the server tells its node that the run is over, and its owner that there is no such run
 
-User code runs once, also then, and a fence that was given since the backup is never given again. With
-`nothing_ran_since` (a server that was drained and stopped before the backup, to move to another machine) everything
-goes on as after any restart.
+User code still runs only once, and the server never assigns a fence again that it has assigned since the backup. With
+`nothing_ran_since`, everything continues as after any restart. This is for a server that was drained and stopped before
+the backup, to move to another machine.
 
-Rollback. A server on a database that was rolled back would start runs again that have ended since. It does not start
-until an operator restores a backup, or accepts the loss (`--accept-rollback`): that writes `restored.json` as a restore
-does, so what waits is LOST, and nothing runs twice.
+Rollback. A server on a rolled-back database would start runs again that have since ended. It does not start until an
+operator restores a backup, or accepts the loss (`--accept-rollback`). Accepting writes `restored.json` like a restore,
+so waiting runs become LOST, and no run executes twice.
 
 Failure cases:
-- No room for a backup: what was copied is removed, and earlier backups stay.
-- A file goes while files are copied: left out, for its run ended long ago.
-- A backup was altered: `verify` and a restore name the first file.
-- The home has a server, or a server runs whose directory was moved away: a restore is refused, nothing is changed.
-- A restore is killed on the way: the home has no server, or all of it. Settled runs stay so; the next start settles the
-  rest.
+
+* The disk is too full for a backup: the backup removes its partial copy, and earlier backups stay.
+
+* A file disappears during the copy: the backup omits it, because its run ended long ago.
+
+* A backup was altered: `verify` and a restore name the first altered file.
+
+* The home has a server, or a server runs whose directory was moved away: the restore refuses and changes nothing.
+
+* A restore is killed: the home has either no server or a complete one. Settled runs stay settled, and the next start
+settles the rest.
 """
 
 from __future__ import annotations
@@ -83,22 +90,22 @@ from serverless_gpu.version import __version__
 MANIFEST = "manifest.json"
 DATABASE = "database.db"
 RESTORED = "restored.json"
-"""Marks a restored home until the start has settled its runs."""
+"""Name of the file that marks a restored home until the start has settled its runs."""
 AT_ONCE = 200
-"""Runs that one transaction settles, at most."""
+"""Maximum number of runs that one transaction settles."""
 _VERSION = 1
 _PIECE = 1 << 20
 _PARTIAL = ".partial-"
-# Of this process and this machine, or on their way: nothing that is missed.
+# Files of this process and this machine, or temporary files. A restore does not need them.
 _LEFT_OUT = frozenset({"lock", "certificate.json", "node.json", RESTORED, "incoming", "nearby"})
 _BESIDE = ("-wal", "-shm", "-journal")
 _ENDS_LEFT_OUT = (".lock", ".tmp", ".log", ".reserve", ".mark", *_BESIDE)
 Read = Callable[[Callable[[sa.Connection], Any]], Any]
-"""`Database.read`."""
+"""The signature of `Database.read`."""
 
 
 class BackupFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of a backup, as it is and as it was: mode and time of its last change, nanoseconds since 1970."""
+    """One file of a backup, with its original mode and time of change (nanoseconds since 1970)."""
 
     size: int
     blake3: str
@@ -109,11 +116,11 @@ class BackupFile(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of a backup."""
 
-    version: int  # of this description
+    version: int  # version of the manifest format
     made_ns: int  # nanoseconds since 1970, before the database was copied
     program: str  # version of serverless-gpu
     database: str  # sqlite or postgresql
-    files: Mapping[str, BackupFile]  # by their path in the backup
+    files: Mapping[str, BackupFile]  # by path in the backup
 
 
 class FinishedBackup(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,34 +128,36 @@ class FinishedBackup(msgspec.Struct, frozen=True, kw_only=True):
 
     path: Path
     manifest: Manifest
-    linked: int  # how many of its files are those of the backup before
+    linked: int  # number of files that are hard links to the previous backup
 
 
 class RestoreMark(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of `restored.json`."""
 
-    made_ns: int  # when the backup was made, nanoseconds since 1970
-    nothing_ran_since: bool  # whether the server did not run after it
+    made_ns: int  # time of the backup, nanoseconds since 1970
+    nothing_ran_since: bool  # True if the server did not run after the backup
     rolled_back: bool = False
-    """There was no backup: the database itself had lost its end, and the operator accepts that."""
+    """True if there was no backup: the database lost its newest data, and the operator accepts that."""
 
 
 # --- backup ---------------------------------------------------------------------------------------------------------
 
 
 def back_up(settings: Settings, directory: Path, *, clock: Clock) -> FinishedBackup:
-    """Make a backup, beside a server that runs or without one."""
+    """Make a backup; the server may be running."""
     if not (settings.directory / "key").exists():
-        raise ServerProblem(f"{settings.home} has no server", hint="SERVERLESS_GPU_HOME says which home")
+        raise ServerProblem(f"{settings.home} has no server", hint="set SERVERLESS_GPU_HOME to the home of the server")
     if directory.resolve().is_relative_to(settings.directory.resolve()):
-        hint = "a directory outside of it, on another disk if there is one"
-        raise ServerProblem(f"{directory} is in {settings.directory}, which is what is backed up", hint=hint)
+        hint = "use a directory outside of the server's, if possible on another disk"
+        raise ServerProblem(f"{directory} is in {settings.directory}, which the backup itself copies", hint=hint)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _alone(directory):
             return _made(settings, directory, made_ns=clock.wall_ns())
     except (OSError, sqlite3.Error) as error:
-        raise StorageError(f"the backup in {directory} was not made: {error}", hint="is there room?") from error
+        raise StorageError(
+            f"the backup in {directory} was not made: {error}", hint="check the free space of the disk"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -157,7 +166,7 @@ def _alone(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ServerProblem(f"another backup is being made in {directory}") from None
+            raise ServerProblem(f"another backup is already running in {directory}") from None
         except OSError as error:
             raise lock_error(directory, error.strerror or str(error), is_home=False) from error
         yield
@@ -168,7 +177,7 @@ def _made(settings: Settings, directory: Path, *, made_ns: int) -> FinishedBacku
         shutil.rmtree(left)
     path = directory / _backup_name(made_ns)
     if path.exists():
-        raise ServerProblem(f"{path} is there already", hint="a backup takes a second at least")
+        raise ServerProblem(f"{path} already exists", hint="start the next backup at least one second later")
     before = _latest(directory)
     partial = directory / f"{_PARTIAL}{path.name}"
     partial.mkdir(mode=0o700)
@@ -179,7 +188,7 @@ def _made(settings: Settings, directory: Path, *, made_ns: int) -> FinishedBacku
             files[DATABASE] = _copied_database(database, partial / DATABASE)
         linked = 0
         for name, source in _sources(settings, database):
-            with contextlib.suppress(FileNotFoundError):  # of a run that ended long ago, gone meanwhile
+            with contextlib.suppress(FileNotFoundError):  # a file of an old run, deleted during the copy
                 found = _link(source, partial / name, name, before)
                 linked += found is not None
                 files[name] = found or _copy_file(source, partial / name)
@@ -202,7 +211,7 @@ def _made(settings: Settings, directory: Path, *, made_ns: int) -> FinishedBacku
 
 
 def _latest(directory: Path) -> tuple[Path, Manifest] | None:
-    """Return the latest backup that can be read, or None."""
+    """Return the latest readable backup, or None."""
     for path in sorted(directory.glob("*Z"), reverse=True):
         with contextlib.suppress(InvalidValue):
             return path, read_manifest(path)
@@ -210,16 +219,16 @@ def _latest(directory: Path) -> tuple[Path, Manifest] | None:
 
 
 def _copied_database(source: Path, target: Path) -> BackupFile:
-    """Copy a moment of a database that is in use."""
+    """Copy a snapshot of a database that is in use."""
     with (
         contextlib.closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as reading,
         contextlib.closing(sqlite3.connect(target)) as writing,
     ):
         try:
             reading.backup(writing)
-            writing.execute("PRAGMA journal_mode = DELETE")  # else its log would be a file beside it
+            writing.execute("PRAGMA journal_mode = DELETE")  # Otherwise SQLite would write a log beside the copy.
         except sqlite3.DatabaseError as error:
-            hint = "the backups of before are as they were; keep them"
+            hint = "earlier backups are unchanged; keep them"
             raise ServerProblem(f"{source} cannot be backed up: {error}", hint=hint) from error
     target.chmod(0o600)
     _check_database(target)
@@ -231,11 +240,11 @@ def _check_database(path: Path) -> None:
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)) as connection:
         said = _integrity(connection)
     if said != "ok":
-        raise InvalidValue(f"{path} is not whole: {said}")
+        raise InvalidValue(f"{path} is damaged: {said}")
 
 
 def _integrity(connection: sqlite3.Connection) -> str:
-    """Return "ok", or what is wrong with a database."""
+    """Return "ok", or the first damage in a database."""
     try:
         (said,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
     except sqlite3.DatabaseError as error:
@@ -258,7 +267,7 @@ def _sources(settings: Settings, database: Path | None) -> Iterator[tuple[str, P
 
 
 def _link(source: Path, target: Path, name: str, before: tuple[Path, Manifest] | None) -> BackupFile | None:
-    """Link a file that is unchanged since the backup before; return its entry, or None if it has to be copied."""
+    """Link a file that has not changed since the previous backup; return its entry, or None to copy it."""
     entry = before[1].files.get(name) if before is not None else None
     if before is None or entry is None:
         return None
@@ -268,18 +277,18 @@ def _link(source: Path, target: Path, name: str, before: tuple[Path, Manifest] |
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         os.link(before[0] / name, target)
-    except OSError:  # no links there, or not so many
+    except OSError:  # The file system supports no hard links, or not that many.
         return None
     return entry
 
 
 def _copy_file(source: Path, target: Path) -> BackupFile:
-    """Copy a file as it is now, with its mode and time; return its entry."""
+    """Copy the current content of a file with its mode and time; return its entry."""
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     digest, size = blake3(), 0
     with source.open("rb") as reading, target.open("xb") as writing:
         status = os.fstat(reading.fileno())
-        left = status.st_size  # output that is appended meanwhile is of a later moment
+        left = status.st_size  # Output appended during the copy belongs to a later snapshot.
         while left and (piece := reading.read(min(_PIECE, left))):
             digest.update(piece)
             writing.write(piece)
@@ -306,12 +315,14 @@ def read_manifest(backup: Path) -> Manifest:
     try:
         manifest = from_json((backup / MANIFEST).read_bytes(), Manifest)
     except (OSError, msgspec.MsgspecError) as error:
-        raise InvalidValue(f"{backup} is no backup: {error}", hint="it is a directory with a manifest.json") from error
+        raise InvalidValue(
+            f"{backup} is not a valid backup: {error}", hint="name a directory with a manifest.json"
+        ) from error
     if manifest.version != _VERSION:
         raise InvalidValue(f"{backup} was made by serverless-gpu {manifest.program}, which this version cannot read")
     for name in manifest.files:
         if os.path.isabs(name) or ".." in Path(name).parts:
-            raise InvalidValue(f"{backup} names a file outside of itself: {name!r}")
+            raise InvalidValue(f"{backup} names a file outside of the backup: {name!r}")
     return manifest
 
 
@@ -334,12 +345,12 @@ def _digest(path: Path) -> str:
 
 
 def _backup_name(wall_ns: int) -> str:
-    """Return the name of a backup of this moment."""
+    """Return the name of a backup made at this time."""
     return datetime.fromtimestamp(wall_ns / 1e9, UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
 
 
 def _database_file(settings: Settings) -> Path | None:
-    """Return the file of the database, or None when it is PostgreSQL's."""
+    """Return the file of the database, or None for PostgreSQL."""
     url = sa.make_url(settings.database)
     return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
 
@@ -351,10 +362,10 @@ def restore(home: Home, backup: Path, *, nothing_ran_since: bool) -> Manifest:
     """Restore a backup into a home without a server."""
     manifest = read_manifest(backup)
     directory = home.root / "server"
-    with lock_home(directory, hint="stop it first: Ctrl-C where `sgpu up` runs, or its service"):
+    with lock_home(directory, hint="stop the server first: press Ctrl-C where `sgpu up` runs, or stop its service"):
         if directory.exists() and any(directory.iterdir()):
             hint = (
-                "another SERVERLESS_GPU_HOME; or, when what is there is not needed: "
+                "use another SERVERLESS_GPU_HOME; or, if you do not need that server any more: "
                 f"stop the server first, then mv {directory} {directory}.old"
             )
             raise ServerProblem(f"{home.root} has a server already", hint=hint)
@@ -363,7 +374,7 @@ def restore(home: Home, backup: Path, *, nothing_ran_since: bool) -> Manifest:
 
 
 def _bring(home: Home, backup: Path, manifest: Manifest, *, nothing_ran_since: bool) -> None:
-    """Copy everything to a partial directory, check it, and move it into place."""
+    """Copy the backup to a partial directory, check it, and move it into place."""
     partial = home.root / ".server-restoring"
     shutil.rmtree(partial, ignore_errors=True)
     (partial / "server").mkdir(mode=0o700, parents=True)
@@ -379,7 +390,7 @@ def _bring(home: Home, backup: Path, manifest: Manifest, *, nothing_ran_since: b
 
 
 def _place(home: Home, partial: Path, manifest: Manifest, *, nothing_ran_since: bool) -> None:
-    """Move everything into place; the server's directory last."""
+    """Move the restored files into place, the server's directory last."""
     configuration = home.root / "server.toml"
     if (partial / "server.toml").exists() and not configuration.exists():
         (partial / "server.toml").rename(configuration)
@@ -388,15 +399,15 @@ def _place(home: Home, partial: Path, manifest: Manifest, *, nothing_ran_since: 
     if manifest.database == "sqlite":
         place = _database_file(read_settings(home.root, environ=os.environ))
         if place is None:
-            hint = f"the backup's database is {DATABASE} in it; take `database` out of {configuration}"
+            hint = f"the backup contains {DATABASE}; remove `database` from {configuration}"
             raise ServerProblem("the backup has a database of SQLite, and the settings say PostgreSQL", hint=hint)
         inside = place.parent == home.root / "server"
         target = made / place.name if inside else place
-        # What SQLite writes beside a database would be applied to the restored one.
+        # SQLite would apply remaining log files to the restored database.
         there = [path for end in ("", *_BESIDE) if (path := target.with_name(f"{target.name}{end}")).exists()]
         if there:
             hint = "; ".join(f"mv {path} {target}.old{path.name.removeprefix(target.name)}" for path in there)
-            raise ServerProblem(f"{there[0]} is there already", hint=hint)
+            raise ServerProblem(f"{there[0]} already exists", hint=hint)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         shutil.move(partial / DATABASE, target)
     mark = RestoreMark(made_ns=manifest.made_ns, nothing_ran_since=nothing_ran_since)
@@ -415,7 +426,7 @@ def settle(database: Transactions, directory: Path, *, measures: ServerMetrics, 
     except FileNotFoundError:
         return
     except msgspec.MsgspecError as error:
-        raise ServerProblem(f"{path} cannot be understood: {error}", hint="restore the backup again") from error
+        raise ServerProblem(f"{path} is not valid: {error}", hint="restore the backup again") from error
     moment = _backup_name(mark.made_ns)
     detail = f"the database was rolled back, found {moment}" if mark.rolled_back else f"the backup is of {moment}"
     counts = {"waited": 0, "went_on": 0}
@@ -458,13 +469,13 @@ def _hold(connection: sa.Connection, now_ns: int) -> int:
 
 
 def refuse_rollback(settings: Settings, read: Read, *, now_ns: int, other: str = "") -> str:
-    """Refuse to start on a database that was rolled back, unless the operator accepts that.
+    """Refuse to start on a rolled-back database, unless the operator accepts that.
 
-    Return how it was rolled back where that is accepted, else "". `other` names a process that shares the server's
-    directory.
+    Return how the database was rolled back if the operator accepts that, else "". `other` names a process that shares
+    the server's directory.
     """
     if other and not _is_same_database(settings, read):
-        hint = "servers share a directory only where they have the same database; give this one its own home"
+        hint = "servers may share a directory only with the same database; give this one its own home"
         raise ServerProblem(f"{other}, with another database", hint=hint)
     why = rollback_sentence(settings, read)
     if not why:
@@ -472,18 +483,19 @@ def refuse_rollback(settings: Settings, read: Read, *, now_ns: int, other: str =
     if not settings.accept_rollback:
         directory = settings.directory
         hint = (
-            f"restore a backup: mv {directory} {directory}.old && sgpu server restore BACKUP. Or go on without what is "
-            "lost: sgpu up --accept-rollback; runs that wait in it become LOST, since they may have run"
+            f"restore a backup: mv {directory} {directory}.old && sgpu server restore BACKUP. Or continue without "
+            "the lost data: "
+            "sgpu up --accept-rollback; waiting runs then become LOST, because they may have run"
         )
         raise ServerProblem(f"the database was rolled back: {why}", hint=hint)
     file = _database_file(settings)
-    if file is not None:  # a part of a checkpoint may be missing
+    if file is not None:  # A part of a checkpoint may be missing.
         with contextlib.closing(sqlite3.connect(file)) as connection:
             said = _integrity(connection)
         if said != "ok":
             raise ServerProblem(
                 f"the database was rolled back, and {file} is damaged: {said}",
-                hint="restore a backup: it cannot go on",
+                hint="restore a backup; the server cannot continue with this file",
             )
     restored = RestoreMark(made_ns=now_ns, nothing_ran_since=False, rolled_back=True)
     write_private(settings.directory / RESTORED, msgspec.json.encode(restored))
@@ -503,18 +515,19 @@ def rollback_evidence(settings: Settings, read: Read) -> tuple[str, ...]:
 def rollback_sentence(settings: Settings, read: Read) -> str:
     """Return how the database was rolled back, or "" without a sign of it."""
     path = mark_path(settings)
-    if path is None or (settings.directory / RESTORED).exists():  # a restore goes back on purpose
+    if path is None or (settings.directory / RESTORED).exists():  # A restore intentionally returns to an older state.
         return ""
     mark: HighWaterMark | None
     try:
-        mark = high_water_mark_file.read_mark(path)  # before the database, which is ahead of it then
+        # Read the mark before the database, so that the database is ahead of it.
+        mark = high_water_mark_file.read_mark(path)
     except high_water_mark_file.UnreadableMark:
         return f"its high-water mark {path} is damaged ({path.stat().st_size} bytes), so the disk lost writes"
     return rollback(mark, read(leader_lock.position), place=place_of(settings))
 
 
 def mark_path(settings: Settings) -> Path | None:
-    """Return where the high-water mark is; None for a database in memory."""
+    """Return the path of the high-water mark; None for a database in memory."""
     url = sa.make_url(settings.database)
     if url.get_backend_name() != "sqlite":
         return settings.directory / "database.mark"
@@ -523,7 +536,7 @@ def mark_path(settings: Settings) -> Path | None:
 
 
 def place_of(settings: Settings) -> str:
-    """Return the key of a database's place in a mark, where the mark does not lie beside it."""
+    """Return the identifier of a database's place, for a mark that is not beside the database."""
     url = sa.make_url(settings.database)
     if url.get_backend_name() == "sqlite":
         return ""
@@ -536,6 +549,6 @@ def _is_same_database(settings: Settings, read: Read) -> bool:
     try:
         mark = None if path is None else high_water_mark_file.read_mark(path)
     except high_water_mark_file.UnreadableMark:
-        return True  # that is refused besides
+        return True  # Another check refuses this case.
     found = read(leader_lock.position)
     return mark is None or (found is not None and found.database_id == mark.position.database_id)

@@ -1,16 +1,19 @@
-"""Replaces what code of other principals may have read of a server: its key, every token, Ray's token.
+"""Replaces the server's key and tokens, which code of other principals may have read.
 
     mark ─▶ key.next ─▶ sealed rows, under the new key ─▶ key.next becomes key ─▶ hashes of attempts' tokens
-         ─▶ every principal's token is revoked ─▶ files of first tokens ─▶ Ray's token ─▶ no mark
+         ─▶ all tokens of principals are revoked ─▶ files of first tokens ─▶ Ray's token ─▶ no mark
 
-The server is stopped meanwhile. The mark is a file that holds the digest of the old key. As long as it is there, the
-server does not start. Every step may be done again: a rotation that was killed goes on with the next `rotate`.
+The server must be stopped during a rotation. The mark is a file with the digest of the old key. While it exists, the
+server does not start. Every step can be repeated, so the next `rotate` continues a killed rotation.
 
-The values of secrets stay as they are: only the service that issued one can replace it. Contexts of ended runs are not
-sealed again: nothing opens them any more.
+The values of secrets do not change, because only the service that issued a secret can replace it. The rotation does not
+seal contexts of ended runs again, because the server never opens them again.
 
-Failure cases: another server of this home or database runs, or Ray does (refused before anything is changed); a row
-that neither key opens stays as it is, and the next start names it.
+Failure cases:
+
+* Another server of this home or database runs, or Ray runs: the rotation refuses before any change.
+
+* Neither key opens a row: the row stays as it is, and the next start reports it.
 """
 
 from __future__ import annotations
@@ -48,24 +51,24 @@ _TOKEN_FILES = ("token", "node.token", "join.token")
 
 
 class RotationMark(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of the mark: a rotation that was begun."""
+    """Contents of the mark file: the state of a rotation in progress."""
 
-    old_key: str  # digest of the key that is replaced
-    are_revoked: bool = False  # whether every token of before is revoked; those that are good now are new
+    old_key: str  # digest of the replaced key
+    are_revoked: bool = False  # True once every earlier token is revoked; valid tokens are then new ones
 
 
 class Rotated(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of a rotation, and the work that remains for operators."""
+    """Outcome of a rotation, and the remaining work of operators."""
 
-    contexts: int  # unended runs whose variables were sealed again
-    revoked: tuple[tuple[str, int], ...]  # principals that need a token, and how many of theirs were revoked
-    nodes: tuple[str, ...]  # other machines, which have to join again
-    secrets: tuple[SecretView, ...]  # whose values are to be changed at their source
-    is_ray_given: bool  # whether Ray's token is not this server's to replace
+    contexts: int  # Number of unended runs whose variables were sealed again.
+    revoked: tuple[tuple[str, int], ...]  # Principals that need a token, with the number of their revoked tokens.
+    nodes: tuple[str, ...]  # Other machines, which must join again.
+    secrets: tuple[SecretView, ...]  # Secrets whose values must be changed at their source.
+    is_ray_given: bool  # True if another party manages Ray's token.
 
 
 def refuse_unfinished(directory: Path) -> None:
-    """Refuse a server whose rotation is unfinished."""
+    """Refuse to start a server with an unfinished rotation."""
     if (directory / MARK).exists():
         raise ServerProblem(
             "a rotation of this server's key and tokens was interrupted", hint="finish it: sgpu server rotate"
@@ -73,13 +76,15 @@ def refuse_unfinished(directory: Path) -> None:
 
 
 def rotate(settings: Settings, *, clock: Clock, login: str) -> Rotated:
-    """Replace key and tokens of a server that does not run, or finish a rotation that was interrupted."""
+    """Replace the key and tokens of a stopped server, or finish an interrupted rotation."""
     directory = settings.directory
     if not (directory / "key").exists():
-        raise ServerProblem(f"{settings.home} has no server", hint="SERVERLESS_GPU_HOME says which home")
+        raise ServerProblem(f"{settings.home} has no server", hint="set SERVERLESS_GPU_HOME to the home of the server")
     with lock_server(directory), contextlib.closing(Database(settings.database, clock=clock)) as database:
         if ray_keeper.running(directory / "ray") is not None:
-            raise ServerProblem("Ray of this server runs, with its token of now", hint="`sgpu stop` ends it")
+            raise ServerProblem(
+                "this server's Ray is still running with the old token", hint="end Ray with `sgpu stop`"
+            )
         database.acquire()
         database.migrate()
         mark = _begun(directory)
@@ -106,9 +111,9 @@ def _begun(directory: Path) -> RotationMark:
 
 
 def _replace_key(database: Database, directory: Path, mark: RotationMark, *, now: Callable[[], int]) -> int:
-    """Seal everything again under a new key, and make that the server's; return of how many runs."""
+    """Seal all data again under a new key, and install that key; return the number of resealed runs."""
     if _digest((directory / "key").read_bytes()) != mark.old_key:
-        return 0  # it was replaced before
+        return 0  # An earlier rotation attempt has replaced the key.
     write_private(directory / NEXT_KEY, secrets.token_bytes(KEY_BYTES), replace=False)
     faults.reach("between_rotation_steps")
     old, new = (Sealer(Keys((directory / name).read_bytes()).sealing) for name in ("key", NEXT_KEY))
@@ -130,7 +135,7 @@ def _replace_key(database: Database, directory: Path, mark: RotationMark, *, now
 
 
 def _replace_attempt_tokens(database: Database, keys: Keys, *, now: Callable[[], int]) -> None:
-    """Write the hashes of attempts' tokens by the new key: the old one would compute those of before."""
+    """Store hashes of attempt tokens for the new key, because the old key could compute earlier tokens."""
     last: tuple[str, int, int] | None = ("", 0, 0)
     while last is not None:
         last = database.write(functools.partial(crews.retoken, keys=keys, after=last, at_most=_AT_ONCE))
@@ -153,7 +158,7 @@ def _revoke_all(database: Database, *, now_ns: int) -> None:
 
 
 def _replace_files(database: Database, settings: Settings, *, login: str, now_ns: int) -> None:
-    """Write new tokens of the administrator, of this machine, and for machines that join; forget Ray's own."""
+    """Write new tokens for the administrator, this machine and joining machines; delete Ray's own token."""
     directory = settings.directory
     for name in _TOKEN_FILES:
         with contextlib.suppress(FileNotFoundError):

@@ -1,11 +1,11 @@
-"""Health, version and metrics of the server: the routes, and the figures that are counted for a scrape.
+"""Serves health, version and metrics of the server, and samples the state for each scrape.
 
-    GET /metrics ─▶ StateMetrics.refresh   one look at a time, kept for 2 s, waited for 3 s at most (`health.py`)
+    GET /metrics ─▶ StateMetrics.refresh   one query at a time, kept for 2 s, awaited for 3 s at most (`health.py`)
                  └▶ registry ─▶ StateMetrics.collect ─▶ the last sample; `sgpu_sample_age_seconds` is its age
 
-`StateMetrics` counts runs, nodes, devices, leases, orders and free disk space. Its queries go by indexes to what is
-alive: ended runs are counted when they end (`server_metrics.py`). If the database is away, a scrape waits for its bound
-and gets counters and the process's own figures. The routes reveal nothing about any caller's work.
+`StateMetrics` counts runs, nodes, devices, leases, orders and free disk space. Its queries use indexes and read only
+unended runs, because `server_metrics.py` counts runs when they end. If the database does not answer, a scrape waits
+until its bound. It then gets counters and metrics of the process. The routes reveal nothing about any caller's work.
 """
 
 from __future__ import annotations
@@ -50,31 +50,31 @@ BOUND_S = 3.0
 LIVE = (State.QUEUED, *ACTIVE)
 FREE, LEASED, UNAVAILABLE, AWAY = "free", "leased", "unavailable", "away"
 DEVICE_STATES = (FREE, LEASED, UNAVAILABLE, AWAY)
-"""unavailable: in quarantine, or used by processes of others; away: their node cannot be used."""
+"""States of devices. unavailable: in quarantine, or used by other processes; away: their node cannot be used."""
 
 
 class StateSample(msgspec.Struct, frozen=True, kw_only=True):
     """Counts at one moment."""
 
-    at_ns: int  # when, boottime
-    runs: Mapping[str, int]  # by state; of those that have not ended
-    oldest_wait_s: float  # how long the run has waited that has waited longest
-    nodes: Mapping[str, int]  # by state
-    devices: Mapping[tuple[str, str], int]  # by type and state
-    lease_age_s: float  # how long the attempt has not been heard of that has been silent longest
-    orders: tuple[int, float]  # that were not acknowledged, and the age of the oldest
-    free: int | None  # bytes on the disk of the server's files; None where that is not known
-    drained: bool  # whether the server starts nothing new
-    unchained: int  # rows of the audit that are not in its chain yet
-    uncharged: int  # attempts that have ended and are not fully in the ledger
-    clock_off_s: float  # how far the clock is off of the node whose clock is off most
+    at_ns: int  # Time of the sample, boottime.
+    runs: Mapping[str, int]  # Unended runs by state.
+    oldest_wait_s: float  # Longest waiting time of any run.
+    nodes: Mapping[str, int]  # Nodes by state.
+    devices: Mapping[tuple[str, str], int]  # Devices by type and state.
+    lease_age_s: float  # Longest time without a heartbeat of any attempt.
+    orders: tuple[int, float]  # Number of unacknowledged orders, and the age of the oldest.
+    free: int | None  # Free bytes on the disk of the server's files; None if unknown.
+    drained: bool  # True if the server starts no new runs.
+    unchained: int  # Rows of the audit that are not yet in its chain.
+    uncharged: int  # Ended attempts that are not fully in the ledger.
+    clock_off_s: float  # Largest clock offset of any node.
 
 
 class _Rows(msgspec.Struct, frozen=True, kw_only=True):
     runs: dict[str, int]
     queued_ns: int | None
     nodes: list[StoredNode]
-    held: list[tuple[str, CrewId, str, int]]  # node, crew, type, devices
+    held: list[tuple[str, CrewId, str, int]]  # node, supervisor, type, devices
     orders: tuple[int, int | None]
     drained: bool
     unchained: int
@@ -108,8 +108,8 @@ class StateMetrics(MetricsSource):
         await self._probe.answer()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the last sample as Prometheus has it; nothing before the first."""
-        healthy = GaugeMetricFamily("sgpu_healthy", "Whether a part of the server is well.", labels=["check"])
+        """Yield the last sample as Prometheus metrics; nothing before the first sample."""
+        healthy = GaugeMetricFamily("sgpu_healthy", "1 if a part of the server is healthy, else 0.", labels=["check"])
         for name, well in self._health.last().items():
             healthy.add_metric([name], well)
         yield healthy
@@ -118,7 +118,7 @@ class StateMetrics(MetricsSource):
             return
         now_ns = self._clock.boottime_ns()
         age_s = (now_ns - sample.at_ns) / 1e9
-        yield _single("sample_age_seconds", "How old the figures of runs, nodes and devices are.", age_s)
+        yield _single("sample_age_seconds", "Age of the sample of runs, nodes and devices.", age_s)
         yield from families(sample)
 
     def _look(self) -> bool:
@@ -126,7 +126,7 @@ class StateMetrics(MetricsSource):
         return True
 
     def look(self) -> StateSample:
-        """Return a sample of now."""
+        """Return a new sample."""
         rows = self._database.read(_load)
         times = capacity.now(self._settings, self._clock)
         freed = self._leases.freed()
@@ -170,7 +170,7 @@ class StateMetrics(MetricsSource):
 
 
 def _load(connection: sa.Connection) -> _Rows:
-    """Read the rows to count, all of them by the index of runs by state."""
+    """Read the rows to count; all queries use the index of runs by state."""
     alive = [state.value for state in LIVE]
     active = [state.value for state in ACTIVE]
     by_state = sa.select(runs.c.state, sa.func.count()).where(runs.c.state.in_(alive)).group_by(runs.c.state)
@@ -197,7 +197,7 @@ def _load(connection: sa.Connection) -> _Rows:
 
 
 def few_types(counted: Counter[tuple[str, str]]) -> dict[tuple[str, str], int]:
-    """Return counts with a bounded number of types: a node may give its devices any name."""
+    """Limit the number of device types in counts, because a node may give its devices any name."""
     totals = Counter[str]()
     for (name, _), number in counted.items():
         totals[name] += number
@@ -209,8 +209,8 @@ def few_types(counted: Counter[tuple[str, str]]) -> dict[tuple[str, str], int]:
 
 
 def families(sample: StateSample) -> Iterator[Metric]:
-    """Yield the figures of a sample, as Prometheus names them."""
-    by_state = GaugeMetricFamily("sgpu_runs", "Runs that have not ended, by state.", labels=["state"])
+    """Yield a sample as Prometheus metrics."""
+    by_state = GaugeMetricFamily("sgpu_runs", "Unended runs, by state.", labels=["state"])
     for state, number in sample.runs.items():
         by_state.add_metric([state], number)
     there = GaugeMetricFamily("sgpu_nodes", "Nodes that have joined, by state.", labels=["state"])
@@ -221,16 +221,16 @@ def families(sample: StateSample) -> Iterator[Metric]:
         devices.add_metric([name, state], number)
     yield from (by_state, there, devices)
     count, oldest_s = sample.orders
-    yield _single("queue_oldest_seconds", "How long the run has waited that waits longest.", sample.oldest_wait_s)
-    yield _single("lease_age_max_seconds", "Silence of the attempt that was silent longest.", sample.lease_age_s)
-    yield _single("orders_unacknowledged", "Orders to nodes that were not acknowledged.", count)
-    yield _single("orders_oldest_seconds", "Age of the oldest order that was not acknowledged.", oldest_s)
-    yield _single("drained", "Whether the server starts nothing new, as an operator asked.", sample.drained)
-    yield _single("audit_unchained", "Rows of the audit that are not in its chain yet.", sample.unchained)
-    yield _single("uncharged_attempts", "Attempts that have ended and are not in the ledger yet.", sample.uncharged)
-    yield _single("node_clock_off_seconds", "Of the node whose clock is off most.", sample.clock_off_s)
+    yield _single("queue_oldest_seconds", "Longest waiting time of any run.", sample.oldest_wait_s)
+    yield _single("lease_age_max_seconds", "Longest time without a heartbeat of any attempt.", sample.lease_age_s)
+    yield _single("orders_unacknowledged", "Unacknowledged orders to nodes.", count)
+    yield _single("orders_oldest_seconds", "Age of the oldest unacknowledged order.", oldest_s)
+    yield _single("drained", "1 if an operator has drained the server, so that it starts no new runs.", sample.drained)
+    yield _single("audit_unchained", "Rows of the audit that are not yet in its chain.", sample.unchained)
+    yield _single("uncharged_attempts", "Ended attempts that are not yet in the ledger.", sample.uncharged)
+    yield _single("node_clock_off_seconds", "Largest clock offset of any node.", sample.clock_off_s)
     if sample.free is not None:
-        yield _single("disk_free_bytes", "Room on the disk of the server's files.", sample.free)
+        yield _single("disk_free_bytes", "Free space on the disk of the server's files.", sample.free)
 
 
 def _single(name: str, sentence: str, value: float) -> Metric:
@@ -245,14 +245,14 @@ routes = Routes("state")
 
 
 class PrometheusText(Response):
-    """An answer that Prometheus reads."""
+    """A response in Prometheus' text format."""
 
     media_type = CONTENT_TYPE
 
 
 @routes.get("/health", needs=PUBLIC)
 async def health(call: Call, server_health: ServerHealth) -> Health | Response:
-    """Say whether the server can do its work."""
+    """Return the health of the server's parts; status 503 if any part has a problem."""
     found = await server_health.look()
     checks = tuple(HealthCheck(name=one.name, ok=not one.problem, problem=one.problem, ms=one.ms) for one in found)
     problems = tuple(one.problem for one in found if one.problem)
@@ -265,14 +265,14 @@ async def health(call: Call, server_health: ServerHealth) -> Health | Response:
 
 @routes.get("/metrics", needs=reading("metrics"))
 async def metrics(call: Call, measures: ServerMetrics, server_health: ServerHealth) -> PrometheusText:
-    """Return figures of the whole server, in the text format of Prometheus."""
+    """Return metrics of the whole server, in the text format of Prometheus."""
     await asyncio.gather(server_health.look(), measures.refresh())
     return PrometheusText(await call.in_thread(measures.text), headers={"Cache-Control": "no-store"})
 
 
 @routes.get("/version", needs=PUBLIC)
 def version(call: Call, settings: Settings) -> Version:
-    """Say what the server speaks."""
+    """Return the server's version and the protocols that it supports."""
     return Version(
         version=__version__,
         protocol=PROTOCOL,

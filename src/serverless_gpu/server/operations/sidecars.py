@@ -1,29 +1,36 @@
-"""Sidecars of the server: the Ray of this machine (`--engine ray`), and an MLflow server (`--mlflow`).
+"""Runs sidecars of the server: Ray on this machine (`--engine ray`), and MLflow (`--mlflow`).
 
 Ray, and the file with which other machines join:
 
-    refuse_ray    before anything is started: no Ray, a wrong address, a token that others can read
-    RaySidecar    files, keeper (`engines/ray/ray_keeper.py`), ensured by a loop; it outlives the server
-    join file     server/join.json: where this server is, and a token with which one machine joins, within a day
+    refuse_ray    checks before any start: Ray is missing, an address is wrong, other users can read a token
+    RaySidecar    files and keeper (`engines/ray/ray_keeper.py`), maintained by a loop; it outlives the server
+    join file     server/join.json: the server's address, and a token with which one machine may join within a day
 
     server/ray/   token  node.json  keeper.json  keeper.lock  keeper.log  ray.log  engine/
 
-With `ray_address` another machine has the head. Then this machine joins that cluster as every other one does, because a
-cluster is asked from one of its machines.
+With `ray_address` another machine runs the head. This machine then joins that cluster like every other one, because Ray
+answers requests only from machines of the cluster.
 
-MLflow ends with the server. It serves the store of the home, at the same address, unless another store is named: runs
-that were tracked without a server are there, too. An MLflow of another interpreter that runs there is stopped.
+MLflow ends with the server. Unless the settings name another store, it serves the home's store at the home's usual
+address. It therefore also shows runs that were tracked without a server. The server stops an MLflow of another
+interpreter that runs there.
 
     sgpu up ── keeper (`node/mlflow_server/`), in our own interpreter ── MLflow, on loopback
-       ├─ a thread starts another keeper if it is killed
-       └─ /version says where it is: runs whose caller configured none are tracked there
+       ├─ a thread starts another keeper if the keeper is killed
+       └─ /version has its address: runs whose caller configured no tracking are tracked there
 
 Failure cases:
-- Ray's keeper is killed, or Ray dies: started again, `/health` says so meanwhile; runs do not notice.
-- Ray does not come up: the server works, and new gangs on other machines wait with a sentence.
-- MLflow is not installed, or other machines could not reach it on loopback: refused at the start.
-- MLflow does not come up, or dies: tried again with pauses, `/health` says why, and the server works.
-- The server is killed: the kernel closes a pipe, and MLflow's keeper ends.
+
+* Ray's keeper is killed, or Ray dies: the server starts it again, and `/health` reports it meanwhile. Runs are not
+affected.
+
+* Ray does not start: the server works, and new gangs on other machines wait with a message.
+
+* MLflow is not installed, or other machines could not reach it on loopback: the server refuses to start.
+
+* MLflow does not start, or dies: the server works and retries with pauses. `/health` reports the reason.
+
+* The server is killed: the kernel closes a pipe, and MLflow's keeper ends.
 """
 
 from __future__ import annotations
@@ -62,7 +69,7 @@ from serverless_gpu.wire.nodes import RayPool
 
 EVERY_S = 5.0
 _RAY_TOKEN_BYTES = 32
-_MLFLOW_NEEDS = ("mlflow", "flask")  # the second is what mlflow-skinny lacks
+_MLFLOW_NEEDS = ("mlflow", "flask")  # mlflow-skinny lacks flask
 _MLFLOW_ENDS_S = 30.0
 _MLFLOW_LOOK_S = 0.05
 _MLFLOW_LOOKS = 600
@@ -72,7 +79,7 @@ _log = logging.getLogger(__name__)
 
 
 def refuse_ray(settings: Settings) -> None:
-    """Refuse to start a Ray that could not work."""
+    """Refuse to start if Ray could not work."""
     if settings.ray is None:
         return
     ray_machine.check_ray()
@@ -84,19 +91,19 @@ def refuse_ray(settings: Settings) -> None:
         if why:
             raise ServerProblem(
                 f"no Ray answers at {settings.ray.address}: {why}",
-                hint="the address of the cluster's head: --ray-address",
+                hint="set --ray-address to the address of the cluster's head",
             )
     if ray_keeper.running(_directory(settings)) is None:
         taken = ray_machine.taken_port(settings.ray.port, address)
         if taken is not None:
             raise ServerProblem(
                 f"port {taken} is taken, and Ray needs {start_arguments.port_range(settings.ray.port)}",
-                hint="another range of a hundred: --ray-port 8100",
+                hint="choose another range of a hundred ports: --ray-port 8100",
             )
 
 
 def node_address(settings: Settings, ray: RaySettings) -> str:
-    """Return the address of this machine for the others: as said, or where the server listens, or as it can be told."""
+    """Return this machine's address for other machines: configured, the server's own, or detected."""
     if ray.node_address:
         return ray.node_address
     if ray.address:
@@ -108,35 +115,36 @@ def node_address(settings: Settings, ray: RaySettings) -> str:
 
 
 class RaySidecar:
-    """The Ray of this machine, kept running."""
+    """Keeps Ray running on this machine."""
 
     def __init__(self, settings: Settings, *, url: str, node_token: str) -> None:
         assert settings.ray is not None
         self._settings, self._ray = settings, settings.ray
-        self.directory = _directory(settings)  # of its files
+        self.directory = _directory(settings)  # directory of Ray's files
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._address = node_address(settings, self._ray)
         self._token = _given_token(self._ray) if self._ray.address else _own_token(self.directory)
         self._version = ray_machine.check_ray()
         self._plan = self._prepared(url, node_token)
         self._problem = ""
-        self.was_there = ray_keeper.running(self.directory) is not None  # whether Ray ran here before the server did
+        # True if Ray was already running when the server started
+        self.was_there = ray_keeper.running(self.directory) is not None
         self._ensure()
 
     @property
     def cluster(self) -> ClusterAddress:
-        """Return the cluster, as this machine reaches it."""
+        """Return the cluster's address for this machine."""
         head = self._ray.address or start_arguments.joined(self._address, self._ray.port)
         token_file = str(self.directory / ray_machine.TOKEN)
         return ClusterAddress(address=head, token_file=token_file, node_address=self._address)
 
     @property
     def key(self) -> str:
-        """Return the key that tells this server's gangs from those of another server in the cluster."""
+        """Return the key that distinguishes this server's gangs from those of other servers in the cluster."""
         return sha256(f"{machine()}:{self._settings.directory}")[:12]
 
     def pool(self) -> RayPool:
-        """Return how another machine joins."""
+        """Return the data that another machine needs to join."""
         return RayPool(
             address=self.cluster.address,
             port=self._ray.port,
@@ -147,7 +155,7 @@ class RaySidecar:
         )
 
     def tick(self, now_ns: int) -> int:
-        """Start the keeper unless it runs; return when to look again."""
+        """Start the keeper unless it runs; return the time of the next check."""
         self._ensure()
         return now_ns + round(EVERY_S * 1e9)
 
@@ -173,7 +181,7 @@ class RaySidecar:
         try:
             owner = self._settings.directory / "lock"
             if ray_keeper.ensure(self.directory, self._plan, owner, os.environ):
-                _log.info("Ray is started: %s", self.cluster.address)
+                _log.info("Ray has been started: %s", self.cluster.address)
         except ServerlessGpuError as error:
             if error.message != self._problem:
                 _log.warning("%s", error.message)
@@ -197,7 +205,8 @@ def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequenc
         ca = Path(settings.tls_ca).read_text(encoding="ascii")
     elif settings.tls_cert:
         certificate = Path(settings.tls_cert).read_text(encoding="ascii", errors="replace")
-        ca = certificate if tls.is_its_own(certificate) else ""  # other machines trust it only if they have it
+        # Other machines need a self-signed certificate to trust it.
+        ca = certificate if tls.is_its_own(certificate) else ""
     path = settings.directory / JOIN_FILE_NAME
     write_join_file(path, JoinFile(server=server, token=token, ca=ca))
     ports = start_arguments.port_range(settings.ray.port)
@@ -209,20 +218,20 @@ def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequenc
             return [*lines, f"other machines cannot join yet: {why}"]
         return [
             *lines,
-            f"another home of this machine joins: sgpu join {head} --token-file {path} "
+            f"another home of this machine joins with: sgpu join {head} --token-file {path} "
             "--name NAME --node-address IP --ray-port PORT",
-            f"other machines cannot: {why}",
+            f"other machines cannot join yet: {why}",
         ]
     return [
         *lines,
-        f"another machine joins with a copy of {path}, as secret as a password:",
+        f"another machine joins with a copy of {path}, which is as confidential as a password:",
         f"  sgpu join {head} --token-file {JOIN_FILE_NAME}",
-        "it is good for one machine within a day; for more: sgpu node invite --uses 10",
+        "its token is valid for one machine within a day; for more: sgpu node invite --uses 10",
     ]
 
 
 def server_url(settings: Settings, *, url: str, port: int, address: str, certified: Sequence[str]) -> str:
-    """Return where other machines find this server: by a name in its certificate, or the proxy's."""
+    """Return the server's address for other machines: a name in its certificate, or the proxy's."""
     if settings.tls_cert:
         usable = [
             name for name in certified if not name.startswith("*") and name not in ("localhost", "127.0.0.1", "::1")
@@ -230,7 +239,7 @@ def server_url(settings: Settings, *, url: str, port: int, address: str, certifi
         said = [name for name in settings.hosts if name not in usable]
         name = address if address in usable else next(iter((*settings.hosts, *usable, *said, address)))
         return f"https://{f'[{name}]' if ':' in name else name}:{port}"
-    if settings.hosts:  # a proxy speaks TLS, on this machine or another
+    if settings.hosts:  # A proxy on this machine or another one handles TLS.
         return f"https://{settings.hosts[0]}"
     return url
 
@@ -242,10 +251,10 @@ def _given_token(ray: RaySettings) -> str:
         text = path.read_text(encoding="ascii", errors="replace")
     except OSError as error:
         raise InvalidValue(
-            f"{path} cannot be read: {error.strerror}", hint="--ray-token-file: with the cluster's token"
+            f"{path} cannot be read: {error.strerror}", hint="set --ray-token-file to the file with the cluster's token"
         ) from None
     if others:
-        raise InvalidValue(f"{path} lets in whoever has it, and {others}", hint=f"chmod 600 {path}")
+        raise InvalidValue(f"{path} gives access to the cluster, and {others}", hint=f"chmod 600 {path}")
     return start_arguments.check_token(text)
 
 
@@ -280,7 +289,7 @@ def mlflow_sidecar(settings: Settings) -> Iterator[Settings]:
 
 
 def mlflow_checks(settings: Settings) -> tuple[Callable[[], str], ...]:
-    """Return the health check of the MLflow server: one, or none without it."""
+    """Return the health check of the MLflow server, or nothing without one."""
     if not settings.mlflow:
         return ()
     place = _mlflow_files(settings)
@@ -305,33 +314,33 @@ def _refuse_mlflow(settings: Settings) -> None:
         )
     if any(name not in LOOPBACK for name in host_names(settings)) and not settings.mlflow_url:
         raise InvalidValue(
-            "other machines may use this server, and could not reach MLflow's, which listens on loopback",
-            hint="put a proxy that speaks TLS in front of it, and say where others find it: --mlflow-url https://…",
+            "other machines may use this server, but they cannot reach its MLflow, which listens on loopback",
+            hint="put a TLS proxy in front of MLflow, and give its address: --mlflow-url https://…",
         )
 
 
 class _MlflowKeeper:
-    """The keeper, and a thread that starts another one should it be killed.
+    """Runs the MLflow keeper, and restarts it from a thread if it is killed.
 
-    `hosts` are further names that MLflow's server answers to, with commas.
+    `hosts` are additional names of MLflow's server, separated by commas.
     """
 
     def __init__(self, place: ServerFiles, hosts: str) -> None:
         self._place, self._hosts = place, hosts
-        # It has the end that is read: when ours is closed, however that happens, it ends.
+        # The keeper has the read end, and ends when this process closes the write end, even by dying.
         self._its, self._ours = os.pipe()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._look_after, name="mlflow", daemon=True)
         self._keeper: subprocess.Popen[bytes] | None = None
 
     def start(self) -> str:
-        """Start the keeper and return where its server will be."""
+        """Start the keeper and return the address of its server."""
         self._keeper, uri = self._started()
         self._thread.start()
         return uri
 
     def close(self) -> None:
-        """End the keeper."""
+        """Stop the keeper."""
         self._closing.set()
         os.close(self._ours)
         stop_server(self._place)
@@ -341,7 +350,7 @@ class _MlflowKeeper:
 
     def _started(self) -> tuple[subprocess.Popen[bytes], str]:
         for _ in range(_MLFLOW_TRIES):
-            stop_server(self._place)  # another interpreter's; a tracked run may have that started again
+            stop_server(self._place)  # This stops the server of another interpreter; a tracked run may start it again.
             keeper = start_keeper(self._place, sys.executable, os.environ, owner=self._its, hosts=self._hosts)
             for _ in range(_MLFLOW_LOOKS):
                 serving = kept(self._place)
@@ -350,7 +359,7 @@ class _MlflowKeeper:
                 if keeper.poll() is not None or self._closing.wait(_MLFLOW_LOOK_S):
                     break
         wrote = self._place.directory / "keeper.log"
-        raise ServerProblem("the keeper of MLflow's server did not come up", hint=f"it wrote: {wrote}")
+        raise ServerProblem("the keeper of MLflow's server did not start", hint=f"it wrote: {wrote}")
 
     def _look_after(self) -> None:
         while not self._closing.is_set():

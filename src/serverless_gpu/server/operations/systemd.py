@@ -1,17 +1,21 @@
-"""Messages to systemd, and the unit with which it runs a server.
+"""Sends messages to systemd, and generates the unit with which systemd runs a server.
 
-The unit is made here: `sgpu server unit` prints it for this machine, and a test compares it with
-`deploy/serverless-gpu.service`. Two settings matter most:
+`sgpu server unit` prints the unit for this machine, and a test compares it with `deploy/serverless-gpu.service`. Two
+settings matter most:
 
-    KillMode=process     stopping or restarting the server ends the server, and not the runs of its machine
-    OOMPolicy=continue   a rank that the kernel ends for its memory does not take the unit with it
+    KillMode=process     a stop or restart ends only the server, and not the runs on its machine
+    OOMPolicy=continue   the unit survives when the kernel kills a rank for its memory
 
-The agent, and with it every rank, is a descendant of the server where that offers its own machine. A restriction of the
-server is then one of user code: no new privileges (`nvidia-modprobe` is setuid), no devices (GPUs), no writable
-executable memory (compilers), no namespaces (environments). So a server with a node has none of these restrictions, and
-one without a node (`--no-node`) all of them.
+If the server's own machine is a node, the agent and every rank are descendants of the server. Restrictions of the
+server would then also apply to user code:
 
-Failure cases: systemd does not listen (nothing is sent, the server goes on).
+    no new privileges                `nvidia-modprobe` is setuid
+    no devices                       runs need GPUs
+    no writable executable memory    compilers need it
+    no namespaces                    environments need them
+
+Therefore a server with a node has none of these restrictions, and a server without a node (`--no-node`) has all of
+them. If systemd does not answer, the server sends nothing and continues.
 """
 
 from __future__ import annotations
@@ -27,17 +31,17 @@ import msgspec
 
 VARIABLE = "NOTIFY_SOCKET"
 TAKEN_OVER = 3
-"""Exit status of a server that another one has replaced: systemd does not restart it."""
+"""Exit status of a server that another one has replaced; systemd does not restart it."""
 STARTING_S = 600
-"""How long a start may take: a large database is migrated in it."""
+"""Maximum seconds of a start, which may include the migration of a large database."""
 ENDING_S = 30
-"""How long loops, engine and database take beside requests, at most."""
+"""Maximum seconds for stopping loops, engine and database, in addition to requests."""
 
 
 def notify(place: str, *lines: str) -> None:
     """Send lines to systemd, if it listens.
 
-    `place` is what systemd set as `NOTIFY_SOCKET`; nothing is sent where it is "".
+    `place` is the value of `NOTIFY_SOCKET`; nothing is sent if it is "".
     """
     if not place:
         return
@@ -49,12 +53,12 @@ def notify(place: str, *lines: str) -> None:
 class Installation(msgspec.Struct, frozen=True, kw_only=True):
     """Paths and options of a unit."""
 
-    command: Sequence[str]  # what starts the server
-    user: str  # whom it runs as, and with it every run of its machine
-    home: Path  # `$SERVERLESS_GPU_HOME`
-    node: bool  # whether its machine is a node, too
-    tls: bool  # whether it has a certificate of its own, which can be renewed
-    stopping_s: float  # how long requests may take when it is to stop
+    command: Sequence[str]  # Command that starts the server.
+    user: str  # User of the server and of every run on its machine.
+    home: Path  # Value of `$SERVERLESS_GPU_HOME`.
+    node: bool  # True if the server's machine is also a node.
+    tls: bool  # True if the server has a certificate of its own, which can be renewed.
+    stopping_s: float  # Seconds that requests get when the server stops.
 
 
 def unit(there: Installation) -> str:
@@ -73,15 +77,15 @@ def unit(there: Installation) -> str:
         "Type=notify",
         f"User={there.user}",
         f"Environment=SERVERLESS_GPU_HOME={home}",
-        "# Passwords belong here, not into the command: SGPU_DATABASE=postgresql://...",
+        "# Put passwords here and not into the command: SGPU_DATABASE=postgresql://...",
         f"EnvironmentFile=-{there.home / 'server.env'}",
         f"ExecStart={shlex.join(there.command)}",
         *(["# A renewed certificate: systemctl reload", "ExecReload=/bin/kill -HUP $MAINPID"] if there.tls else []),
-        "# Only the server is stopped and started again: its machine's runs go on.",
+        "# A stop or restart ends only the server; runs on its machine continue.",
         "KillMode=process",
         "OOMPolicy=continue",
         "Restart=on-failure",
-        "# Another server has taken its database over: it does not take it back by itself.",
+        "# Another server has taken the database over: systemd must not restart this one.",
         f"RestartPreventExitStatus={TAKEN_OVER}",
         "RestartSec=2",
         f"TimeoutStartSec={STARTING_S}",
@@ -100,7 +104,7 @@ def unit(there: Installation) -> str:
 
 
 def join_unit(command: Sequence[str], *, user: str, home: Path) -> str:
-    """Return the unit with which a machine is a node of a pool."""
+    """Return the unit with which a machine joins a pool as a node."""
     lines = [
         "# Made by `sgpu join … --unit`. Install:",
         "#   sgpu join … --unit | sudo tee /etc/systemd/system/serverless-gpu-join.service",
@@ -116,7 +120,7 @@ def join_unit(command: Sequence[str], *, user: str, home: Path) -> str:
         f"User={user}",
         f"Environment=SERVERLESS_GPU_HOME={_quoted(str(home))}",
         f"ExecStart={shlex.join(command)}",
-        "# Only the membership is stopped and started again: runs of this machine go on.",
+        "# A stop or restart ends only the membership; runs on this machine continue.",
         "KillMode=process",
         "OOMPolicy=continue",
         "Restart=always",
@@ -127,7 +131,7 @@ def join_unit(command: Sequence[str], *, user: str, home: Path) -> str:
         "# Attempts get control groups of their own below this one.",
         "Delegate=yes",
         "UMask=0077",
-        "# No sandbox: ranks are descendants of what is started here, and it would be theirs.",
+        "# No sandbox: ranks are descendants of this process and would inherit it.",
         "",
         "[Install]",
         "WantedBy=multi-user.target",
@@ -136,14 +140,14 @@ def join_unit(command: Sequence[str], *, user: str, home: Path) -> str:
 
 
 _NODE = (
-    "# No sandbox: ranks are descendants of this process, and it would be theirs. Without a node (--no-node) there is",
-    "# one: `sgpu server unit` prints it then.",
+    "# No sandbox: ranks are descendants of this process and would inherit it. For a server without a node",
+    "# (--no-node), `sgpu server unit` prints a unit with a sandbox.",
 )
 
 
 def _alone(home: str) -> tuple[str, ...]:
     return (
-        "# This server starts no ranks, so it needs nothing but its files and the network.",
+        "# This server starts no ranks, so it needs only its files and the network.",
         "NoNewPrivileges=yes",
         "CapabilityBoundingSet=",
         "ProtectSystem=strict",
@@ -172,5 +176,5 @@ def _quoted(text: str) -> str:
 
 
 def taken_from(environ: os._Environ[str]) -> str:
-    """Take `NOTIFY_SOCKET` out of the variables and return it: only this process speaks for the unit."""
+    """Remove `NOTIFY_SOCKET` from the variables and return it, because only this process notifies systemd."""
     return environ.pop(VARIABLE, "")

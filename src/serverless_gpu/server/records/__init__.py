@@ -1,4 +1,4 @@
-"""Repositories: SQL and row values, a module per noun: runs, attempts, crews, nodes, charges, principals and so on.
+"""Repositories: SQL and row values, with one module per noun, such as runs, attempts, crews and nodes.
 
-Every function takes a connection; services call them in their transactions. Start with `runs.py`.
+Every function takes a connection. Services call the functions in their transactions. Start with `runs.py`.
 """

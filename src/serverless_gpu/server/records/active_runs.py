@@ -1,7 +1,7 @@
-"""Active runs: those that have devices, as loops read them.
+"""Active runs: a compact form of runs with an unfinished attempt, for the server's loops.
 
-They read thousands, all the time, so this is one query, whatever number of nodes a run is on, and a quarter of the work
-of `runs.active`.
+The loops read thousands of these runs constantly. So this module uses one query, whatever the number of nodes. The
+query takes a quarter of the time of `runs.active`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from serverless_gpu.server.records.crews import CrewId
 
 
 class ActiveCrew(msgspec.Struct, frozen=True, gc=False):
-    """A crew that has not ended, as far as loops look at it.
+    """A crew that has not ended, with the columns that loops need.
 
     Attributes:
-        node: the name of its node.
-        grace_s: the longest it was ever allowed to go on without an answer, in seconds.
+        node: the node's name.
+        grace_s: the longest time that the server ever allowed the crew to run without an answer, in seconds.
     """
 
     id: CrewId
@@ -31,17 +31,17 @@ class ActiveCrew(msgspec.Struct, frozen=True, gc=False):
 
 
 class ActiveRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A run that has an attempt which has not ended, as far as loops look at it.
+    """A run with an unfinished attempt, with the columns that loops need.
 
     Attributes:
-        crews: of its attempt, those that have not ended, by their numbers.
+        crews: the crews of its attempt that have not ended, by crew number.
         stop: why it is asked to stop, or None.
         created_ns: when its attempt was placed.
-        started_ns: when user code of its attempt began; None as long as it has not.
-        num_nodes: how many crews its attempt has, those that have ended, too.
-        began: whether user code of its attempt has begun.
-        chosen: whether it is written how its crews meet.
-        called_off: whether it is written that they will not.
+        started_ns: when user code of its attempt began; None before.
+        num_nodes: number of crews of its attempt, including those that have ended.
+        began: True if user code of its attempt has begun.
+        chosen: True if the rendezvous of its crews has an address.
+        called_off: True if the server has called the attempt off before its rendezvous.
     """
 
     id: str
@@ -62,7 +62,7 @@ class ActiveRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def has_met(self) -> bool:
-        """Return whether it is decided that its crews meet, or that they will not."""
+        """Return True if the rendezvous of its crews is decided, either way."""
         return self.began or self.chosen or self.called_off
 
 
@@ -88,7 +88,7 @@ _ACTIVE_BRIEFLY = (
 
 
 def active_briefly(connection: sa.Connection) -> list[ActiveRun]:
-    """Return the runs that have an attempt which has not ended."""
+    """Return the runs with an unfinished attempt."""
     found: dict[str, ActiveRun] = {}
     for row in connection.execute(_ACTIVE_BRIEFLY):
         crew = ActiveCrew((row[0], row[3], row[10]), row[11], row[12], row[13], row[14], State(row[15]))

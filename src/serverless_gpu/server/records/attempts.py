@@ -1,8 +1,9 @@
-"""Attempts: repository of the tries at a run. No other module reads or writes the table.
+"""Attempts: repository of the attempts of runs. No other module reads or writes the table.
 
-An attempt is written when the scheduler decides, before any node knows of it (the intent); its state follows the run's
-as long as it is the current one, and its end is its own: the run may go on with another. What it has on each node is a
-crew (`crews.py`), and it is read with them: those on one node in the same query, the others of a gang in a second one.
+The scheduler writes an attempt before any node knows of it (the intent). The state of the current attempt follows the
+state of the run. Each attempt has its own end, after which the run may continue with another one. The part of an
+attempt on one node is a crew (`crews.py`). One query reads attempts on one node together with their crew. For gangs, a
+second query reads the other crews.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from serverless_gpu.server.db.tables import crews as crews_table
 from serverless_gpu.server.records import crews
 from serverless_gpu.server.records.crews import Gang, StoredCrew
 
-_OF_OTHERS = (Reason.PEER_FAILED, Reason.PREEMPTED, Reason.DRAINED)  # why a crew ends that nothing was wrong with
+# reasons for the end of a crew without a fault of its own
+_OF_OTHERS = (Reason.PEER_FAILED, Reason.PREEMPTED, Reason.DRAINED)
 _SAYING_MAX = 4
-"""How many nodes are quoted at a time."""
+"""The maximum number of nodes whose messages are quoted together."""
 _NONE: Mapping[int, Mapping[str, object]] = MappingProxyType({})
 
 
 class NewAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that is to be made."""
+    """An attempt to insert."""
 
     gpu_type: str
     world_size: int
@@ -46,22 +48,22 @@ class NewAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt as it is written down.
+    """The row of an attempt.
 
     Attributes:
-        num_nodes: how many crews it has.
-        before: what it was when it became UNREACHABLE.
-        started_ns: when its user code began, on the first of its nodes.
-        settled_ns: since when nothing more is awaited of any of its crews.
-        tariff_json: what it pays, as was in force when it was placed.
-        account_id: as what it is counted; None for one that was made by an older server.
-        version: grows with each change of it and of its crews.
-        released: whether all of its ranks have returned, and may exit.
-        cause_json: `gang_lifecycle.Cause`, once there is one.
-        nonce: by which its crews know each other; "" of one crew.
-        chosen_json: `rendezvous.Chosen`, once its crews have met.
-        called_off: whether they never will: no user code of it begins.
-        crews: by their numbers.
+        num_nodes: number of its crews.
+        before: its state before it became UNREACHABLE.
+        started_ns: when its user code began on the first of its nodes.
+        settled_ns: when the last of its crews was settled.
+        tariff_json: the prices that were in force when it was placed.
+        account_id: its account in the ledger; None for an attempt of an older server.
+        version: grows with each change of the attempt or its crews.
+        released: True if all of its ranks have returned and may exit.
+        cause_json: `gang_lifecycle.Cause`, once it exists.
+        nonce: the shared value by which its crews recognize each other; "" for one crew.
+        chosen_json: `rendezvous.Chosen`, once the rendezvous is decided.
+        called_off: True if the server called it off before its rendezvous, so that its user code never begins.
+        crews: its crews, by crew number.
     """
 
     run_id: str
@@ -90,22 +92,22 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tariff(self) -> Tariff:
-        """Return what it pays."""
+        """Return the prices of the attempt."""
         return _decode_tariff(self.tariff_json)
 
     @property
     def secrets(self) -> tuple[Pinned, ...]:
-        """Return which versions of secrets it has."""
+        """Return the versions of secrets that the attempt uses."""
         return () if self.secrets_json == "[]" else from_json(self.secrets_json, tuple[Pinned, ...])
 
     @property
     def cause(self) -> Cause | None:
-        """Return why it ends before its end, once that is known."""
+        """Return why the attempt ends early, once that is known."""
         return None if self.cause_json is None else from_json(self.cause_json, Cause)
 
     @property
     def chosen(self) -> Chosen | None:
-        """Return how its crews meet, once that is decided."""
+        """Return how its crews connect, once that is decided."""
         return None if self.chosen_json is None else from_json(self.chosen_json, Chosen)
 
     @property
@@ -120,7 +122,7 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sentence(self) -> str:
-        """Return what its nodes say about it: of several what all say once, else what each says, with its name."""
+        """Return the messages of its nodes: once if all are equal, else each with the name of its node."""
         said = [(crew.node, crew.sentence) for crew in self.crews if crew.sentence]
         if len(said) == len(self.crews) and len({text for _, text in said}) == 1:
             return said[0][1]
@@ -134,14 +136,14 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def uncharged(self) -> bool:
-        """Return whether the ledger lacks something of a crew that has ended."""
+        """Return True if the ledger lacks entries of a crew that has ended."""
         return any(crew.uncharged for crew in self.crews)
 
 
 _decode_tariff = msgspec.json.Decoder(Tariff).decode
 _NAMES = [name for name in StoredAttempt.__struct_fields__ if name != "crews"]
 COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [*(attempts.c[name] for name in _NAMES), *crews.COLUMNS]
-"""What a query selects of an attempt and its first crew for `from_row`."""
+"""The columns of an attempt and its first crew, for `from_row`."""
 _FIRST = sa.and_(
     crews_table.c.run_id == attempts.c.run_id, crews_table.c.fence == attempts.c.fence, crews_table.c.crew == 0
 )
@@ -149,13 +151,13 @@ JOINED = attempts.join(crews_table, _FIRST).outerjoin(nodes, nodes.c.id == crews
 
 
 def joined_to(other: sa.FromClause, on: sa.ColumnElement[bool]) -> sa.FromClause:
-    """Return a join of other rows with what there is of an attempt, or nothing, for `COLUMNS`."""
+    """Return an outer join of other rows with their attempts, for `COLUMNS`."""
     first = other.outerjoin(attempts, on).outerjoin(crews_table, _FIRST)
     return first.outerjoin(nodes, nodes.c.id == crews_table.c.node_id)
 
 
 def from_row(row: Sequence[typing.Any]) -> StoredAttempt | None:
-    """Return the attempt of `COLUMNS` with its first crew (see `whole`), or None when an outer join found none."""
+    """Return the attempt of `COLUMNS` with its first crew (see `whole`), or None if a join found none."""
     if row[0] is None:
         return None
     fields = dict(zip(_NAMES, row, strict=False))
@@ -173,7 +175,7 @@ def from_row(row: Sequence[typing.Any]) -> StoredAttempt | None:
 
 
 def whole(connection: sa.Connection, found: Sequence[StoredAttempt | None]) -> list[StoredAttempt]:
-    """Return attempts with all of their crews; a query more only where one is on several nodes."""
+    """Return attempts with all of their crews; a second query reads the crews of gangs."""
     there = [attempt for attempt in found if attempt is not None]
     gangs = {(attempt.run_id, attempt.fence) for attempt in there if attempt.num_nodes > 1}
     if not gangs:
@@ -186,7 +188,7 @@ def whole(connection: sa.Connection, found: Sequence[StoredAttempt | None]) -> l
 
 
 def insert(connection: sa.Connection, run_id: str, fence: int, *, new: NewAttempt, at_ns: int) -> None:
-    """Write down an attempt that is to be made; its crews are written after it."""
+    """Insert a new attempt. The caller inserts its crews afterwards."""
     row = msgspec.structs.asdict(new) | {
         "nonce": secrets.token_hex(16) if new.num_nodes > 1 else "",
         "run_id": run_id,
@@ -198,7 +200,7 @@ def insert(connection: sa.Connection, run_id: str, fence: int, *, new: NewAttemp
 
 
 def find(connection: sa.Connection, run_id: str, fence: int) -> StoredAttempt | None:
-    """Return one attempt."""
+    """Return one attempt, or None."""
     query = sa.select(*COLUMNS).select_from(JOINED).where(_is(run_id, fence))
     row = connection.execute(query).first()
     return None if row is None else next(iter(whole(connection, [from_row(row)])), None)
@@ -220,7 +222,7 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> dict[Gang, Sto
 
 
 def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str] | None) -> bool:
-    """Return whether an attempt was placed since then, on devices of one of these types; None for any."""
+    """Return True if an attempt was placed after that time on one of these GPU types; None for any type."""
     query = sa.select(attempts.c.run_id).where(attempts.c.created_ns >= at_ns)
     if gpu_types is not None:
         query = query.where(attempts.c.gpu_type.in_(gpu_types))
@@ -228,9 +230,9 @@ def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str]
 
 
 def failed_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, frozenset[str]]:
-    """Return, by run, the nodes on which a crew of it was lost, or ended before its user code began.
+    """Return the nodes on which a crew of each run was lost, or ended before its user code began.
 
-    Without those of crews that ended because another one failed, or by a decision: nothing was wrong with them.
+    The result excludes crews that ended because of another crew or by a decision, because their nodes had no fault.
     """
     found: dict[str, set[str]] = {}
     crew = crews_table.c
@@ -243,13 +245,13 @@ def failed_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str,
         for run_id, node_id, reason, called_off, cause in connection.execute(query.where(crew.run_id.in_(some))):
             is_called_off = reason == Reason.REFUSED and called_off
             if is_called_off and (cause is None or from_json(cause, Cause).reason is not Reason.NODES_APART):
-                continue  # for something else than a crew that did not come
+                continue  # called off for a reason other than a missing crew
             found.setdefault(run_id, set()).add(node_id)
     return {run_id: frozenset(ids) for run_id, ids in found.items()}
 
 
 def apart_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, frozenset[tuple[str, str]]]:
-    """Return, by run, pairs of nodes that did not reach each other in an attempt of it."""
+    """Return, by run, the pairs of nodes that could not connect in one of its attempts."""
     found: dict[str, set[tuple[str, str]]] = {}
     query = sa.select(attempts.c.run_id, attempts.c.fence, attempts.c.cause_json)
     query = query.where(attempts.c.called_off, attempts.c.cause_json.is_not(None))
@@ -270,24 +272,24 @@ def change(
     of_crews: Mapping[int, Mapping[str, object]] = _NONE,
     **values: object,
 ) -> None:
-    """Change an attempt, and crews of it, that are still as they were read.
+    """Change an attempt and some of its crews, if their rows are still as they were read.
 
     Raises:
-        StaleAttempt: it is not; nothing was changed.
+        StaleAttempt: a row has changed since it was read; nothing was written.
     """
     unchanged = sa.and_(_is(attempt.run_id, attempt.fence), attempts.c.version == attempt.version)
     changed = attempts.update().where(unchanged).values(version=attempt.version + 1, **values)
     if connection.execute(changed).rowcount != 1:
-        raise StaleAttempt(f"attempt {attempt.gang} is not {attempt.state} any more")
+        raise StaleAttempt(f"attempt {attempt.gang} is no longer {attempt.state}")
     for number, own in of_crews.items():
         crews.change(connection, attempt.crews[number], own)
 
 
 def decide(connection: sa.Connection, attempt: StoredAttempt, **values: object) -> bool:
-    """Write that the crews of an attempt meet, or will not: once, and never both.
+    """Write the rendezvous of an attempt, or that it was called off. An attempt has only one of both.
 
     Returns:
-        False when it was decided before, or the attempt was changed meanwhile; nothing was written then.
+        False if it was decided before, or if the row has changed since it was read. Nothing was written then.
     """
     open_still = sa.and_(attempts.c.chosen_json.is_(None), attempts.c.called_off.is_(sa.false()))
     unchanged = sa.and_(_is(attempt.run_id, attempt.fence), attempts.c.version == attempt.version, open_still)
@@ -296,13 +298,14 @@ def decide(connection: sa.Connection, attempt: StoredAttempt, **values: object) 
 
 
 def note(connection: sa.Connection, run_id: str, fence: int, **values: object) -> None:
-    """Write what does not depend on the attempt's state: as what it is counted."""
+    """Write values that do not depend on the state of the attempt, such as its account."""
     connection.execute(attempts.update().where(_is(run_id, fence)).values(**values))
 
 
 def settle(connection: sa.Connection, run_id: str, fence: int, *, at_ns: int) -> bool:
-    """Note that a crew of an attempt was settled; return whether nothing more is awaited of any of them."""
-    # Always written: on PostgreSQL the last two that are settled at this moment must not both find the other one open.
+    """Note that a crew of an attempt was settled; return True if all of its crews are settled."""
+    # Always written. Otherwise, on PostgreSQL, two crews that are settled at once could each see the other as
+    # unsettled.
     values: dict[str, object] = {"version": attempts.c.version + 1}
     is_settled = not crews.is_any_unsettled(connection, run_id, fence)
     if is_settled:
@@ -312,7 +315,7 @@ def settle(connection: sa.Connection, run_id: str, fence: int, *, at_ns: int) ->
 
 
 def remove(connection: sa.Connection, run_id: str) -> None:
-    """Remove the attempts of a run and their crews, once nothing refers to them."""
+    """Remove the attempts of a run and their crews, after everything that refers to them."""
     crews.remove(connection, run_id)
     connection.execute(attempts.delete().where(attempts.c.run_id == run_id))
 

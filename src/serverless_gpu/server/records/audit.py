@@ -1,8 +1,7 @@
-"""The audit: who did what, and to what. Rows are only ever added, in the transaction of what they tell of.
+"""The audit: which principal did what. The server only adds rows, in the transaction of the action.
 
-A row gets its place in the chain (`model/audit_chain.py`) afterwards, by a loop (`AuditChainWriter`): numbers of
-rows have gaps and come out of order where many write at once, and a chain in the transaction itself would make them
-write one by one.
+A loop (`AuditChainWriter`) adds each row to the chain (`model/audit_chain.py`) later. Row numbers have gaps and arrive
+out of order under concurrent writes. A chain inside the transactions would force them to run one after the other.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from serverless_gpu.server.db.tables import audit, audit_links
 
 
 class Action(StrEnum):
-    """What is written down; the noun before the dot says what `subject` names."""
+    """Kind of an audited action. The noun before the dot names the kind of `subject`."""
 
     RUN_CREATE = "run.create"
     RUN_STOP = "run.stop"
@@ -77,10 +76,10 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One row.
 
     Attributes:
-        seq: grows.
+        seq: number of the row; later rows have higher numbers.
         at_ns: nanoseconds since 1970.
-        principal: who did it; "server" for the server itself.
-        detail: never a secret, never a value of a variable.
+        principal: name of the principal that acted; "server" for the server itself.
+        detail: details of the action; never a secret or the value of a variable.
         token: identifier of the token that was used, or "".
     """
 
@@ -95,9 +94,9 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 _INSERT = sa.insert(audit)
 _BACK = 10_000
-"""Rows that others may write between one that was begun before them and its commit."""
+"""The maximum number of rows that others may insert between the start of a transaction and its commit."""
 SERVER = Caller(name="server", kind="service")
-"""The actor of what no principal asked for."""
+"""The actor of actions that no principal asked for."""
 
 
 def record(
@@ -109,15 +108,15 @@ def record(
     now_ns: int,
     detail: Mapping[str, object] | None = None,
 ) -> None:
-    """Record an action, in the transaction that does it.
+    """Record an action in the transaction that performs it.
 
     Args:
-        connection: of the transaction that does it.
-        who: did it.
-        action: what.
-        subject: to what: an identifier or a name.
+        connection: the connection of that transaction.
+        who: the principal that acts.
+        action: the kind of the action.
+        subject: the identifier or name of the object of the action.
         now_ns: nanoseconds since 1970.
-        detail: values of JSON; no secrets.
+        detail: JSON values; no secrets.
     """
     values = {
         "at_ns": now_ns,
@@ -131,7 +130,7 @@ def record(
 
 
 def entries(connection: sa.Connection, *, after: int = 0, limit: int = 500) -> list[AuditEntry]:
-    """Return entries in the order of their rows, chained or not, from the one after `after` on."""
+    """Return entries after row `after`, in the order of their rows, with or without a place in the chain."""
     query = sa.select(audit).where(audit.c.seq > after).order_by(audit.c.seq).limit(limit)
     return [
         AuditEntry(
@@ -148,12 +147,12 @@ def entries(connection: sa.Connection, *, after: int = 0, limit: int = 500) -> l
 
 
 class AuditFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Filter of entries; "" for any.
+    """Filter of entries; "" matches any value.
 
     Attributes:
-        after: number of the last one they have.
-        limit: how many, at most.
-        newest: the last ones that there are, not the next ones.
+        after: number of the last entry that the caller already has.
+        limit: maximum number of entries.
+        newest: True for the last entries instead of the next ones.
     """
 
     after: int = 0
@@ -165,7 +164,7 @@ class AuditFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def links(connection: sa.Connection, wanted: AuditFilter) -> list[ChainedEntry]:
-    """Return entries of the chain in order; one whose row is gone has nothing but its number and digest."""
+    """Return entries of the chain in order. An entry without a row has only its number and digest."""
     number = audit_links.c.number
     query = sa.select(audit_links, *_TOLD).select_from(audit_links.outerjoin(audit)).where(number > wanted.after)
     for column in (audit.c.principal, audit.c.action, audit.c.subject):
@@ -183,31 +182,31 @@ def head(connection: sa.Connection) -> ChainHead:
 
 
 def chained_seq(connection: sa.Connection) -> int:
-    """Return a row's number up to which all rows are in the chain, but for those that a killed server left."""
+    """Return a row number up to which the chain is complete, except for rows of a killed server."""
     return max(0, (connection.scalar(sa.select(sa.func.max(audit_links.c.seq))) or 0) - _BACK)
 
 
 def is_pending(connection: sa.Connection, *, after_seq: int) -> bool:
-    """Return whether any row is not in the chain yet; as `pending`."""
+    """Return True if a row is not in the chain yet; a faster form of `pending`."""
     unlinked = sa.select(audit.c.seq).select_from(_UNLINKED)
     wanted = unlinked.where(audit_links.c.number.is_(None), audit.c.seq > after_seq).limit(1)
     return connection.execute(wanted).first() is not None
 
 
 def pending(connection: sa.Connection, *, after_seq: int) -> tuple[int, int | None]:
-    """Return how many rows are not in the chain yet, and when the oldest of them was written."""
+    """Return the number of rows that are not in the chain yet, and the time of the oldest."""
     query = sa.select(sa.func.count(), sa.func.min(audit.c.at_ns)).select_from(_UNLINKED)
     row = connection.execute(query.where(audit_links.c.number.is_(None), audit.c.seq > after_seq)).one()
     return row[0], row[1]
 
 
 def chain(connection: sa.Connection, *, after_seq: int, limit: int) -> int:
-    """Put rows into the chain that are not in it, the oldest first; return how many.
+    """Add the oldest rows that are not in the chain to it; return their number.
 
     Args:
-        connection: of a transaction that may write; one at a time.
-        after_seq: rows up to this one are known to be in it.
-        limit: how many, at most.
+        connection: of a write transaction; only one may run at a time.
+        after_seq: rows up to this number are known to be in the chain.
+        limit: maximum number of rows.
     """
     query = sa.select(audit).select_from(_UNLINKED).where(audit_links.c.number.is_(None), audit.c.seq > after_seq)
     last = head(connection)
@@ -232,6 +231,6 @@ def _plain(row: sa.Row[Any]) -> dict[str, Any]:
 
 def _link(row: sa.Row[Any]) -> ChainedEntry:
     said = {name: getattr(row, name) for name in ("number", "seq", "sha256")}
-    if row.action is None:  # the row was removed: a check of the chain finds that
+    if row.action is None:  # The row was removed; the check of the chain detects that.
         return ChainedEntry(at_ns=0, principal="", action="", subject="", detail={}, token="", **said)
     return ChainedEntry(detail=_decode(row.detail_json), **{**_plain(row), **said})

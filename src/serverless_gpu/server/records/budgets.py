@@ -1,7 +1,7 @@
-"""Budgets: repository of budgets, of the warnings of each in a period, and of notices to the webhook.
+"""Budgets: repository of budgets, of their warnings by period, and of notices to the webhook.
 
-Notices are an outbox: written in the transaction of what they tell, sent until that was taken, or has become too old to
-matter. Alarms about unusual spending are notices, too.
+Notices form an outbox. The server writes a notice in the transaction of its event. It sends the notice until the
+receiver accepts it or until the notice is too old. Alarms about unusual spending are notices too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _decode = msgspec.json.Decoder(Budget).decode
 
 
 NOTICES_KEPT = 10_000
-"""Notices beyond go, the oldest first, sent or not."""
+"""The maximum number of stored notices. The server deletes the oldest above it, sent or not."""
 _decode_document = msgspec.json.Decoder(dict[str, object]).decode
 
 
@@ -33,31 +33,31 @@ class StoredBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def every(connection: sa.Connection) -> list[StoredBudget]:
-    """Return all budgets by name; one of a team without a time zone of its own has the team's."""
+    """Return all budgets by name. A team budget without its own time zone has the zone of the team."""
     found = [_from_row(row) for row in connection.execute(sa.select(budgets).order_by(budgets.c.name))]
     zones = {row.name: row.time_zone or "" for row in connection.execute(sa.select(teams.c.name, teams.c.time_zone))}
     return [_with_zone(one, zones.get(one.budget.scope.name, "")) for one in found]
 
 
 def count(connection: sa.Connection) -> int:
-    """Return how many budgets there are."""
+    """Return the number of budgets."""
     return connection.execute(sa.select(sa.func.count()).select_from(budgets)).scalar_one()
 
 
 def find(connection: sa.Connection, name: str) -> StoredBudget | None:
-    """Return a budget."""
+    """Return a budget, or None."""
     row = connection.execute(sa.select(budgets).where(budgets.c.name == name)).first()
     return None if row is None else _from_row(row)
 
 
 def find_in_force(connection: sa.Connection, name: str) -> StoredBudget | None:
-    """Return a budget as `every` does."""
+    """Return a budget with its effective time zone, as `every` does."""
     found = find(connection, name)
     return None if found is None else _with_zone(found, team_zone(connection, found.budget.scope))
 
 
 def team_zone(connection: sa.Connection, scope: Scope) -> str:
-    """Return the time zone of the team that a budget is for; "" for UTC, and where it is for no team."""
+    """Return the time zone of a budget's team; "" for UTC and for budgets without a team."""
     if scope.kind != "team":
         return ""
     return connection.scalar(sa.select(teams.c.time_zone).where(teams.c.name == scope.name)) or ""
@@ -70,22 +70,22 @@ def _with_zone(one: StoredBudget, zone: str) -> StoredBudget:
 
 
 def put(connection: sa.Connection, budget: StoredBudget) -> None:
-    """Make a budget, or put another one in its place."""
+    """Insert a budget or replace it."""
     said = {"document_json": msgspec.json.encode(budget.budget).decode(), "set_ns": budget.set_ns}
     if connection.execute(budgets.update().where(budgets.c.name == budget.name).values(**said)).rowcount == 0:
         connection.execute(budgets.insert(), {"name": budget.name, **said})
 
 
 def remove(connection: sa.Connection, name: str) -> bool:
-    """Take a budget away; return whether there was one."""
+    """Remove a budget; return True if it existed."""
     forget_said(connection, name)
     return connection.execute(budgets.delete().where(budgets.c.name == name)).rowcount == 1
 
 
 def say(connection: sa.Connection, name: str, *, start_ns: int, percent: int, at_ns: int) -> bool:
-    """Note that a mark of a budget was said in a period; return False when that was noted before.
+    """Note the warning of a budget at a percentage in a period; return False if it was noted before.
 
-    What is older than any period is forgotten, so that there is never more of it than a year says.
+    This also deletes warnings that are older than any period, which bounds the table to about a year.
     """
     this = {"budget": name, "start_ns": start_ns, "percent": percent}
     there = sa.select(budget_warnings.c.at_ns).where(*(budget_warnings.c[key] == value for key, value in this.items()))
@@ -97,28 +97,28 @@ def say(connection: sa.Connection, name: str, *, start_ns: int, percent: int, at
 
 
 def said(connection: sa.Connection, *, since_ns: int) -> set[tuple[str, int, int]]:
-    """Return what was said of periods that began at a moment, or later: budget, start of the period, per cent."""
+    """Return the warnings of periods that began at this time or later: budget, start, percentage."""
     query = sa.select(budget_warnings.c.budget, budget_warnings.c.start_ns, budget_warnings.c.percent)
     query = query.where(budget_warnings.c.start_ns >= since_ns)
     return {(name, start_ns, percent) for name, start_ns, percent in connection.execute(query)}
 
 
 def closed(connection: sa.Connection) -> frozenset[tuple[str, int]]:
-    """Return which budgets were used up, in which period: the start of it."""
+    """Return the budgets that were used up, each with the start of the period."""
     query = sa.select(budget_warnings.c.budget, budget_warnings.c.start_ns).distinct()
     query = query.where(budget_warnings.c.percent.in_((FULL, CLOSED)))
     return frozenset((name, start_ns) for name, start_ns in connection.execute(query))
 
 
 def reopen(connection: sa.Connection, name: str, *, start_ns: int) -> bool:
-    """Forget that a budget was closed in a period; return whether it was."""
+    """Delete the closing of a budget in a period; return True if the budget was closed."""
     marks = budget_warnings.c.percent.in_((FULL, CLOSED))
     own = sa.and_(budget_warnings.c.budget == name, budget_warnings.c.start_ns == start_ns, marks)
     return connection.execute(budget_warnings.delete().where(own)).rowcount > 0
 
 
 def forget_said(connection: sa.Connection, name: str) -> None:
-    """Forget what was said of a budget."""
+    """Delete the warnings of a budget."""
     connection.execute(budget_warnings.delete().where(budget_warnings.c.budget == name))
 
 
@@ -136,7 +136,7 @@ class NoticeKind(StrEnum):
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
-    """One of them."""
+    """One notice."""
 
     seq: int
     at_ns: int
@@ -145,12 +145,12 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     tries: int
 
     def text(self, name: str) -> str:
-        """Return one text of the document, or ""."""
+        """Return the text of one field of the document, or ""."""
         return str(self.document.get(name, ""))
 
 
 def add_notice(connection: sa.Connection, kind: NoticeKind, document: Mapping[str, object], *, at_ns: int) -> None:
-    """Write a notice, in the transaction of what it tells of; the oldest go where there are too many, sent or not."""
+    """Insert a notice in the transaction of its event; delete the oldest notices over the maximum."""
     row = {"at_ns": at_ns, "kind": kind.value, "document_json": msgspec.json.encode(document).decode(), "tries": 0}
     seq = connection.execute(notices.insert().values(row)).inserted_primary_key
     assert seq is not None
@@ -158,13 +158,13 @@ def add_notice(connection: sa.Connection, kind: NoticeKind, document: Mapping[st
 
 
 def open_notices(connection: sa.Connection, *, limit: int) -> list[Notice]:
-    """Return notices that were not sent: those that were tried least first, of them the oldest."""
+    """Return unsent notices: those with the fewest attempts first, then the oldest."""
     query = sa.select(notices).where(notices.c.sent_ns.is_(None)).order_by(notices.c.tries, notices.c.seq).limit(limit)
     return [_notice_from_row(row._mapping) for row in connection.execute(query)]
 
 
 def alarms(connection: sa.Connection, *, since_ns: int, limit: int = 1_000) -> list[Notice]:
-    """Return alarms since a moment, latest first."""
+    """Return alarms since a time, latest first."""
     query = sa.select(notices).where(notices.c.kind == NoticeKind.ALARM.value, notices.c.at_ns >= since_ns)
     return [
         _notice_from_row(row._mapping) for row in connection.execute(query.order_by(notices.c.seq.desc()).limit(limit))
@@ -172,12 +172,12 @@ def alarms(connection: sa.Connection, *, since_ns: int, limit: int = 1_000) -> l
 
 
 def mark_sent(connection: sa.Connection, seq: int, *, at_ns: int) -> None:
-    """Note that a notice was taken, or is given up."""
+    """Mark a notice as accepted by the receiver, or as given up."""
     connection.execute(notices.update().where(notices.c.seq == seq).values(sent_ns=at_ns))
 
 
 def mark_tried(connection: sa.Connection, seq: int) -> None:
-    """Note that a notice was sent in vain."""
+    """Count a failed attempt to send a notice."""
     connection.execute(notices.update().where(notices.c.seq == seq).values(tries=notices.c.tries + 1))
 
 

@@ -1,12 +1,12 @@
-"""Charges: repository of the ledger's entries, of accounts, of crews that are not charged yet, and of utilisation.
+"""Charges: repository of ledger entries, accounts, uncharged crews and utilisation.
 
-Only the loop that charges (`charging.py`) adds entries, one transaction after the other: rows become visible in the
-order of their numbers (`seq`), on PostgreSQL too, so a reader up to one of them misses nothing before it. Entries are
-only ever added.
+Only the charging loop (`charging.py`) adds entries, in one transaction after the other. Rows therefore become visible
+in the order of their numbers (`seq`), on PostgreSQL too. A reader up to some number misses no earlier row. The server
+never changes entries.
 
-An account says who used something, and as what. Charges that are alike in all of it share a row. An attempt's account
-is written with the attempt, when it is placed: what is said later of its node's pool, or of the pool's kind, changes
-nothing about where its use is counted, and a reversal is counted where its entry was.
+An account combines the owner of usage with its properties. Charges with equal properties share an account. The server
+writes the account of an attempt when it places the attempt. A later change of the node's pool, or of the kind of the
+pool, does not move its usage. A reversal counts in the same place as its entry.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ _UNCHARGED: sa.ColumnElement[bool] = sa.literal_column("crews.uncharged")
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
-    """Who used something, and as what.
+    """The owner and the properties of usage.
 
     Attributes:
         owner: the user or service.
-        team: of the run, or "".
-        pool: of the node that it was placed on.
-        reserved: whether that pool was reserved then.
+        team: team of the run, or "".
+        pool: pool of the node that it was placed on.
+        reserved: True if that pool was reserved then.
         policy: usage policy of the run, or "".
-        gpu_type: of its devices.
-        name: of the run.
-        workload: what it does: "function", "command" or "kernel".
+        gpu_type: type of its devices.
+        name: name of the run.
+        workload: kind of its workload: "function", "command" or "kernel".
         environment: address of the captured environment, or "".
-        currency: of its money.
-        tags: of the run.
-        member_of: of a run without a team, the teams that it counts for.
+        currency: currency of its prices.
+        tags: tags of the run.
+        member_of: teams that a run without a team counts for.
     """
 
     owner: str
@@ -75,7 +75,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def subject(self) -> Subject:
-        """Return what decides which budgets count it."""
+        """Return the properties that decide which budgets count the usage."""
         return Subject(
             owner=self.owner,
             team=self.team,
@@ -88,7 +88,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def account_of_run(connection: sa.Connection, run: StoredRun, *, gpu_type: str, pool: str, currency: str) -> Account:
-    """Return as what a run is counted that is placed on devices of a type in a pool."""
+    """Return the account of a run that is placed on a GPU type in a pool."""
     found = pools.find(connection, pool)
     return Account(
         owner=run.owner,
@@ -107,12 +107,12 @@ def account_of_run(connection: sa.Connection, run: StoredRun, *, gpu_type: str, 
 
 
 def ensure_account(connection: sa.Connection, account: Account) -> int:
-    """Return the number of an account, which is made when it is not there.
+    """Return the number of an account; insert it if it does not exist.
 
-    With it comes its plain account, which has no tags and no environment: reports that ask for neither add those up.
+    This also inserts its plain account, without tags and environment. Reports that need neither sum up plain accounts.
     """
     fields = msgspec.structs.asdict(account)
-    if not account.member_of:  # the digest stays what it was before there was such a field
+    if not account.member_of:  # The digest is the same as before this field existed.
         del fields["member_of"]
     digest = hashlib.sha256(_encode_sorted(fields)).hexdigest()
     found: int | None = connection.scalar(sa.select(accounts.c.id).where(accounts.c.sha256 == digest))
@@ -126,7 +126,7 @@ def ensure_account(connection: sa.Connection, account: Account) -> int:
     made = int(connection.execute(accounts.insert().returning(accounts.c.id), row).scalar_one())
     if plain == account:
         connection.execute(accounts.update().where(accounts.c.id == made).values(plain_id=made))
-    # Reports group by these rows. They count an empty value as no tag, and PostgreSQL holds no NUL.
+    # Reports group by these rows. They count an empty value as no tag, and PostgreSQL stores no NUL.
     tags = [(key, value) for key, value in account.tags.items() if value and "\0" not in key + value]
     if tags:
         rows = [{"key": key, "account_id": made, "value": value} for key, value in tags]
@@ -135,7 +135,7 @@ def ensure_account(connection: sa.Connection, account: Account) -> int:
 
 
 def plain_ids(connection: sa.Connection, numbers: Collection[int]) -> dict[int, int]:
-    """Return the number of the plain account of each of some accounts."""
+    """Return the number of the plain account for each account."""
     found: dict[int, int] = {}
     for some in in_chunks(sorted(set(numbers))):
         query = sa.select(accounts.c.id, accounts.c.plain_id).where(accounts.c.id.in_(some))
@@ -153,7 +153,7 @@ def find_accounts(connection: sa.Connection, numbers: Collection[int]) -> dict[i
 
 
 def account_from_row(row: sa.Row[Any]) -> Account:
-    """Return the account of a row that has all columns of the table."""
+    """Return the account of a row with all columns of the table."""
     names = [name for name in Account.__struct_fields__ if name not in ("tags", "member_of")]
     return Account(
         **{name: row._mapping[name] for name in names},
@@ -163,14 +163,14 @@ def account_from_row(row: sa.Row[Any]) -> Account:
 
 
 class PostedEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry that was written.
+    """A stored entry.
 
     Attributes:
-        seq: grows over all of them.
-        account_id: of its account; the same for all entries of an attempt.
+        seq: number of the entry; later entries have higher numbers.
+        account_id: its account; the same for all entries of an attempt.
         posted_ns: when it was written, nanoseconds since 1970.
-        queued_ms: how long the run waited for this attempt, wall time; on one row of its first crew, and negative where
-            that is taken back.
+        queued_ms: how long the run waited for this attempt, wall time. Only one row of the first crew has it, and its
+            reversal has the negative value.
     """
 
     seq: int
@@ -184,13 +184,13 @@ class PostedEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Utilisation(msgspec.Struct, frozen=True, kw_only=True):
-    """What telemetry saw of a crew's devices, by its receipt.
+    """Observed utilisation of a crew's devices, from its receipt.
 
     Attributes:
-        day: on which it ended.
+        day: the day on which the crew ended.
         gpu_ms: device-milliseconds that it used.
-        observed_ms: device-milliseconds that were looked at; `busy_ms` those in which a device worked.
-        peak_memory_bytes: the most of one device; None where that is not known.
+        observed_ms: device-milliseconds that were observed; `busy_ms` counts those in which a device worked.
+        peak_memory_bytes: the maximum on one device; None if unknown.
     """
 
     day: int
@@ -202,11 +202,11 @@ class Utilisation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LedgerSum(msgspec.Struct, frozen=True, kw_only=True):
-    """What entries of one account and day add up to.
+    """The sum of the entries of one account and day.
 
     Attributes:
-        unpriced_ms: device-milliseconds that are billed and have no price.
-        micros: of those that have one.
+        unpriced_ms: billed device-milliseconds without a price.
+        micros: costs of those with a price.
     """
 
     account_id: int
@@ -217,12 +217,12 @@ class LedgerSum(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Entries that are to be written of one crew.
+    """Entries of one crew to insert.
 
     Attributes:
-        posted: what is there of it.
-        queued_ms: how long the run waited for the attempt; nothing for others than its first crew.
-        entries: the next ones.
+        posted: its stored entries.
+        queued_ms: how long the run waited for the attempt; 0 for all crews but the first.
+        entries: the entries to insert.
     """
 
     crew: CrewId
@@ -233,7 +233,7 @@ class NewEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def insert(connection: sa.Connection, new: Sequence[NewEntry], *, at_ns: int) -> int:
-    """Write entries; return how many."""
+    """Insert entries; return their number."""
     rows = [row for one in new for row in _rows(one, at_ns)]
     if rows:
         connection.execute(charges.insert(), rows)
@@ -241,7 +241,7 @@ def insert(connection: sa.Connection, new: Sequence[NewEntry], *, at_ns: int) ->
 
 
 def _rows(new: NewEntry, at_ns: int) -> Iterable[dict[str, Any]]:
-    # What a row has of the wait, its reversal takes back, and the next row that holds has it then.
+    # A reversal takes back the waiting time of its row. The next row that stands then has it.
     waits = {one.entry.line.day: one.queued_ms for one in new.posted if one.entry.kind is not EntryKind.REVERSAL}
     total_ms = sum(one.queued_ms for one in new.posted)
     run_id, fence, number = new.crew
@@ -266,7 +266,7 @@ def _rows(new: NewEntry, at_ns: int) -> Iterable[dict[str, Any]]:
 
 
 def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, list[PostedEntry]]:
-    """Return the entries of crews, each in its order; those without any are there, too."""
+    """Return the entries of each crew in order; includes crews without entries."""
     found: dict[CrewId, list[PostedEntry]] = {crew: [] for crew in ids}
     for one in of_runs(connection, sorted({run_id for run_id, _, _ in ids})):
         if (one.run_id, one.fence, one.crew) in found:
@@ -275,7 +275,7 @@ def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId,
 
 
 def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, list[PostedEntry]]:
-    """Return the entries of attempts, crew by crew, each in its order; those without any are there, too."""
+    """Return the entries of each attempt in order of its crews; includes attempts without entries."""
     found: dict[Gang, list[PostedEntry]] = {gang: [] for gang in gangs}
     for one in of_runs(connection, sorted({run_id for run_id, _ in gangs})):
         if (one.run_id, one.fence) in found:
@@ -302,30 +302,31 @@ def of_run(connection: sa.Connection, run_id: str) -> dict[tuple[int, int], list
 
 
 def after(connection: sa.Connection, seq: int, *, limit: int) -> list[PostedEntry]:
-    """Return entries in the order in which they were written, from the one after `seq` on."""
+    """Return entries after number `seq`, in the order in which they were written."""
     query = sa.select(charges).where(charges.c.seq > seq).order_by(charges.c.seq).limit(limit)
     return [posted_from_row(row) for row in connection.execute(query)]
 
 
 def newest_seq(connection: sa.Connection) -> int:
-    """Return the number of the last entry, 0 without any."""
+    """Return the number of the last entry, or 0."""
     return connection.scalar(sa.select(sa.func.max(charges.c.seq))) or 0
 
 
 def sums(connection: sa.Connection, *, from_day: int = 0, after_seq: int = 0) -> list[LedgerSum]:
-    """Return what entries add up to, by account and day.
+    """Return the sums of entries by account and day.
 
     Args:
-        connection: of any transaction; what is open is to be read in the same one, or an attempt counts twice.
-        from_day: days before it are left out.
-        after_seq: entries up to this one are left out.
+        connection: of any transaction. Read open attempts in the same transaction; otherwise an attempt may count
+            twice.
+        from_day: excludes earlier days.
+        after_seq: excludes entries up to this number.
     """
     unpriced = sa.case((charges.c.micros.is_(None), charges.c.billed_ms), else_=0)
     totals = (sa.func.sum(summed) for summed in (charges.c.billed_ms, unpriced, charges.c.micros))
     query = sa.select(charges.c.account_id, charges.c.day, *totals).where(charges.c.day >= from_day)
     if after_seq:
         query = query.where(charges.c.seq > after_seq)
-    # A sum of BIGINTs is a Decimal on PostgreSQL; of nothing but NULLs it is None.
+    # On PostgreSQL, a sum of BIGINTs is a Decimal. A sum of NULLs is None.
     rows = connection.execute(query.group_by(charges.c.account_id, charges.c.day))
     return [
         LedgerSum(
@@ -342,12 +343,12 @@ def sums(connection: sa.Connection, *, from_day: int = 0, after_seq: int = 0) ->
 def before(
     connection: sa.Connection, at_ns: int, *, after_seq: int = 0
 ) -> tuple[list[LedgerSum], list[tuple[int, LedgerLine]]]:
-    """Return what entries of a moment's day were before it: sums by account, and the lines that go on beyond it.
+    """Return the entries of a UTC day before a time: sums by account, and the lines that cross that time.
 
     Args:
         connection: of any transaction.
-        at_ns: nanoseconds since 1970; entries of the same day of UTC are looked at, others lie on one side of it.
-        after_seq: entries up to this one are left out.
+        at_ns: nanoseconds since 1970. Only entries of the same UTC day can continue across this time.
+        after_seq: excludes entries up to this number.
     """
     day = at_ns // DAY_NS
     unpriced = sa.case((charges.c.micros.is_(None), charges.c.billed_ms), else_=0)
@@ -370,7 +371,7 @@ def before(
 
 
 def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str] | None) -> bool:
-    """Return whether devices of one of these types were used since then, or any; also of runs that were removed."""
+    """Return True if one of these GPU types, or any, was used since then, also by removed runs."""
     query = sa.select(charges.c.seq).join(accounts).where(charges.c.day >= at_ns // DAY_NS, charges.c.end_ns >= at_ns)
     if gpu_types is not None:
         query = query.where(accounts.c.gpu_type.in_(gpu_types))
@@ -378,17 +379,17 @@ def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str]
 
 
 def is_provisional(connection: sa.Connection, run_id: str) -> bool:
-    """Return whether an entry of a run stands that says it may change."""
+    """Return True if a current entry of a run is provisional."""
     return any(may_change(own) for own in of_run(connection, run_id).values())
 
 
 def may_change(posted: Iterable[PostedEntry]) -> bool:
-    """Return whether an entry of a crew stands that is provisional."""
+    """Return True if a current entry of a crew is provisional."""
     return any(entry.provisional for entry in standing(one.entry for one in posted).values())
 
 
 def put_utilisations(connection: sa.Connection, seen: Mapping[CrewId, tuple[int, Utilisation]]) -> None:
-    """Write what telemetry saw of crews, in the place of what was written before."""
+    """Insert the utilisation of crews, or replace it."""
     if not seen:
         return
     own = sa.and_(
@@ -408,7 +409,7 @@ def put_utilisations(connection: sa.Connection, seen: Mapping[CrewId, tuple[int,
 
 
 def posted_from_row(row: sa.Row[Any]) -> PostedEntry:
-    """Return the entry of a row that has all columns of the table."""
+    """Return the entry of a row with all columns of the table."""
     values = row._mapping
     return PostedEntry(
         seq=row.seq,
@@ -427,18 +428,18 @@ def posted_from_row(row: sa.Row[Any]) -> PostedEntry:
     )
 
 
-# As the index has it, word for word: with "= 1" behind it SQLite does not use that.
+# The text must equal the condition of the index: SQLite does not use the index with "= 1" after the column.
 
 
 class UnpostedAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that goes on, or that the ledger does not have all of."""
+    """An attempt that has not ended, or whose entries in the ledger are incomplete."""
 
     attempt: StoredAttempt
     is_stopping: bool
 
 
 def unposted(connection: sa.Connection) -> dict[Gang, UnpostedAttempt]:
-    """Return the attempts that have not ended, or that the ledger does not have all of."""
+    """Return the attempts that have not ended, or whose entries in the ledger are incomplete."""
     is_current = sa.and_(runs.c.id == attempts.c.run_id, runs.c.fence == attempts.c.fence)
     going = (
         sa.select(*attempt_rows.COLUMNS, runs.c.stop)
@@ -461,9 +462,9 @@ def unposted(connection: sa.Connection) -> dict[Gang, UnpostedAttempt]:
 
 
 def due_crews(connection: sa.Connection, *, limit: int) -> list[CrewId]:
-    """Return crews that are complete, and that the ledger does not have all of.
+    """Return settled crews whose entries in the ledger are incomplete.
 
-    What they pay depends on how their attempt ended: before that they are not due.
+    The price of a crew depends on the end of its attempt, so crews of unfinished attempts are not due.
     """
     own = sa.and_(attempts.c.run_id == crews.c.run_id, attempts.c.fence == crews.c.fence)
     query = sa.select(*_WHOSE).select_from(crews.join(attempts, own))
@@ -473,7 +474,7 @@ def due_crews(connection: sa.Connection, *, limit: int) -> list[CrewId]:
 
 
 def crews_going_on(connection: sa.Connection, *, before_ns: int) -> list[CrewId]:
-    """Return crews that were placed before a moment and are not complete, or whose attempts are not."""
+    """Return crews placed before a time that are not settled, or whose attempts have not ended."""
     own = sa.and_(crews.c.run_id == attempts.c.run_id, crews.c.fence == attempts.c.fence)
     query = sa.select(*_WHOSE).select_from(attempts.join(runs).join(crews, own))
     more = sa.or_(crews.c.settled_ns.is_(None), attempts.c.ended_ns.is_(None))
@@ -482,12 +483,12 @@ def crews_going_on(connection: sa.Connection, *, before_ns: int) -> list[CrewId]
 
 
 def count_uncharged(connection: sa.Connection) -> int:
-    """Return of how many crews that have ended the ledger does not say all."""
+    """Return the number of ended crews whose entries in the ledger are incomplete."""
     return connection.scalar(sa.select(sa.func.count()).select_from(crews).where(_UNCHARGED)) or 0
 
 
 def note_charged(connection: sa.Connection, ids: Sequence[CrewId]) -> None:
-    """Write that the ledger says all of some crews, as far as is known in this transaction."""
+    """Note that the ledger is complete for these crews, as far as this transaction can see."""
     if ids:
         names = ("of_run", "of_fence", "of_crew")
         one = sa.and_(*(column == sa.bindparam(name) for column, name in zip(_WHOSE, names, strict=True)))
@@ -496,5 +497,5 @@ def note_charged(connection: sa.Connection, ids: Sequence[CrewId]) -> None:
 
 
 def charge_again(connection: sa.Connection, run_id: str) -> None:
-    """Have the crews of a run charged once more."""
+    """Mark the crews of a run to be charged again."""
     connection.execute(crews.update().where(crews.c.run_id == run_id).values(uncharged=True))

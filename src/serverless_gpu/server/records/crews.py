@@ -1,8 +1,8 @@
-"""Crews: repository of what attempts have on one node each. No other module reads or writes the table.
+"""Crews: repository of the parts of attempts on one node. No other module reads or writes the table.
 
-A crew is written with its attempt, before any node knows of it; its state is what its node says of it, or that nobody
-hears of it. It is changed together with its attempt's version (`attempts.change`): what two crews report at once cannot
-both miss what the other one says.
+The server inserts a crew with its attempt, before any node knows of it. The state of a crew is the state that its node
+reports, or UNREACHABLE during silence. The server changes a crew together with the version of its attempt
+(`attempts.change`). So two concurrent reports of crews cannot both miss the news of the other crew.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ CrewId = tuple[str, int, int]
 """Run, fence and number of the crew."""
 
 WITHOUT_REPORT = frozenset({Reason.NODE_GONE, Reason.NODE_REBOOTED})
-"""A crew, or an attempt, of such an end was given up: whatever still comes of it is too late."""
+"""Reasons with which the server gives up a crew or attempt without a report. Later reports are too late."""
 
 
 class NewCrew(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a crew is to be.
+    """A crew to insert.
 
     Attributes:
         number: from 0 on.
         node: the node's name.
-        boot_id: of the node now. When the node has another one, the crew is over.
-        first_rank: its lowest global rank, where each device has a rank.
-        gpus: how many devices it is to have.
-        token_sha256: of its own token; the token itself is made again from the server's key when it is needed.
-        grace_s: how long it may go on without an answer of the server, in seconds.
+        boot_id: current boot of the node. The crew is over once the node has another one.
+        first_rank: its lowest global rank, if each device has a rank.
+        gpus: number of its devices.
+        token_sha256: hash of its own token. The server computes the token again from its key when it needs the token.
+        grace_s: how long it may run without an answer of the server, in seconds.
     """
 
     number: int = 0
@@ -53,21 +53,21 @@ class NewCrew(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredCrew(msgspec.Struct, frozen=True, kw_only=True):
-    """A crew as it is written down; what it ended with is `CrewOutcome`, which may be large.
+    """The row of a crew. `CrewOutcome` contains the outcome separately, because that may be large.
 
     Attributes:
         node: the node's name.
-        state: what its node says of it; UNREACHABLE when it is silent.
-        before: what it was when it became UNREACHABLE.
-        proven: of one that ended: whether no process of it is left.
-        sentence: what the node says about it.
-        lease_ns: its last sign of life that was written; up to 15 s behind.
-        grace_s: the longest it was ever allowed to go on without an answer, whatever the server grants now; in seconds.
-        leave_ns: when it has to leave its node, as its owner was told; nanoseconds since 1970.
+        state: the state that its node reports; UNREACHABLE while it is silent.
+        before: its state before it became UNREACHABLE.
+        proven: for a crew that ended, True if none of its processes remains.
+        sentence: the message of the node about it.
+        lease_ns: the last stored time of a report, up to 15 s old.
+        grace_s: the longest time that the server ever allowed it to run without an answer, in seconds.
+        leave_ns: when it must leave its node, as its owner was notified; nanoseconds since 1970.
         started_ns: when its user code began.
-        halt_json: `gang_lifecycle.Halt`: why it ends before its end, once it has said so.
-        returned: whether all of its ranks have, and wait for those of others.
-        uncharged: whether it has ended, and the ledger does not say all of it.
+        halt_json: `gang_lifecycle.Halt`, its early report of why it ends, once that has arrived.
+        returned: True if all of its ranks have returned and wait for the ranks of other crews.
+        uncharged: True if it has ended and its entries in the ledger are incomplete.
     """
 
     run_id: str
@@ -97,7 +97,7 @@ class StoredCrew(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def id(self) -> CrewId:
-        """Return run, fence and number."""
+        """Return run, fence and crew number."""
         return self.run_id, self.fence, self.number
 
     @property
@@ -107,25 +107,26 @@ class StoredCrew(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> CrewPlace:
-        """Return where it stands within its gang."""
+        """Return the position of the crew in its gang."""
         return CrewPlace(number=self.number, node=self.node, first_rank=self.first_rank, gpus=self.gpus)
 
     @property
     def given_up(self) -> bool:
-        """Return whether the server ended it without a report."""
+        """Return True if the server ended the crew without a report."""
         return self.reason in WITHOUT_REPORT
 
     def is_stale(self, state: State) -> bool:
-        """Return whether a node that sees it in a state has to stop it, because for the server it is over.
+        """Return True if the node must stop a crew that it sees in this state: the server has ended it.
 
-        One that was refused never began, so the run may be placed again: should a node have it all the same, nothing of
-        it may begin. What has come to its own end is not stale: its receipt is still to come.
+        A refused crew never began, so the server may place the run again. If a node has that crew anyway, its user code
+        must
+        not begin. A crew that ended by itself is not stale, because the server still expects its receipt.
         """
         return self.given_up or (self.reason is Reason.REFUSED and state is not State.STOPPING)
 
 
 class CrewOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a crew ended with, as JSON: `node.protocol.Stopped` and `model.receipt.Receipt`, or None."""
+    """The outcome of a crew, as JSON of `node.protocol.Stopped` and `model.receipt.Receipt`, or None."""
 
     stopped: str | None
     receipt: str | None
@@ -136,8 +137,8 @@ COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [
     *(crews.c["crew" if name == "number" else name] for name in _NAMES),
     nodes.c.name,
 ]
-"""What a query selects of a crew and its node for `from_row`."""
-_JOINED = crews.outerjoin(nodes, nodes.c.id == crews.c.node_id)  # so that it begins with the crews
+"""The columns of a crew and its node, for `from_row`."""
+_JOINED = crews.outerjoin(nodes, nodes.c.id == crews.c.node_id)  # The join begins with the crews.
 _SELECT = sa.select(*COLUMNS).select_from(_JOINED)
 
 
@@ -158,7 +159,7 @@ def from_row(row: Sequence[typing.Any]) -> StoredCrew:
 
 
 def insert(connection: sa.Connection, run_id: str, fence: int, new: Sequence[NewCrew], *, at_ns: int) -> None:
-    """Write down the crews of an attempt that is to be made."""
+    """Insert the crews of a new attempt."""
     rows = []
     for one in new:
         row = msgspec.structs.asdict(one) | {"run_id": run_id, "fence": fence, "crew": one.number}
@@ -168,20 +169,20 @@ def insert(connection: sa.Connection, run_id: str, fence: int, new: Sequence[New
 
 
 def find(connection: sa.Connection, run_id: str, fence: int, number: int) -> StoredCrew | None:
-    """Return one crew."""
+    """Return one crew, or None."""
     row = connection.execute(_SELECT.where(_is(run_id, fence, number))).first()
     return None if row is None else from_row(row)
 
 
 def on_node(connection: sa.Connection, run_id: str, fence: int, node_id: str) -> StoredCrew | None:
-    """Return what an attempt has on a node: one crew at most."""
+    """Return the crew of an attempt on a node, or None. There is at most one."""
     here = sa.and_(crews.c.run_id == run_id, crews.c.fence == fence, crews.c.node_id == node_id)
     row = connection.execute(_SELECT.where(here)).first()
     return None if row is None else from_row(row)
 
 
 def of_gangs(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, tuple[StoredCrew, ...]]:
-    """Return all crews of some attempts, by their numbers."""
+    """Return all crews of some attempts, by crew number."""
     found: dict[Gang, list[StoredCrew]] = {}
     for some in in_chunks(sorted({run_id for run_id, _ in gangs})):
         for row in connection.execute(_SELECT.where(crews.c.run_id.in_(some)).order_by(crews.c.crew)):
@@ -199,20 +200,20 @@ def open_on(connection: sa.Connection, node_id: str) -> list[StoredCrew]:
 
 
 def unsettled(connection: sa.Connection) -> list[StoredCrew]:
-    """Return the crews that have ended and whose receipt has not come."""
+    """Return the crews that have ended and whose receipts have not arrived."""
     query = _SELECT.where(crews.c.ended_ns.is_not(None), crews.c.settled_ns.is_(None))
     return [from_row(row) for row in connection.execute(query)]
 
 
 def is_any_unsettled(connection: sa.Connection, run_id: str, fence: int) -> bool:
-    """Return whether something more is awaited of a crew of an attempt."""
+    """Return True if a crew of the attempt is not settled."""
     own = sa.and_(crews.c.run_id == run_id, crews.c.fence == fence)
     query = sa.select(crews.c.crew).where(own, crews.c.settled_ns.is_(None))
     return connection.execute(query.limit(1)).first() is not None
 
 
 def receipts(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, str]:
-    """Return the receipts of crews that have one."""
+    """Return the receipts of crews that have sent one."""
     found: dict[CrewId, str] = {}
     query = sa.select(crews.c.run_id, crews.c.fence, crews.c.crew, crews.c.receipt_json)
     for some in in_chunks(sorted({run_id for run_id, _, _ in ids})):
@@ -223,36 +224,36 @@ def receipts(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId,
 
 
 def outcomes(connection: sa.Connection, run_id: str, fence: int) -> tuple[CrewOutcome, ...]:
-    """Return what the crews of an attempt ended with, by their numbers."""
+    """Return the outcomes of the crews of an attempt, by crew number."""
     own = sa.and_(crews.c.run_id == run_id, crews.c.fence == fence)
     query = sa.select(crews.c.stopped_json, crews.c.receipt_json).where(own).order_by(crews.c.crew)
     return tuple(CrewOutcome(stopped=stopped, receipt=receipt) for stopped, receipt in connection.execute(query))
 
 
 def change(connection: sa.Connection, crew: StoredCrew, values: Mapping[str, object]) -> None:
-    """Change a crew that is still as it was read. Only `attempts.change` calls this.
+    """Change a crew if its row is still as it was read. Only `attempts.change` calls this.
 
     Raises:
-        StaleAttempt: it is not; nothing was changed.
+        StaleAttempt: the row has changed since it was read; nothing was written.
     """
     unchanged = sa.and_(_is(*crew.id), crews.c.state == crew.state.value)
     if connection.execute(crews.update().where(unchanged).values(**values)).rowcount != 1:
-        raise StaleAttempt(f"crew {crew.number} of attempt {crew.gang} is not {crew.state} any more")
+        raise StaleAttempt(f"crew {crew.number} of attempt {crew.gang} is no longer {crew.state}")
 
 
 def note(connection: sa.Connection, crew: CrewId, **values: object) -> None:
-    """Write what does not depend on the crew's state: its lease, its sentence."""
+    """Write values that do not depend on the state of the crew, such as its lease and message."""
     connection.execute(crews.update().where(_is(*crew)).values(**values))
 
 
 def note_all(connection: sa.Connection, run_id: str, fence: int, **values: object) -> None:
-    """Write the same of all crews of an attempt that have not ended."""
+    """Write the same values for all crews of an attempt that have not ended."""
     own = sa.and_(crews.c.run_id == run_id, crews.c.fence == fence, crews.c.ended_ns.is_(None))
     connection.execute(crews.update().where(own).values(**values))
 
 
 def stay(connection: sa.Connection, node_id: str) -> list[str]:
-    """Take back that crews on a node were told to leave it; return their runs."""
+    """Cancel the requests to leave a node; return the runs of the affected crews."""
     told = sa.and_(crews.c.node_id == node_id, crews.c.ended_ns.is_(None), crews.c.leave_ns.is_not(None))
     found = list(connection.scalars(sa.select(crews.c.run_id).where(told)))
     if found:
@@ -261,15 +262,15 @@ def stay(connection: sa.Connection, node_id: str) -> list[str]:
 
 
 def note_late(connection: sa.Connection, crew: CrewId, *, reason: str) -> bool:
-    """Write how the node of a crew that was given up says it ended; return False when that was written before."""
+    """Write the reason that the node of a given-up crew reports for its end; return False if one exists."""
     first = sa.and_(_is(*crew), crews.c.late_reason.is_(None))
     return connection.execute(crews.update().where(first).values(late_reason=reason)).rowcount == 1
 
 
 def settle(connection: sa.Connection, crew: CrewId, *, receipt: str | None, at_ns: int) -> bool:
-    """Write the receipt of a crew that ended, or that none will come; return False when that was done before.
+    """Write the receipt of a crew that ended, or that none will arrive; return False if already written.
 
-    A receipt that comes although none was awaited any more is kept, too.
+    The server also stores a receipt that arrives after it stopped waiting.
     """
     first = crews.c.settled_ns.is_(None) if receipt is None else crews.c.receipt_json.is_(None)
     values: dict[str, object] = {"settled_ns": sa.func.coalesce(crews.c.settled_ns, at_ns), "uncharged": True}
@@ -280,16 +281,16 @@ def settle(connection: sa.Connection, crew: CrewId, *, receipt: str | None, at_n
 
 
 def retoken(connection: sa.Connection, keys: Keys, after: CrewId, at_most: int) -> CrewId | None:
-    """Write the hashes of tokens as these keys compute them, for some crews.
+    """Write the token hashes of some crews as these keys compute them.
 
     Args:
         connection: of the transaction.
-        keys: from now on.
-        after: the last crew of the call before; ``("", 0, 0)`` for the first.
-        at_most: how many crews are looked at.
+        keys: the new keys.
+        after: the last crew of the previous call; ``("", 0, 0)`` for the first.
+        at_most: maximum number of crews in this call.
 
     Returns:
-        The last crew that was looked at, or None where there are no more.
+        The last crew of this call, or None if no more crews follow.
     """
     key = (crews.c.run_id, crews.c.fence, crews.c.crew)
     query = sa.select(*key, crews.c.token_sha256).where(sa.tuple_(*key) > sa.tuple_(*map(sa.literal, after)))
@@ -303,7 +304,7 @@ def retoken(connection: sa.Connection, keys: Keys, after: CrewId, at_most: int) 
 
 
 def remove(connection: sa.Connection, run_id: str) -> None:
-    """Remove the crews of a run, once nothing refers to them."""
+    """Remove the crews of a run, after everything that refers to them."""
     connection.execute(crews.delete().where(crews.c.run_id == run_id))
 
 

@@ -1,8 +1,8 @@
-"""Duration history: what earlier attempts say about those to come: who used how much, how long, how often preempted.
+"""Duration history: usage, durations and preemptions of earlier attempts, as a basis for predictions.
 
-Everything here is asked for seldom (at the start, when a run is new, when one of its name has ended) and is bounded:
-the database adds up, and of one name the last few runs are read, by an index of those that succeeded.
-`LearnedDurations` remembers the longest durations for budgets.
+The server runs these queries seldom: at its start, for a new run, and when a run of a name has ended. Their cost is
+bounded. The database computes the sums. An index of successful runs yields the last few runs of a name.
+`LearnedDurations` caches the longest durations for budgets.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from serverless_gpu.server.db.tables import attempts, crews, runs
 from serverless_gpu.server.records.attempts import COLUMNS, JOINED, StoredAttempt, from_row, whole
 
 HALF_LIVES = 8
-"""Use that is older counts less than one part in 250, and is left out."""
+"""Older usage has a weight of less than 1 in 250, so the query excludes it."""
 _decode_teams = msgspec.json.Decoder(tuple[str, ...]).decode
-_PARTS = 28  # of a half-life, which are summed up as one: what is in one part is off by 1.3 % at most
-# As the index has it, word for word: with a parameter in its place SQLite does not use that.
+_PARTS = 28  # Parts of a half-life. The sum treats each part as one point, with an error of at most 1.3 %.
+# The text must equal the condition of the index: SQLite does not use the index with a parameter.
 _SUCCEEDED = runs.c.state == sa.literal_column("'SUCCEEDED'")
 _CURRENT = sa.and_(attempts.c.run_id == runs.c.id, attempts.c.fence == runs.c.fence)
 
@@ -36,7 +36,7 @@ KEPT_MAX = 10_000
 
 
 def used(connection: sa.Connection, *, now_ns: int, half_life_s: float) -> Used:
-    """Return who has used how much, decayed until now, by attempts that have ended; what goes on is not in it."""
+    """Return the decayed usage of teams and users by ended attempts. Running attempts are excluded."""
     part_ns = max(1, round(half_life_s * 1e9 / _PARTS))
     took_ns = crews.c.ended_ns - attempts.c.created_ns
     part = ((now_ns - attempts.c.created_ns - took_ns // 2) // part_ns).label("part")
@@ -60,17 +60,17 @@ def used(connection: sa.Connection, *, now_ns: int, half_life_s: float) -> Used:
 
 
 def expected_s(connection: sa.Connection, owner: str, name: str) -> float | None:
-    """Return how long a run of an owner and a name is likely to have devices; None where nothing is known of it."""
+    """Return the expected time for which a run of this owner and name holds devices; None if unknown."""
     return duration_estimates.expected_s(durations_s(connection, owner, name)) if name else None
 
 
 def longest_s(connection: sa.Connection, owner: str, name: str) -> float | None:
-    """Return the longest that the last runs of an owner and a name had their devices; None where that is not known."""
+    """Return the longest time for which recent runs of this owner and name held devices; None if unknown."""
     return duration_estimates.longest_s(durations_s(connection, owner, name)) if name else None
 
 
 def durations_s(connection: sa.Connection, owner: str, name: str) -> list[float]:
-    """Return how long the last runs of an owner and a name had their devices that succeeded, the latest first."""
+    """Return how long the last successful runs of this owner and name held devices, latest first."""
     query = (
         sa.select(attempts.c.ended_ns - attempts.c.created_ns)
         .select_from(runs.join(attempts, _CURRENT))
@@ -82,7 +82,7 @@ def durations_s(connection: sa.Connection, owner: str, name: str) -> list[float]
 
 
 def preemptions(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int]:
-    """Return how often runs had to make room for others; those that never had are not in it."""
+    """Return the number of preemptions of each run; runs without any are excluded."""
     counted: dict[str, int] = {}
     query = sa.select(attempts.c.run_id, sa.func.count()).where(attempts.c.reason == Reason.PREEMPTED.value)
     for some in in_chunks(run_ids):
@@ -92,7 +92,7 @@ def preemptions(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, 
 
 
 def latest_of_name(connection: sa.Connection, owner: str, name: str, *, limit: int) -> list[StoredAttempt]:
-    """Return the last attempts of the latest runs of a name that succeeded, newest first."""
+    """Return the last attempts of the latest successful runs of a name, newest first."""
     last = sa.and_(runs.c.id == attempts.c.run_id, runs.c.fence == attempts.c.fence)
     query = sa.select(*COLUMNS).select_from(JOINED.join(runs, last))
     query = query.where(runs.c.owner == owner, runs.c.name == name, runs.c.state == State.SUCCEEDED.value)
@@ -101,13 +101,13 @@ def latest_of_name(connection: sa.Connection, owner: str, name: str, *, limit: i
 
 
 class LearnedDurations:
-    """Remembers the longest durations by owner and name."""
+    """Caches the longest durations by owner and name."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], tuple[float | None, int]] = {}
 
     def longest_s(self, connection: sa.Connection, owner: str, name: str, now_ns: int) -> float | None:
-        """Return the longest that the last runs had their devices; None where that is not known."""
+        """Return the longest time for which recent runs held devices; None if unknown."""
         found = self._known.get((owner, name))
         if found is None or abs(now_ns - found[1]) > KEPT_S * 1e9:
             if len(self._known) >= KEPT_MAX:

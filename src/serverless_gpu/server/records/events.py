@@ -1,4 +1,4 @@
-"""Events: repository of what happened to a run, numbered 1, 2, 3 … for each run, only ever added to."""
+"""Events: append-only repository of the events of runs, numbered 1, 2, 3 … within each run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class StoredEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One change of a run's state.
 
     Attributes:
-        fence: of the attempt it was about.
-        reason: why the run ended, or why the attempt did after which it waits again.
+        fence: fence of the attempt that it concerns.
+        reason: why the run ended, or why its attempt ended before the run waits again.
         node: the node's name, or "".
     """
 
@@ -31,7 +31,7 @@ class StoredEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_remark(before: StoredEvent, event: StoredEvent) -> bool:
-    """Return whether an event only says something of an attempt that goes on, and changes nothing."""
+    """Return True if an event only informs about a running attempt and changes no state."""
     is_same = (event.state, event.fence, event.reason) == (before.state, before.fence, None)
     return is_same and event.state is not State.QUEUED and event.state not in TERMINAL and bool(event.sentence)
 
@@ -47,19 +47,19 @@ _AFTER = (
 
 
 def add(connection: sa.Connection, new: Sequence[StoredEvent]) -> None:
-    """Write events, numbered by the change of the run."""
+    """Insert events. The change of the run has numbered them."""
     if new:
         connection.execute(_INSERT, [msgspec.structs.asdict(event) for event in new])
 
 
 def after(connection: sa.Connection, run_id: str, seq: int, *, limit: int = 1_000) -> list[StoredEvent]:
-    """Return the events of a run that came after one, in order."""
+    """Return the events of a run after number `seq`, in order."""
     rows = connection.execute(_AFTER, {"run_id": run_id, "seq": seq, "most": limit})
     return [_from_row(row._mapping) for row in rows]
 
 
 def remove(connection: sa.Connection, run_id: str) -> None:
-    """Remove what happened to a run."""
+    """Remove the events of a run."""
     connection.execute(events.delete().where(events.c.run_id == run_id))
 
 

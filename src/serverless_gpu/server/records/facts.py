@@ -1,7 +1,7 @@
-"""Facts: repository of what happened on the devices of crews, only ever added to.
+"""Facts: repository of the events on the devices of crews. The server only adds rows.
 
-A fact has a number within its crew and comes until it is acknowledged. One that is there is not written again; one
-that is there and says something else is a contradiction, and the first one stays.
+A fact has a number within its crew. The node sends it until the server acknowledges it. The server ignores a repeated
+fact. If a repeated fact has other contents, it is a contradiction, and the first fact stays.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from serverless_gpu.server.db.database import in_chunks
 from serverless_gpu.server.db.tables import facts
 from serverless_gpu.server.records.crews import CrewId
 
-_ENDS = 50  # of a crew on a server: what is not a sign of life is less, at either end
+_ENDS = 50  # Facts at each end of a crew; a crew has fewer facts there that are not heartbeats.
 _WHOSE = (facts.c.run_id, facts.c.fence, facts.c.crew)
 _decode = msgspec.json.Decoder(Fact).decode
 
 
 def add(connection: sa.Connection, crew: CrewId, new: Sequence[Fact]) -> list[int]:
-    """Write the facts that are not there yet.
+    """Insert the facts that do not exist yet.
 
     Returns:
-        The numbers of those that contradict what is there, which were not written.
+        The numbers of the facts that contradict stored ones. These were not inserted.
     """
     run_id, fence, number = crew
     if any(fact.attempt != f"{run_id}:{fence}" for fact in new):
-        raise InvalidValue(f"a fact came with the report of {run_id}:{fence} that is about another attempt")
+        raise InvalidValue(f"the report of {run_id}:{fence} contains a fact of another attempt")
     numbers = sorted({fact.seq for fact in new})
     query = sa.select(facts.c.seq, facts.c.fact_json).where(_of(crew))
     if numbers:
@@ -58,7 +58,7 @@ def of_crew(connection: sa.Connection, crew: CrewId) -> list[Fact]:
 
 
 def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, list[Fact]]:
-    """Return the facts of crews, each in order; those without any are there, too."""
+    """Return the facts of each crew in order; the result includes crews without facts."""
     found: dict[CrewId, list[Fact]] = {crew: [] for crew in ids}
     query = sa.select(*_WHOSE, facts.c.fact_json).order_by(*_WHOSE, facts.c.seq)
     for some in _are(ids):
@@ -68,9 +68,9 @@ def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId,
 
 
 def ends_of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, list[Fact]]:
-    """Return the first and the last facts of crews, each in order; those without any are there, too.
+    """Return the first and last facts of each crew in order; the result includes crews without facts.
 
-    Between them are signs of life, one a minute, that say no more than the last of them.
+    The facts between them are heartbeats, one per minute. They contain no more than the last of them.
     """
     found: dict[CrewId, list[Fact]] = {crew: [] for crew in ids}
     for some in _are(ids):
@@ -84,7 +84,7 @@ def ends_of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[Cr
 
 
 def counts(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, int]:
-    """Return how many facts there are of crews; those without any are left out."""
+    """Return the number of facts of each crew; crews without facts are excluded."""
     query = sa.select(*_WHOSE, sa.func.count()).group_by(*_WHOSE)
     rows = (row for some in _are(ids) for row in connection.execute(query.where(some)))
     return {(run_id, fence, number): count for run_id, fence, number, count in rows}
@@ -101,6 +101,6 @@ def _of(crew: CrewId) -> sa.ColumnElement[bool]:
 
 def _are(ids: Collection[CrewId]) -> Iterator[sa.ColumnElement[bool]]:
     for some in in_chunks(sorted(ids)):
-        # The runs beside the triples: SQLite looks them up in no index, and would read all facts there are.
+        # The runs are added to the triples, because SQLite uses no index for triples and would read all facts.
         runs = facts.c.run_id.in_(sorted({run_id for run_id, _, _ in some}))
         yield sa.and_(runs, sa.tuple_(*_WHOSE).in_(some))

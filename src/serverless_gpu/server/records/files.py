@@ -1,7 +1,7 @@
-"""Files: repository of what attempts leave behind: results, failures, reports of a hang, receipts.
+"""Files: repository of the files of attempts: results, failures, hang reports, receipts.
 
-A small file is in its row, a larger one is a blob, whose parts the row lists. Once an attempt has ended, its files
-are what they are: a name that is there keeps its content.
+The row of a small file contains its bytes. The row of a larger file lists the parts of its blob. After the end of an
+attempt, stored files keep their contents.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _decode_parts = msgspec.json.Decoder(tuple[str, ...]).decode
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of an attempt, as it lies in the attempt's directory on the node.
+    """One file of an attempt, with its path in the attempt's directory on the node.
 
     Attributes:
-        name: relative to that directory.
-        inline: its bytes, or None when they are a blob.
-        parts: of that blob.
+        name: path relative to that directory.
+        inline: its bytes, or None for a blob.
+        parts: the parts of the blob.
     """
 
     name: str
@@ -39,18 +39,18 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that could lead anywhere but into an attempt's directory."""
+    """Refuse a name that could lead out of the directory of an attempt."""
     if len(name) > NAME_CHARACTERS_MAX or not _NAME.fullmatch(name):
-        raise InvalidValue(f"{name[:80]!r} is no name of an attempt's file", hint="for example results/0.pkl")
+        raise InvalidValue(f"{name[:80]!r} is not a valid name of an attempt's file", hint="for example results/0.pkl")
 
 
 def put(
     connection: sa.Connection, run_id: str, fence: int, new: Sequence[StoredFile], *, replace: bool = True
 ) -> list[str]:
-    """Write files of an attempt, many at once.
+    """Insert files of an attempt, many at once.
 
     Args:
-        replace: whether a name that is there gets the new content; else it keeps what it has.
+        replace: True to replace the contents of an existing name, False to keep them.
 
     Returns:
         The names that were written.
@@ -86,8 +86,8 @@ def of_attempt(
     """Return the files of an attempt by name, the first of them with their bytes.
 
     Args:
-        prefix: only those whose name begins so.
-        inline_max: how many bytes at most; of a file that does not fit, and of all blobs, `inline` is None.
+        prefix: returns only files whose name begins with this text.
+        inline_max: maximum bytes in total. For other files, and for all blobs, `inline` is None.
     """
     query = sa.select(files.c.name, files.c.size, files.c.inline.is_not(None), files.c.parts_json)
     query = query.where(_of(run_id, fence)).order_by(files.c.name)
@@ -106,26 +106,26 @@ def of_attempt(
 
 
 def names(connection: sa.Connection, run_id: str, fence: int, *, prefix: str) -> list[str]:
-    """Return the names of files of an attempt that begin so, without that."""
+    """Return the names of an attempt's files with this prefix, without the prefix."""
     query = sa.select(files.c.name).where(_of(run_id, fence), files.c.name.startswith(prefix, autoescape=True))
     return [name.removeprefix(prefix) for name in connection.scalars(query)]
 
 
 def find(connection: sa.Connection, run_id: str, fence: int, name: str) -> StoredFile | None:
-    """Return one file of an attempt."""
+    """Return one file of an attempt, or None."""
     query = sa.select(files.c.name, files.c.size, files.c.inline, files.c.parts_json)
     row = connection.execute(query.where(_of(run_id, fence), files.c.name == name)).first()
     return None if row is None else _from_row(row)
 
 
 def parts_in_use(connection: sa.Connection) -> Iterator[str]:
-    """Yield the digests of all parts that files are made of."""
+    """Yield the digests of all parts of files."""
     for text in connection.execute(sa.select(files.c.parts_json).where(files.c.parts_json.is_not(None))).scalars():
         yield from _decode_parts(text)
 
 
 def remove(connection: sa.Connection, run_id: str) -> None:
-    """Remove what the attempts of a run left behind; parts that nothing refers to any more are collected."""
+    """Remove the files of a run's attempts. Garbage collection removes parts without references."""
     connection.execute(files.delete().where(files.c.run_id == run_id))
 
 

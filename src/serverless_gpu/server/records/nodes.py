@@ -1,12 +1,12 @@
-"""Nodes: repository of machines that have joined, and of what their tokens are bound to.
+"""Nodes: repository of machines that have joined, and of the bindings of their tokens.
 
-    nodes           what a node said last, as it was said (`AgentHello` without its attempts)
+    nodes           the last report of a node, unchanged (`AgentHello` without its attempts)
     node_bindings   token ─▶ the node that it is for; not approved: it waits for an administrator
     invitations     join token ─▶ how many homes may still join with it
 
-A server that starts again knows from here which nodes there are, and waits for them. Whether a node is present is not
-here: a column would be as old as its last write (`lifecycle/liveness.py` knows). `model/access_control.py`
-decides about bindings.
+After a restart the server learns its nodes from these tables and waits for them. Presence is not stored, because a
+column would be as old as its last write. `lifecycle/liveness.py` tracks presence. `model/access_control.py` decides
+about bindings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.nodes import NodeRules
 
 CREWS = "crews"
-"""What a node says that takes a part of a gang that has others on other nodes."""
+"""The capability by which a node announces that it accepts a part of a gang on several nodes."""
 _HELLOS_MAX = 4_096
 _decoder = msgspec.json.Decoder(AgentHello)
 _rules_decoder = msgspec.json.Decoder(NodeRules)
@@ -31,21 +31,21 @@ _NO_RULES = "{}"
 
 
 PENDING_MAX = 1_000
-"""Nodes that may wait for an administrator at a time."""
+"""The maximum number of nodes that may wait for an administrator."""
 UPGRADE = "upgrade"
-"""Who approved what was there before tokens were bound."""
+"""The approver of nodes that existed before tokens were bound."""
 
 
 class StoredNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node as it is written down.
+    """The row of a node.
 
     Attributes:
-        principal: whose token its agent has.
-        hello: what it said of itself last, without its attempts.
-        seen_ns: its last sign of life that was written, nanoseconds since 1970; some seconds behind.
-        forgotten_ns: since when an operator says that it is dead; None for a node.
-        token_id: of the token with which it said hello last.
-        rules: what people decided about it; only `rule` writes that.
+        principal: the principal of its agent's token.
+        hello: its last hello, without its attempts.
+        seen_ns: the last stored time of a message, nanoseconds since 1970, some seconds old.
+        forgotten_ns: when an operator declared it dead; None otherwise.
+        token_id: the token of its last hello.
+        rules: decisions of operators about it. Only `rule` writes them.
     """
 
     id: str
@@ -62,18 +62,18 @@ class StoredNode(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unavailable(self) -> tuple[str, ...]:
-        """Return the devices that cannot be counted on: what the node says, and what people left out."""
+        """Return the devices that the scheduler must not use: those that the node or an operator excluded."""
         left_out = (one.uuid for one in self.rules.quarantined if one.uuid not in self.hello.unavailable)
         return (*self.hello.unavailable, *left_out)
 
     @property
     def takes_crews(self) -> bool:
-        """Return whether it may have a part of a gang, and be told to look."""
+        """Return True if the node accepts a part of a gang and requests to report."""
         return CREWS in self.hello.takes
 
 
 class RuledNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node about which people decided something, without what it says of itself."""
+    """A node with decisions of operators, without its hello."""
 
     id: str
     name: str
@@ -87,49 +87,49 @@ def every(connection: sa.Connection) -> list[StoredNode]:
 
 
 def get(connection: sa.Connection, node_id: str) -> StoredNode | None:
-    """Return a node by its identifier, also a forgotten one."""
+    """Return a node by its identifier, including forgotten nodes, or None."""
     return _first(connection, nodes.c.id == node_id)
 
 
 def pool_of(connection: sa.Connection, node_id: str) -> str:
-    """Return the pool that a node is in now, or "" where there is no such node."""
+    """Return the current pool of a node, or "" for an unknown node."""
     return connection.scalar(sa.select(nodes.c.pool).where(nodes.c.id == node_id)) or ""
 
 
 def named(connection: sa.Connection, name: str) -> StoredNode | None:
-    """Return a node by its name, also a forgotten one."""
+    """Return a node by its name, including forgotten nodes, or None."""
     return _first(connection, nodes.c.name == name)
 
 
 def ruled(connection: sa.Connection) -> list[RuledNode]:
-    """Return the nodes about which people decided something; seldom many, and what nodes say is not read for it."""
+    """Return the nodes with decisions of operators, usually few; their hellos are not read."""
     query = sa.select(nodes.c.id, nodes.c.name, nodes.c.rules_json).where(nodes.c.forgotten_ns.is_(None))
     rows = connection.execute(query.where(nodes.c.rules_json != _NO_RULES).order_by(nodes.c.name))
     return [RuledNode(id=row.id, name=row.name, rules=_rules_decoder.decode(row.rules_json)) for row in rows]
 
 
 def rule(connection: sa.Connection, node_id: str, rules: NodeRules) -> None:
-    """Write down what people decided about a node."""
+    """Write the decisions of operators about a node."""
     text = _NO_RULES if rules == NodeRules() else msgspec.json.encode(rules).decode()
     connection.execute(nodes.update().where(nodes.c.id == node_id).values(rules_json=text))
 
 
 def insert(connection: sa.Connection, node: StoredNode) -> None:
-    """Write down a node that is new."""
+    """Insert a new node."""
     connection.execute(nodes.insert(), {"id": node.id, "name": node.name, **_columns(node)})
 
 
 def change(connection: sa.Connection, node: StoredNode) -> None:
-    """Write down what a node is now: all but its identifier and name may be another one."""
+    """Update a node; everything except its identifier and name may change."""
     connection.execute(nodes.update().where(nodes.c.id == node.id).values(**_columns(node)))
 
 
 def heard(connection: sa.Connection, node: StoredNode, *, hello: AgentHello, seen_ns: int) -> None:
-    """Write down what a node says of itself in a heartbeat, and nothing that others decide: its pool, that it is dead.
+    """Write the hello of a heartbeat, without the columns that others decide, such as the pool.
 
     Args:
-        node: as it was read in this transaction. Of another boot than that, nothing is written.
-        hello: what it says now.
+        node: the row as read in this transaction. After a reboot of the node, nothing is written.
+        hello: the new hello.
         seen_ns: now, nanoseconds since 1970.
     """
     same = sa.and_(nodes.c.id == node.id, nodes.c.boot_id == node.boot_id, nodes.c.forgotten_ns.is_(None))
@@ -138,7 +138,7 @@ def heard(connection: sa.Connection, node: StoredNode, *, hello: AgentHello, see
 
 
 def drain(connection: sa.Connection, node_id: str, why: str) -> None:
-    """Write down that nothing is to be placed on a node until its next sign of life says otherwise."""
+    """Stop placements on a node until its next heartbeat allows them."""
     node = get(connection, node_id)
     if node is not None:
         hello = msgspec.structs.replace(node.hello, draining=node.hello.draining or why)
@@ -146,11 +146,11 @@ def drain(connection: sa.Connection, node_id: str, why: str) -> None:
 
 
 def is_still(connection: sa.Connection, node: StoredNode) -> bool:
-    """Return whether a node is as it was read: not forgotten, the same boot of the same machine, in the same pool, and
-    nobody has decided anything else about it.
+    """Return True if a node is as it was read: not forgotten, with the same boot, machine, pool and rules.
 
-    That is asked with a write that changes nothing, so that on PostgreSQL too a transaction that says otherwise at the
-    same time does not see the node as it was before this one: one of the two is tried again.
+    The check is a write without a change. So on PostgreSQL, a concurrent transaction that changes the node conflicts
+    with
+    this one, and one of both is retried.
     """
     same = sa.and_(
         nodes.c.id == node.id,
@@ -166,7 +166,7 @@ def is_still(connection: sa.Connection, node: StoredNode) -> bool:
 
 
 def forget(connection: sa.Connection, node_id: str, *, at_ns: int) -> None:
-    """Write down that a node is dead; should it come back, it is a node again."""
+    """Mark a node as dead. If it returns, it becomes a node again."""
     connection.execute(nodes.update().where(nodes.c.id == node_id).values(forgotten_ns=at_ns))
 
 
@@ -201,7 +201,7 @@ def _from_row(fields: sa.RowMapping) -> StoredNode:
 
 @functools.lru_cache(maxsize=_HELLOS_MAX)
 def _hello(text: str) -> AgentHello:
-    """Return what a node said: the same value for the same text, as nodes are read many times before they say more."""
+    """Return the decoded hello; cached, because the server reads nodes more often than they change."""
     return _decoder.decode(text)
 
 
@@ -211,7 +211,7 @@ def by_id(found: Sequence[StoredNode]) -> dict[str, StoredNode]:
 
 
 class StoredBinding(msgspec.Struct, frozen=True, kw_only=True):
-    """A row: whose a token is, since when it says so, who approved that and when."""
+    """The row of a binding: the node of a token, when it asked, and who approved it when."""
 
     token: str
     node: NodeIdentity
@@ -221,12 +221,12 @@ class StoredBinding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def binding(self) -> TokenBinding:
-        """Return what is decided with."""
+        """Return the binding for decisions in `model/`."""
         return TokenBinding(node=self.node, approved=self.approved_ns is not None)
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
-    """A join token: the only name that it lets in, or "", and how many homes it still lets in."""
+    """A join token: the only node name that it admits, or "", and how many more homes it admits."""
 
     token: str
     node: str
@@ -234,19 +234,19 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find(connection: sa.Connection, token_id: str) -> StoredBinding | None:
-    """Return what a token is bound to, or None."""
+    """Return the binding of a token, or None."""
     row = connection.execute(sa.select(node_bindings).where(node_bindings.c.token == token_id)).first()
     return None if row is None else _binding(row)
 
 
 def bind(connection: sa.Connection, token_id: str, node: NodeIdentity, *, by: str, at_ns: int) -> None:
-    """Bind a token to a node that is approved, in place of what it was bound to.
+    """Bind a token to an approved node, in place of its previous binding.
 
     Args:
         connection: of the transaction.
-        token_id: of the token.
-        node: whose it is; a name of "" for the first node that says hello with it.
-        by: who approved it: a principal, the identifier of a join token, or "server".
+        token_id: identifier of the token.
+        node: the node of the token; a name of "" for the first node that says hello with it.
+        by: the approver: a principal, the identifier of a join token, or "server".
         at_ns: now, nanoseconds since 1970.
     """
     there = find(connection, token_id)
@@ -255,12 +255,12 @@ def bind(connection: sa.Connection, token_id: str, node: NodeIdentity, *, by: st
 
 
 def rebind(connection: sa.Connection, binding: StoredBinding, node: NodeIdentity) -> None:
-    """Write down what a node says it is by now; who approved it stays."""
+    """Update the identity that a node reports; the approval stays."""
     _write(connection, msgspec.structs.replace(binding, node=node), binding)
 
 
 def ask(connection: sa.Connection, token_id: str, node: NodeIdentity, *, at_ns: int) -> bool:
-    """Note that a node waits for an administrator; return whether there was room."""
+    """Note that a node waits for an administrator; return False if too many nodes wait."""
     waiting = sa.select(sa.func.count()).select_from(node_bindings).where(node_bindings.c.approved_ns.is_(None))
     if (connection.scalar(waiting) or 0) >= PENDING_MAX:
         return False
@@ -269,7 +269,7 @@ def ask(connection: sa.Connection, token_id: str, node: NodeIdentity, *, at_ns: 
 
 
 def pending(connection: sa.Connection, *, now_ns: int) -> list[StoredBinding]:
-    """Return the nodes that wait for an administrator and whose tokens are still good, by name."""
+    """Return the nodes that wait for an administrator and whose tokens are valid, by name."""
     query = (
         sa.select(node_bindings)
         .join(tokens, tokens.c.id == node_bindings.c.token)
@@ -291,19 +291,19 @@ def of_home(connection: sa.Connection, node: NodeIdentity, *, by: str = "") -> l
 
 
 def invite(connection: sa.Connection, invitation: Invitation) -> None:
-    """Write down what a join token lets in."""
+    """Insert an invitation."""
     values = {"token": invitation.token, "node": invitation.node, "uses_left": invitation.uses_left}
     connection.execute(invitations.insert().values(values))
 
 
 def invitation(connection: sa.Connection, token_id: str) -> Invitation | None:
-    """Return what a join token lets in, or None where it is none."""
+    """Return the invitation of a join token, or None for another token."""
     row = connection.execute(sa.select(invitations).where(invitations.c.token == token_id)).first()
     return None if row is None else Invitation(token=row.token, node=row.node, uses_left=row.uses_left)
 
 
 def use(connection: sa.Connection, token_id: str) -> bool:
-    """Use a join token once; return whether a use was left. Of two that come at once, one gets the last."""
+    """Use a join token once; return False if it is used up. Only one concurrent call gets the last use."""
     left = sa.and_(invitations.c.token == token_id, invitations.c.uses_left > 0)
     done = connection.execute(invitations.update().where(left).values(uses_left=invitations.c.uses_left - 1))
     return done.rowcount == 1

@@ -2,9 +2,9 @@
 
     decision ─▶ one transaction: attempt + order ─▶ (committed) ─▶ stream of the node ─▶ taken
 
-An order is written with the decision it follows from and delivered until its node says that it has taken it, over any
-number of restarts on either side. It may arrive twice; the node takes it once, by its gang. Orders about crews that
-have ended are not delivered any more: the crew's end was the answer.
+The server writes an order together with the decision behind it. It delivers the order until the node confirms that it
+took the order, across restarts on either side. An order may arrive twice, and the node takes it once, by its gang.
+The server does not deliver orders for crews that have ended.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from serverless_gpu.server.db.tables import crews, orders
 from serverless_gpu.server.records.crews import CrewId, Gang
 
 OPEN_MAX = 1_000
-"""Orders that are looked at in one go; the rest comes when these are taken."""
+"""The maximum number of orders in one read. The rest follows after the node has taken these."""
 
 
 class StoredOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """An order that has not been taken.
+    """An order that the node has not taken yet.
 
     Attributes:
-        crew: which of the attempt's it is for.
-        stop: why, for a stop; None for a start.
+        crew: number of the crew that it is for.
+        stop: the reason of a stop; None for a start.
     """
 
     seq: int
@@ -42,12 +42,12 @@ class StoredOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_start(connection: sa.Connection, node_id: str, crew: CrewId, *, at_ns: int) -> int:
-    """Write the order to start a crew; return its number."""
+    """Insert the order to start a crew; return its number."""
     return _insert(connection, node_id, crew, {"kind": "start"}, at_ns)
 
 
 def add_stop(connection: sa.Connection, node_id: str, crew: CrewId, *, why: StopReason, at_ns: int) -> int | None:
-    """Write the order to stop a crew; return its number, or None when it was written before."""
+    """Insert the order to stop a crew; return its number, or None if it exists."""
     run_id, fence, number = crew
     own = sa.and_(orders.c.run_id == run_id, orders.c.fence == fence, orders.c.crew == number)
     same = sa.and_(own, orders.c.kind == "stop", orders.c.stop == why.value)
@@ -57,18 +57,18 @@ def add_stop(connection: sa.Connection, node_id: str, crew: CrewId, *, why: Stop
 
 
 def waiting(connection: sa.Connection, node_id: str) -> list[StoredOrder]:
-    """Return the orders of a node that it has not taken and whose crews have not ended, in order."""
+    """Return the orders that a node has not taken and whose crews have not ended, in order."""
     return _open(connection, orders.c.node_id == node_id)
 
 
 def take(connection: sa.Connection, node_id: str, seqs: Sequence[int], *, at_ns: int) -> None:
-    """Write down that a node has taken orders; those of other nodes, and those taken before, stay as they are."""
+    """Mark orders of a node as taken. Orders of other nodes, and orders taken before, do not change."""
     mine = sa.and_(orders.c.node_id == node_id, orders.c.seq.in_(list(seqs)), orders.c.taken_ns.is_(None))
     connection.execute(orders.update().where(mine).values(taken_ns=at_ns))
 
 
 def take_starts(connection: sa.Connection, node_id: str, gangs: Sequence[tuple[str, int]], *, at_ns: int) -> None:
-    """Write down that a node has attempts, whether or not its word about the orders arrived."""
+    """Mark the start orders of attempts that a node has as taken, even if its confirmation was lost."""
     for run_id, fence in gangs:
         same = sa.and_(orders.c.node_id == node_id, orders.c.run_id == run_id, orders.c.fence == fence)
         untaken = sa.and_(same, orders.c.kind == "start", orders.c.taken_ns.is_(None))
@@ -76,7 +76,7 @@ def take_starts(connection: sa.Connection, node_id: str, gangs: Sequence[tuple[s
 
 
 def taken(connection: sa.Connection, run_ids: Sequence[str]) -> set[Gang]:
-    """Return the attempts of some runs whose order to start a crew was taken by a node."""
+    """Return the attempts of some runs for which a node has taken a start order."""
     found: set[Gang] = set()
     starts = sa.and_(orders.c.kind == "start", orders.c.taken_ns.is_not(None))
     for some in in_chunks(run_ids):
@@ -86,7 +86,7 @@ def taken(connection: sa.Connection, run_ids: Sequence[str]) -> set[Gang]:
 
 
 def remove(connection: sa.Connection, run_id: str) -> None:
-    """Remove the orders about a run."""
+    """Remove the orders of a run."""
     connection.execute(orders.delete().where(orders.c.run_id == run_id))
 
 

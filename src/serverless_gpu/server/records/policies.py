@@ -1,4 +1,4 @@
-"""Usage policies, and whom they are attached to: repository of `model/usage_policy.py`."""
+"""Usage policies and their holders: repository of `model/usage_policy.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _decoder = msgspec.json.Decoder(UsagePolicy)
 
 @lru_cache(maxsize=POLICIES_MAX)
 def _decode(text: str) -> UsagePolicy:
-    """Return a policy; each tick of the scheduler reads all of them."""
+    """Return a decoded policy; cached, because each tick of the scheduler reads all policies."""
     return _decoder.decode(text)
 
 
@@ -36,31 +36,31 @@ def every(connection: sa.Connection) -> list[StoredPolicy]:
 
 
 def find(connection: sa.Connection, name: str) -> StoredPolicy | None:
-    """Return a policy."""
+    """Return a policy, or None."""
     row = connection.execute(sa.select(policies).where(policies.c.name == name)).first()
     return None if row is None else _from_row(row)
 
 
 def put(connection: sa.Connection, policy: StoredPolicy) -> None:
-    """Make a policy, or put another one in its place."""
+    """Insert a policy or replace it."""
     said = {"document_json": msgspec.json.encode(policy.policy).decode(), "set_ns": policy.set_ns}
     if connection.execute(policies.update().where(policies.c.name == policy.name).values(**said)).rowcount == 0:
         connection.execute(policies.insert(), {"name": policy.name, **said})
 
 
 def remove(connection: sa.Connection, name: str) -> bool:
-    """Remove a policy without holders; its runs keep what they got. Return whether it was there."""
+    """Remove a policy without holders; its runs keep their limits. Return True if the policy existed."""
     return connection.execute(policies.delete().where(policies.c.name == name)).rowcount == 1
 
 
 def caps(connection: sa.Connection) -> dict[str, int]:
-    """Return the most devices that a user has at once, by policy; those that do not say are not in it."""
+    """Return the maximum devices of a user at once, by policy; excludes policies without a limit."""
     found = {name: _decode(text).gpus_at_once for name, text in connection.execute(_DOCUMENTS)}
     return {name: most for name, most in found.items() if most is not None}
 
 
 def attached(connection: sa.Connection, principal: str, teams: Collection[str]) -> Attached:
-    """Return the policies that are attached to a principal, and to its teams."""
+    """Return the policies that are attached to a principal, and to some teams."""
     own = sa.and_(policy_holders.c.kind.in_(("user", "service")), policy_holders.c.name == principal)
     theirs = sa.and_(policy_holders.c.kind == "team", policy_holders.c.name.in_(teams))
     query = sa.select(policy_holders).where(sa.or_(own, theirs) if teams else own).order_by(policy_holders.c.policy)
@@ -72,7 +72,7 @@ def attached(connection: sa.Connection, principal: str, teams: Collection[str]) 
 
 
 def holders(connection: sa.Connection, name: str | None = None) -> dict[str, tuple[PolicySubject, ...]]:
-    """Return whom policies are attached to, by policy; those without holders are not in it."""
+    """Return the holders of each policy; policies without holders are excluded."""
     query = sa.select(policy_holders).order_by(policy_holders.c.kind, policy_holders.c.name)
     if name is not None:
         query = query.where(policy_holders.c.policy == name)
@@ -83,7 +83,7 @@ def holders(connection: sa.Connection, name: str | None = None) -> dict[str, tup
 
 
 def attach(connection: sa.Connection, name: str, holder: PolicySubject) -> bool:
-    """Attach a policy to a principal or team; return whether it was not before."""
+    """Attach a policy to a principal or team; return False if it was attached before."""
     this = {"policy": name, "kind": holder.kind, "name": holder.name}
     if connection.execute(sa.select(policy_holders.c.name).where(_is(name, holder))).first() is not None:
         return False
@@ -92,12 +92,12 @@ def attach(connection: sa.Connection, name: str, holder: PolicySubject) -> bool:
 
 
 def detach(connection: sa.Connection, name: str, holder: PolicySubject) -> bool:
-    """Detach a policy from a principal or team; return whether it was attached."""
+    """Detach a policy from a principal or team; return True if it was attached."""
     return connection.execute(policy_holders.delete().where(_is(name, holder))).rowcount == 1
 
 
 def count_holders(connection: sa.Connection) -> int:
-    """Return to how many, altogether, policies are attached."""
+    """Return the number of holders of all policies."""
     return connection.execute(sa.select(sa.func.count()).select_from(policy_holders)).scalar_one()
 
 

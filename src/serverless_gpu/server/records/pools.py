@@ -1,7 +1,7 @@
-"""Pools: repository of pools of nodes, and of the weights of teams and users in the fair share of the queue.
+"""Pools: repository of pools of nodes, and of the fair-share weights of teams and users.
 
-An on-demand pool serves runs that name none. A reserved one does not, but it may lend what is idle to runs that can
-return it in time. A team or user without a share has a weight of 1.
+An on-demand pool serves runs that name no pool. A reserved pool does not serve them. It may lend idle devices to runs
+that can return them in time. A team or user without a share has a weight of 1.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ DEFAULT = "default"
 ON_DEMAND, RESERVED = "on-demand", "reserved"
 SHARE_KINDS: tuple[ShareKind, ...] = get_args(ShareKind)
 NO_ISOLATION, UNSET = "none", "unset"
-"""What administrators said of a pool's isolation: several principals may share a uid there, or only one may use it."""
+"""An administrator's choice for a pool: several principals may share a uid, or only one may use the pool."""
 
 
 class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool; its nodes say that they are in it.
+    """A pool. Each node names its pool.
 
     Attributes:
-        lends: whether it is reserved and lends idle devices.
-        return_s: seconds within which they are back.
-        isolation: `NO_ISOLATION`, `UNSET`, or None where that is undecided, which counts as `UNSET`.
+        lends: True if it is reserved and lends idle devices.
+        return_s: seconds within which borrowers return the devices.
+        isolation: `NO_ISOLATION`, `UNSET`, or None if undecided, which counts as `UNSET`.
     """
 
     name: str
@@ -40,12 +40,12 @@ class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_shared(self) -> bool:
-        """Return whether an administrator accepts that several principals share a uid on its nodes."""
+        """Return True if an administrator allows several principals to share a uid on its nodes."""
         return self.isolation == NO_ISOLATION
 
     @property
     def planned(self) -> Pool:
-        """Return the pool as decisions take it."""
+        """Return the pool in the form that the scheduler uses."""
         is_reserved = self.kind == RESERVED
         return Pool(
             name=self.name,
@@ -63,19 +63,19 @@ def every(connection: sa.Connection) -> list[StoredPool]:
 
 
 def find(connection: sa.Connection, name: str) -> StoredPool | None:
-    """Return a pool."""
+    """Return a pool, or None."""
     row = connection.execute(sa.select(pools).where(pools.c.name == name)).first()
     return None if row is None else StoredPool(**row._mapping)
 
 
 def ensure(connection: sa.Connection, name: str, *, at_ns: int) -> None:
-    """Make an on-demand pool of this name unless it exists."""
+    """Insert an on-demand pool of this name unless it exists."""
     if find(connection, name) is None:
         connection.execute(pools.insert(), {"name": name, "kind": ON_DEMAND, "created_ns": at_ns})
 
 
 def put(connection: sa.Connection, pool: StoredPool) -> None:
-    """Make a pool, or change its properties but its creation time."""
+    """Insert a pool, or change everything except its creation time."""
     said: dict[str, object] = {"kind": pool.kind, "lends": pool.lends, "return_s": pool.return_s}
     if pool.isolation is not None:
         said["isolation"] = pool.isolation
@@ -113,13 +113,13 @@ def put_share(connection: sa.Connection, share: StoredShare) -> None:
 
 
 def remove_share(connection: sa.Connection, kind: ShareKind, name: str) -> bool:
-    """Take a share away, so that it is 1 again; return whether there was one."""
+    """Remove a share, so that the weight is 1 again; return True if the share existed."""
     this = sa.and_(shares.c.kind == kind, shares.c.name == name)
     return connection.execute(shares.delete().where(this)).rowcount == 1
 
 
 def queue_policy(connection: sa.Connection, said: QueuePolicy) -> QueuePolicy:
-    """Return the queue policy: the server's settings, with the shares as they are now."""
+    """Return the queue policy: the server's settings with the current shares."""
     there = every_share(connection)
     return msgspec.structs.replace(
         said,

@@ -1,4 +1,7 @@
-"""SQL of the price book (`model/billing/pricing.py`): a price that was in force is ended and never changed."""
+"""Prices: repository of the price book (`model/billing/pricing.py`).
+
+The server may end a price that was in force, but never changes it.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +17,32 @@ _OF_PRICE = Price.__struct_fields__
 
 
 class StoredPrice(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the book, and when it was written."""
+    """A row of the price book, and when it was written."""
 
     price: Price
     set_ns: int
 
 
 def every(connection: sa.Connection, *, from_ns: int = 0) -> list[StoredPrice]:
-    """Return the rows that are in force at a moment or later, by resource, pool and time."""
+    """Return the rows in force at a time or later, by resource, pool and time."""
     lasting = sa.or_(prices.c.until_ns.is_(None), prices.c.until_ns > from_ns)
     query = sa.select(prices).where(lasting)
     return _read(connection, query.order_by(prices.c.resource, prices.c.pool, prices.c.from_ns))
 
 
 def of(connection: sa.Connection, resource: str, pool: str) -> list[StoredPrice]:
-    """Return all rows of one thing in one pool, by time."""
+    """Return all rows of one resource in one pool, by time."""
     own = sa.and_(prices.c.resource == resource, prices.c.pool == pool)
     return _read(connection, sa.select(prices).where(own).order_by(prices.c.from_ns))
 
 
 def count(connection: sa.Connection) -> int:
-    """Return how many rows there are."""
+    """Return the number of rows."""
     return connection.scalar(sa.select(sa.func.count()).select_from(prices)) or 0
 
 
 def tariff(connection: sa.Connection, gpu_type: str, pool: str, at_ns: int, currency: str) -> Tariff:
-    """Return what an attempt pays that is placed now."""
+    """Return the prices of an attempt that is placed at this time."""
     wanted = sa.and_(
         prices.c.resource.in_([gpu_type, *families_of(gpu_type), CORE, MEMORY]),
         prices.c.pool.in_(["", pool]),
@@ -51,17 +54,17 @@ def tariff(connection: sa.Connection, gpu_type: str, pool: str, at_ns: int, curr
 
 
 def insert(connection: sa.Connection, price: Price, *, at_ns: int) -> None:
-    """Write a row."""
+    """Insert a row."""
     connection.execute(prices.insert(), msgspec.structs.asdict(price) | {"set_ns": at_ns})
 
 
 def end(connection: sa.Connection, price: Price, *, until_ns: int) -> None:
-    """Say until when a row is in force."""
+    """Set the end of a row."""
     connection.execute(prices.update().where(_is(price)).values(until_ns=until_ns))
 
 
 def remove(connection: sa.Connection, price: Price) -> None:
-    """Take back a row that was never in force."""
+    """Delete a row that was never in force."""
     connection.execute(prices.delete().where(_is(price)))
 
 

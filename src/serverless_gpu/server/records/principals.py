@@ -1,10 +1,10 @@
-"""Principals: repository of users and services, teams, tokens; and whose token a request has.
+"""Principals: repository of users, services, teams and tokens, and authentication by token.
 
-    sgpu_<identifier>_<43 characters>          a principal's; random, made once, said once
+    sgpu_<identifier>_<43 characters>          a principal's; random, made once, shown once
     sgpa_<run>_<fence>_<until>_<43 characters> an attempt's; computed, see `server_key.py`
 
-Only the SHA-256 of a token is in the database. A token is good while it is not revoked, not expired, and its owner is
-not disabled; disabling a principal revokes all its tokens, so enabling it again brings none of them back.
+The database contains only the SHA-256 of a token. A token is valid unless it is revoked or expired, or its owner is
+disabled. To disable a principal revokes all its tokens. To enable the principal later does not restore them.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
 
 PREFIX = "sgpu_"
 TOKEN_EXPIRY_S = 90 * 86_400.0
-"""How long a token is good where nothing else was said."""
+"""The default lifetime of a token."""
 RENEWED_BELOW_S = 60 * 86_400.0
-"""A node's token is renewed when it is used and has less left than that; a file's is replaced below half of it."""
+"""A node's token with less lifetime left is renewed when it is used. A token file is replaced below half of it."""
 USED_EVERY_NS = 60_000_000_000
-"""The last use of a token is written down at most so often."""
+"""The minimum interval between two writes of a token's last use."""
 _ID_CHARACTERS = 26
 _SECRET_CHARACTERS = 43
 _SECRET_BYTES = 32
 _NAME = re.compile(r"[a-z0-9][a-z0-9._@-]{0,63}")
 RESERVED = ("server", "attempt")
-"""The principal of anonymous requests in the audit."""
+"""Names that the audit uses itself: "server" for the server, "attempt" for requests about attempts."""
 
 
 # --- principals -------------------------------------------------------------------------------------------------------
 
 
 def create_principal(connection: sa.Connection, request: PrincipalRequest, *, now_ns: int) -> PrincipalView:
-    """Make a user or service."""
+    """Create a user or service."""
     name = check_name(request.name)
     if name in RESERVED:
-        raise InvalidValue(f"{name!r} is a name the server uses itself")
+        raise InvalidValue(f"the server uses the name {name!r} itself")
     if connection.scalar(sa.select(principals.c.name).where(principals.c.name == name)) is not None:
         raise InvalidValue(f"there is a user or service {name!r} already")
     values = {"name": name, "kind": request.kind, "role": request.role, "created_ns": now_ns}
@@ -62,7 +62,7 @@ def create_principal(connection: sa.Connection, request: PrincipalRequest, *, no
 
 
 def principal(connection: sa.Connection, name: str) -> PrincipalView:
-    """Return one."""
+    """Return a principal."""
     found = _principals(connection, sa.select(principals).where(principals.c.name == name))
     if not found:
         raise NotFound(f"there is no user or service {name[:64]!r}")
@@ -70,12 +70,12 @@ def principal(connection: sa.Connection, name: str) -> PrincipalView:
 
 
 def all_principals(connection: sa.Connection) -> tuple[PrincipalView, ...]:
-    """Return all of them, by name."""
+    """Return all principals, by name."""
     return _principals(connection, sa.select(principals).order_by(principals.c.name))
 
 
 def change_role(connection: sa.Connection, name: str, role: str) -> None:
-    """Give a principal another role."""
+    """Change the role of a principal."""
     if role not in ROLES:
         raise InvalidValue(f"there is no role {role!r}", hint=f"roles: {', '.join(ROLES)}")
     if principal(connection, name).role == "admin" and role != "admin":
@@ -102,10 +102,10 @@ def enable(connection: sa.Connection, name: str) -> None:
 
 
 def check_name(name: str) -> str:
-    """Return a name that a principal or team can have."""
+    """Return the name if it is valid for a principal or team."""
     if not _NAME.fullmatch(name):
         hint = "up to 64 of a-z 0-9 . _ @ -, the first one a letter or digit"
-        raise InvalidValue(f"{name[:100]!r} is not a possible name", hint=hint)
+        raise InvalidValue(f"{name[:100]!r} is not a valid name", hint=hint)
     return name
 
 
@@ -132,16 +132,16 @@ def _principals(connection: sa.Connection, query: sa.Select[tuple[object, ...]])
 
 def _check_another_admin(connection: sa.Connection, name: str) -> None:
     admins = sa.and_(principals.c.role == "admin", principals.c.disabled_ns.is_(None), principals.c.name != name)
-    # Changing their rows makes two administrators who remove each other at once two writers of the same rows.
+    # Updating these rows makes two administrators who remove each other write to the same rows.
     if not connection.execute(sa.update(principals).where(admins).values(role="admin")).rowcount:
-        raise InvalidValue(f"{name!r} is the only administrator", hint="make somebody else an administrator first")
+        raise InvalidValue(f"{name!r} is the only administrator", hint="make another user an administrator first")
 
 
 # --- teams ------------------------------------------------------------------------------------------------------------
 
 
 def create_team(connection: sa.Connection, name: str, *, now_ns: int) -> TeamView:
-    """Make a team."""
+    """Create a team."""
     check_name(name)
     if connection.scalar(sa.select(teams.c.name).where(teams.c.name == name)) is not None:
         raise InvalidValue(f"there is a team {name!r} already")
@@ -174,7 +174,7 @@ def all_teams(connection: sa.Connection) -> tuple[TeamView, ...]:
 
 
 def add_member(connection: sa.Connection, *, team: str, principal: str) -> bool:
-    """Add a principal to a team; return whether it was not in it before."""
+    """Add a principal to a team; return False if it was a member before."""
     for table, name, noun in ((teams, team, "team"), (principals, principal, "user or service")):
         if connection.scalar(sa.select(table.c.name).where(table.c.name == name)) is None:
             raise NotFound(f"there is no {noun} {name[:64]!r}")
@@ -186,7 +186,7 @@ def add_member(connection: sa.Connection, *, team: str, principal: str) -> bool:
 
 
 def remove_member(connection: sa.Connection, *, team: str, principal: str) -> bool:
-    """Remove a principal from a team; return whether it was in it."""
+    """Remove a principal from a team; return True if it was a member."""
     there = sa.and_(members.c.team == team, members.c.principal == principal)
     return connection.execute(sa.delete(members).where(there)).rowcount == 1
 
@@ -195,12 +195,12 @@ def remove_member(connection: sa.Connection, *, team: str, principal: str) -> bo
 
 
 class NewToken(msgspec.Struct, frozen=True, kw_only=True):
-    """A token to be made.
+    """A token to create.
 
     Attributes:
-        principal: whose it is.
-        label: what for, in its owner's words.
-        scopes: of `model.access_control.SCOPES`; none means everything its owner may do.
+        principal: the owner of the token.
+        label: its purpose, as its owner describes it.
+        scopes: of `model.access_control.SCOPES`; without scopes, the token allows everything that its owner may do.
         expires_ns: nanoseconds since 1970; None for `TOKEN_EXPIRY_S` from now.
     """
 
@@ -211,22 +211,22 @@ class NewToken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def new_secret() -> str:
-    """Return a new token: 256 random bits, and an identifier to find it by."""
+    """Return a new token: 256 random bits, and an identifier for its row."""
     return f"{PREFIX}{new_run_id()}_{encode(secrets.token_bytes(_SECRET_BYTES))}"
 
 
 def create_token(connection: sa.Connection, new: NewToken, *, secret: str, now_ns: int) -> TokenMade:
-    """Make a token. One of an agent that names no end is renewed in place by its use, so that nodes stay.
+    """Create a token. Use renews an agent's token without an explicit end, so that nodes stay connected.
 
     Args:
         connection: of the transaction.
-        new: whose, and what for.
-        secret: from `new_secret`, made outside of the transaction, which may run twice.
+        new: the owner and properties of the token.
+        secret: from `new_secret`. The caller creates it outside of the transaction, which may run twice.
         now_ns: nanoseconds since 1970.
 
     Raises:
-        InvalidValue: a scope that is not there, a label too long, an end that has passed, or a disabled owner.
-        NotFound: there is no such principal.
+        InvalidValue: an unknown scope, a label that is too long, an end in the past, or a disabled owner.
+        NotFound: the principal does not exist.
     """
     for scope in new.scopes:
         if scope not in SCOPES:
@@ -234,12 +234,12 @@ def create_token(connection: sa.Connection, new: NewToken, *, secret: str, now_n
     if len(new.label) > LABEL_CHARACTERS_MAX:
         raise InvalidValue(f"a label has at most {LABEL_CHARACTERS_MAX} characters")
     if not new.label.isprintable():
-        raise InvalidValue("a label has a character in it that cannot be shown")
+        raise InvalidValue("a label contains a character that is not printable")
     if new.expires_ns is not None and new.expires_ns <= now_ns:
-        raise InvalidValue("the token would have expired already")
+        raise InvalidValue("the expiry of the token is in the past")
     owner = principal(connection, new.principal)
     if owner.disabled:
-        raise InvalidValue(f"{new.principal!r} is disabled", hint="enable it first")
+        raise InvalidValue(f"{new.principal!r} is disabled", hint=f"{new.principal!r} is disabled")
     values = {
         "id": token_id(secret),
         "sha256": sha256(secret),
@@ -271,21 +271,21 @@ def tokens_of(connection: sa.Connection, principal: str | None = None) -> tuple[
 
 
 def revoke_token(connection: sa.Connection, identifier: str, *, now_ns: int) -> TokenView:
-    """Make a token good for nothing, from now on; one that was revoked before stays so."""
+    """Revoke a token. A token that was revoked before keeps its time."""
     good = sa.and_(tokens.c.id == identifier, tokens.c.revoked_ns.is_(None))
     connection.execute(sa.update(tokens).where(good).values(revoked_ns=now_ns))
     return token(connection, identifier)
 
 
 def revoke_all(connection: sa.Connection, *, now_ns: int) -> tuple[TokenView, ...]:
-    """Make every token good for nothing; return those that were good."""
+    """Revoke every token; return those that were not revoked before."""
     good = tuple(each for each in tokens_of(connection) if each.revoked_ns is None)
     connection.execute(sa.update(tokens).where(tokens.c.revoked_ns.is_(None)).values(revoked_ns=now_ns))
     return good
 
 
 def note_use(connection: sa.Connection, identifiers: Iterable[str], *, now_ns: int) -> None:
-    """Write down that tokens were used in the last minute, and put off the end of those that are renewed by that."""
+    """Write the use of tokens at most once a minute, and extend the tokens that use renews."""
     stale = sa.or_(tokens.c.used_ns.is_(None), tokens.c.used_ns < now_ns - USED_EVERY_NS)
     renewed_below_ns = now_ns + int(RENEWED_BELOW_S * 1e9)
     due = sa.and_(
@@ -298,7 +298,7 @@ def note_use(connection: sa.Connection, identifiers: Iterable[str], *, now_ns: i
 
 
 def bound_lifetimes(connection: sa.Connection, *, now_ns: int) -> int:
-    """Give an end to tokens that an older version made without one; return how many there were."""
+    """Set an end for tokens that an older version created without one; return their number."""
     agents = sa.select(principals.c.name).where(principals.c.role == "agent")
     joining = tokens.c.scopes_json.contains(f'"{Resource.JOINING}"')
     renews = sa.and_(tokens.c.principal.in_(agents), sa.not_(joining))
@@ -328,29 +328,29 @@ def _token_view(row: sa.Row[tuple[object, ...]]) -> TokenView:
 
 
 def authenticate(connection: sa.Connection, secret: str, *, now_ns: int, keys: Keys | None = None) -> Caller:
-    """Return whose token it is.
+    """Return the caller whom a token identifies.
 
     Args:
-        connection: reading is enough.
-        secret: as it came with the request; anything.
+        connection: read access suffices.
+        secret: the text of the request; may be anything.
         now_ns: nanoseconds since 1970.
-        keys: of the server; without them, attempts' tokens that end are not known.
+        keys: of the server. Without them, expiring tokens of attempts are unknown.
 
     Raises:
-        NotAuthenticated: it is unknown, revoked, expired, or its owner is disabled. Which of these is said only to
-            who has the right secret.
+        NotAuthenticated: the token is unknown, revoked or expired, or its owner is disabled. Only a caller with the
+            right secret learns which of these applies.
     """
     if secret.startswith(ATTEMPT_PREFIX):
         return _attempt(connection, secret, now_ns, keys)
     identifier = token_id(secret)
     rows: Sequence[sa.Row[tuple[object, ...]]] = ()
-    if identifier:  # what cannot be a token costs no look
+    if identifier:  # An invalid token needs no query.
         rows = connection.execute(_WHOSE, {"token": identifier}).all()
     if not rows or not hmac.compare_digest(rows[0].sha256, sha256(secret)):
-        raise NotAuthenticated("this server does not know the token", hint=_LOGIN)
+        raise NotAuthenticated("the server does not know this token", hint=_LOGIN)
     row = rows[0]
-    if row.disabled_ns is not None:  # first: its tokens were revoked for that
-        hint = f"an administrator can enable it again, and make a new token: `sgpu token create --for {row.principal}`"
+    if row.disabled_ns is not None:  # Checked first, because disabling a principal revokes its tokens.
+        hint = f"an administrator can enable it again and create a new token: `sgpu token create --for {row.principal}`"
         raise NotAuthenticated(f"{row.principal} is disabled", hint=hint)
     if row.revoked_ns is not None:
         raise NotAuthenticated(f"the token {row.id} was revoked", hint=_LOGIN)
@@ -381,7 +381,7 @@ _CREW = sa.select(crews.c.token_sha256, crews.c.reason).where(
     crews.c.crew == sa.bindparam("of_crew"),
 )
 _LATE = frozenset(reason.value for reason in WITHOUT_REPORT)
-_LOGIN = "`sgpu login` stores another one; an administrator can make one with `sgpu token create`"
+_LOGIN = "`sgpu login` stores another token; an administrator can create one with `sgpu token create`"
 
 
 def _attempt(connection: sa.Connection, secret: str, now_ns: int, keys: Keys | None) -> Caller:
@@ -391,38 +391,38 @@ def _attempt(connection: sa.Connection, secret: str, now_ns: int, keys: Keys | N
         run_id, fence, number = parsed
         row = connection.execute(_CREW, {"of_run": run_id, "of_fence": fence, "of_crew": number}).first()
     if row is None:
-        raise NotAuthenticated("this server does not know the attempt's token")
+        raise NotAuthenticated("the server does not know the attempt's token")
     signed = until_s is not None and keys is not None and keys.has_signed(secret)
     if not signed and not hmac.compare_digest(row.token_sha256, sha256(secret)):
-        raise NotAuthenticated("this server does not know the attempt's token")
+        raise NotAuthenticated("the server does not know the attempt's token")
     until_ns = until_s * 1_000_000_000 if until_s is not None else None
     if until_ns is not None and until_ns <= now_ns:
-        raise NotAuthenticated("the attempt's token has ended", hint="its node gets another one with a heartbeat")
+        raise NotAuthenticated("the attempt's token has expired", hint="its node receives another one with a heartbeat")
     return Caller(kind="attempt", attempt=parsed, until_ns=until_ns, late=row.reason in _LATE)
 
 
 def is_known(connection: sa.Connection, secret: str) -> bool:
-    """Return whether the database has a token, good or not."""
+    """Return True if the database has a token, valid or not."""
     known = connection.scalar(sa.select(tokens.c.sha256).where(tokens.c.id == token_id(secret)))
     return known is not None and hmac.compare_digest(known, sha256(secret))
 
 
 def is_to_be_replaced(connection: sa.Connection, secret: str, *, now_ns: int) -> bool:
-    """Return whether a token of a server's file has ended, or ends soon: in less than half of `RENEWED_BELOW_S`."""
+    """Return True if the token of a server's file has less than half of `RENEWED_BELOW_S` left."""
     query = sa.select(tokens.c.expires_ns).where(tokens.c.id == token_id(secret), tokens.c.revoked_ns.is_(None))
     expires_ns: int | None = connection.scalar(query)
     return expires_ns is not None and expires_ns < now_ns + int(RENEWED_BELOW_S / 2 * 1e9)
 
 
 def is_unrevoked(connection: sa.Connection, secret: str) -> bool:
-    """Return whether the database has a token that is not revoked."""
+    """Return True if the database has a token that is not revoked."""
     query = sa.select(tokens.c.sha256).where(tokens.c.id == token_id(secret), tokens.c.revoked_ns.is_(None))
     known = connection.scalar(query)
     return known is not None and hmac.compare_digest(known, sha256(secret))
 
 
 def token_id(secret: str) -> str:
-    """Return the identifier in a principal's token, or "" when it is none."""
+    """Return the identifier in a principal's token, or "" for another text."""
     whole = len(PREFIX) + _ID_CHARACTERS + 1 + _SECRET_CHARACTERS
     if not secret.startswith(PREFIX) or len(secret) != whole:
         return ""

@@ -1,9 +1,8 @@
-"""Runs: repository of what was asked for and its state. No other module reads or writes the table.
+"""Runs: repository of submitted runs and their states. No other module reads or writes the table.
 
-A run is read together with its current attempt and that one's crews. Its state is changed by `transitions.py` only,
-with `change`: compare and set. Retention removes a run that is complete: it has ended, all crews of its
-attempts are settled, and the ledger has all that those used. Garbage collection asks which parts and snapshots runs
-still refer to.
+The queries read a run together with its current attempt and the crews of that attempt. Only `transitions.py` changes
+the state, with `change`: compare and set. Retention removes a complete run: it has ended, all crews of its attempts are
+settled, and the ledger is complete. Garbage collection asks this module for the parts and snapshots in use.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from serverless_gpu.server.records.audit import Action
 from serverless_gpu.wire.runs import Target
 
 _LEFT_S_MIN = 1.0
-"""The shortest limit of an attempt: one that is placed with nothing left would run without any."""
+"""The shortest limit of an attempt. An attempt with no time left would otherwise run without a limit."""
 _decode_spec = msgspec.json.Decoder(RunSpec).decode
 _decode_promise = msgspec.json.Decoder(Reservation).decode
 _decode_target = msgspec.json.Decoder(Target).decode
@@ -56,14 +55,14 @@ _OVER = sa.and_(
 
 
 class NewRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run as it was accepted.
+    """An accepted run.
 
     Attributes:
-        pool: where it goes: what it or its policy names, or "" for any on-demand pool.
-        request_sha256: `Keys.fingerprint` of the whole request: does the same identifier mean the same run?
+        pool: the pool that the run or its policy names, or "" for any on-demand pool.
+        request_sha256: `Keys.fingerprint` of the whole request. It detects another run under the same identifier.
         context_sealed: the caller's context, encrypted.
-        call: the pickled call, when it came with the request.
-        member_of: teams of its owner now.
+        call: the pickled call, if the request contained it.
+        member_of: current teams of its owner.
     """
 
     id: str
@@ -80,22 +79,22 @@ class NewRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run as it is written down, without its payload.
+    """The row of a run, without its payload.
 
     Attributes:
-        priority: 0 is the first to be served.
-        detail: what is known beyond the reason.
-        fence: of the current attempt; 0 before the first.
+        priority: the scheduler serves 0 first.
+        detail: details in addition to the reason.
+        fence: fence of the current attempt; 0 before the first.
         queued_ns: its age in the queue; a run that waits again keeps it.
         events: number of the last event.
-        tracked: link to it in MLflow, where all attempts write to one run; "" while no node has said it.
-        restored_ns: when the server was restored from a backup in which the run went on: it gets no other attempt.
-        saved: number of the newest attempt that is known to have saved a checkpoint; 0 for none.
-        unsaved: attempts in a row, up to the last that is over, that saved none.
-        ran: attempts that are over and count for the most that its policy allows.
-        ran_ms: how long user code of the attempts before the current one ran.
-        member_of: teams of its owner when it was submitted, where it names none (`model/billing/budget.py`).
-        attempt: the current attempt, or the last.
+        tracked: link to its MLflow run, shared by all attempts; "" until a node reports it.
+        restored_ns: when the server was restored from a backup during the run. The run gets no other attempt.
+        saved: fence of the newest attempt with a saved checkpoint; 0 for none.
+        unsaved: number of ended attempts in a row, up to the last, without a checkpoint.
+        ran: number of ended attempts that count against the maximum of its policy.
+        ran_ms: how long user code of the earlier attempts ran.
+        member_of: teams of its owner at submission, if it names no team (`model/billing/budget.py`).
+        attempt: the current or last attempt.
     """
 
     id: str
@@ -133,7 +132,7 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def spec_now(self) -> RunSpec:
-        """Return the spec of the next attempt: it runs no longer than what its policy leaves of the run's time."""
+        """Return the spec of the next attempt, with its limit reduced to the time that the policy leaves."""
         left_s = self.left_s
         if left_s is None:
             return self.spec
@@ -141,23 +140,23 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def left_s(self) -> float | None:
-        """Return for how long user code may still run in all further attempts together; None for no limit."""
+        """Return the seconds that user code of all further attempts may run in total; None for no limit."""
         total_s = self.spec.total_run_s
         return None if total_s is None else max(_LEFT_S_MIN, total_s - self.ran_ms / 1e3)
 
     @property
     def is_last(self) -> bool:
-        """Return whether an attempt that reaches its limit has used up the time that the policy gives the run."""
+        """Return True if an attempt that reaches its limit uses up the time that the policy gives the run."""
         return self.left_s is not None and self.left_s <= (self.spec.max_run_s or math.inf)
 
     @property
     def finished(self) -> bool:
-        """Return whether state, files and receipt are final."""
+        """Return True if state, files and receipt are final."""
         return self.state in TERMINAL and self.settled_ns is not None
 
     @property
     def life(self) -> run_lifecycle.Run:
-        """Return what its next change depends on."""
+        """Return the lifecycle state for `run_lifecycle.advance`."""
         attempt = self.attempt if self.state in ACTIVE else None
         return run_lifecycle.Run(
             run_id=self.id,
@@ -190,20 +189,20 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
-    """What only the node sees of a run."""
+    """The part of a run that only the node reads."""
 
     context_sealed: bytes
     call: bytes | None
 
 
 class RunFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Filter of runs, with what the caller may see.
+    """Filter of runs, including the access of the caller.
 
     Attributes:
-        states: any of these; none means all.
+        states: any of these; empty for all.
         tags: all of these.
         seen_by: the principal who asks, or None for a caller who may see everything.
-        teams: whose runs they may see as well.
+        teams: teams whose runs the caller may see as well.
     """
 
     states: tuple[State, ...] = ()
@@ -224,7 +223,7 @@ _FIND = _SELECT.where(runs.c.id == sa.bindparam("run_id"))
 
 
 def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> StoredRun:
-    """Write down a run that waits; return it as `find` will."""
+    """Insert a queued run; return it in the form of `find`."""
     spec = new.spec
     connection.execute(
         runs.insert(),
@@ -254,7 +253,7 @@ def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> StoredRun:
 
 
 def described(new: NewRun, *, at_ns: int) -> StoredRun:
-    """Return a run that waits as `find` will, once it is written down."""
+    """Return a queued run in the form that `find` returns after the insert."""
     spec = new.spec
     return StoredRun(
         id=new.id,
@@ -297,41 +296,41 @@ def _member_of(new: NewRun) -> tuple[str, ...]:
 
 
 def exists(connection: sa.Connection, run_id: str) -> bool:
-    """Return whether there is a run; far cheaper than `find`."""
+    """Return True if a run exists; much faster than `find`."""
     return connection.execute(_EXISTS, {"run_id": run_id}).first() is not None
 
 
 def find(connection: sa.Connection, run_id: str) -> StoredRun | None:
-    """Return one run."""
+    """Return one run, or None."""
     row = connection.execute(_FIND, {"run_id": run_id}).first()
     return None if row is None else _from_rows(connection, [row])[0]
 
 
 def payload(connection: sa.Connection, run_id: str) -> Payload | None:
-    """Return what the node needs of a run."""
+    """Return the part of a run that the node needs, or None."""
     query = sa.select(runs.c.context_sealed, runs.c.call).where(runs.c.id == run_id)
     row = connection.execute(query).first()
     return None if row is None else Payload(context_sealed=row[0], call=row[1])
 
 
 def sealed_unfinished(connection: sa.Connection, *, limit: int = 100) -> list[bytes]:
-    """Return the sealed contexts of the latest runs that have not ended: those that will be opened again."""
+    """Return the sealed contexts of the latest unfinished runs, which the server will open again."""
     query = sa.select(runs.c.context_sealed).where(runs.c.state.not_in([state.value for state in TERMINAL]))
     return list(connection.scalars(query.order_by(runs.c.id.desc()).limit(limit)))
 
 
 def reseal(connection: sa.Connection, old: Sealer, new: Sealer, after: str, at_most: int) -> tuple[str, int]:
-    """Seal contexts of runs that have not ended under a new key, some at a time.
+    """Seal contexts of unfinished runs under a new key, in batches.
 
     Args:
         connection: of the transaction.
-        old: the key of before.
-        new: the key from now on.
-        after: identifier of the last run of the call before, "" for the first.
-        at_most: how many runs are looked at.
+        old: the previous key.
+        new: the new key.
+        after: identifier of the last run of the previous call, "" for the first call.
+        at_most: maximum number of runs in this call.
 
     Returns:
-        Identifier of the last run that was looked at, "" where there are no more; and how many were sealed.
+        Identifier of the last run of this call, or "" if no more runs follow; and the number of sealed contexts.
     """
     going_on = sa.and_(runs.c.state.not_in([state.value for state in TERMINAL]), runs.c.id > after)
     query = sa.select(runs.c.id, runs.c.context_sealed).where(going_on).order_by(runs.c.id).limit(at_most)
@@ -346,9 +345,9 @@ def reseal(connection: sa.Connection, old: Sealer, new: Sealer, after: str, at_m
 
 
 def page(connection: sa.Connection, wished: RunFilter, *, limit: int, cursor: str = "") -> tuple[list[StoredRun], str]:
-    """Return runs, newest first, and where the next page begins; "" after the last page."""
+    """Return runs, newest first, and the cursor of the next page; "" after the last page."""
     if "\0" in f"{wished.owner}{wished.team}{wished.name}{cursor}":
-        return [], ""  # no text of the database has it, and PostgreSQL takes none that does
+        return [], ""  # PostgreSQL stores no NUL, so no row can match.
     query = _SELECT.order_by(runs.c.id.desc())
     if wished.seen_by is not None:
         own = runs.c.owner == wished.seen_by
@@ -359,7 +358,7 @@ def page(connection: sa.Connection, wished: RunFilter, *, limit: int, cursor: st
         if value:
             query = query.where(column == value)
     for key, value in wished.tags.items():
-        # As it stands in the JSON of all tags; what only looks like that is left out below.
+        # The text as it appears in the JSON of all tags. The return statement below removes false matches.
         text = msgspec.json.encode({key: value}).decode()[1:-1]
         query = query.where(runs.c.tags_json.contains(text, autoescape=True))
     if cursor:
@@ -370,27 +369,27 @@ def page(connection: sa.Connection, wished: RunFilter, *, limit: int, cursor: st
 
 
 def queue(connection: sa.Connection, *, limit: int | None = None) -> list[tuple[str, int]]:
-    """Return what waits, in the order of priority class and age: identifiers, and the fence of the last attempt."""
+    """Return waiting runs by priority class and age: identifiers, and the fence of the last attempt."""
     query = sa.select(runs.c.id, runs.c.fence).where(runs.c.state == State.QUEUED.value)
     query = query.order_by(runs.c.priority, runs.c.queued_ns, runs.c.id).limit(limit)
     return [(run_id, fence) for run_id, fence in connection.execute(query)]
 
 
 def promise(connection: sa.Connection, promises: Mapping[str, Reservation | None]) -> None:
-    """Write down the latest times that waiting runs were told, or that one holds no more."""
+    """Write the latest start times that the server promised to waiting runs, or remove them."""
     change = runs.update().where(runs.c.id == sa.bindparam("run")).values(promised_json=sa.bindparam("json"))
     rows = [{"run": run_id, "json": one and msgspec.json.encode(one).decode()} for run_id, one in promises.items()]
     connection.execute(change, rows)
 
 
 def promised(connection: sa.Connection) -> list[Reservation]:
-    """Return the latest times that runs were told which still wait."""
+    """Return the promised latest start times of runs that still wait."""
     query = sa.select(runs.c.promised_json).where(runs.c.state == State.QUEUED.value, runs.c.promised_json.is_not(None))
     return [_decode_promise(text) for text in connection.scalars(query)]
 
 
 def waiting(connection: sa.Connection, *, limit: int, owner: str | None = None) -> list[str]:
-    """Return what waits, in the order of priority class and age: identifiers."""
+    """Return the identifiers of waiting runs, by priority class and age."""
     query = sa.select(runs.c.id).where(runs.c.state == State.QUEUED.value)
     if owner is not None:
         query = query.where(runs.c.owner == owner)
@@ -404,20 +403,20 @@ def find_many(connection: sa.Connection, run_ids: Sequence[str]) -> list[StoredR
 
 
 def asked_ns(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int]:
-    """Return when runs were asked for: since then they waited for their first attempt."""
+    """Return the submission times of runs. Since then they have waited for their first attempt."""
     query = sa.select(runs.c.id, runs.c.created_ns)
     found = (connection.execute(query.where(runs.c.id.in_(some))) for some in in_chunks(list(run_ids)))
     return {run_id: asked_ns for rows in found for run_id, asked_ns in rows}
 
 
 def active(connection: sa.Connection) -> list[StoredRun]:
-    """Return the runs that have an attempt which has not ended."""
+    """Return the runs with an unfinished attempt."""
     query = _SELECT.where(runs.c.state.in_([state.value for state in ACTIVE]))
     return _from_rows(connection, connection.execute(query))
 
 
 def on_node(connection: sa.Connection, node_id: str) -> list[StoredRun]:
-    """Return the runs that have a crew on a node which has not ended."""
+    """Return the runs with an unfinished crew on a node."""
     own = crews_table.alias()
     here = sa.select(own.c.run_id).where(own.c.node_id == node_id, own.c.ended_ns.is_(None))
     query = _SELECT.where(runs.c.id.in_(here), runs.c.state.in_([state.value for state in ACTIVE]))
@@ -425,58 +424,58 @@ def on_node(connection: sa.Connection, node_id: str) -> list[StoredRun]:
 
 
 def active_of(connection: sa.Connection, owner: str) -> list[StoredRun]:
-    """Return an owner's runs that have an attempt which has not ended."""
+    """Return an owner's runs with an unfinished attempt."""
     theirs = sa.and_(runs.c.owner == owner, runs.c.state.in_([state.value for state in ACTIVE]))
     return _from_rows(connection, connection.execute(_SELECT.where(theirs)))
 
 
 def waiting_of(connection: sa.Connection, owner: str, *, at_most: int) -> int:
-    """Return how many runs of an owner wait; counting ends at `at_most`."""
+    """Return how many runs of an owner wait; the count ends at `at_most`."""
     query = sa.select(runs.c.id).where(runs.c.state == State.QUEUED.value, runs.c.owner == owner).limit(at_most)
     return connection.execute(sa.select(sa.func.count()).select_from(query.subquery())).scalar_one()
 
 
 def queued_by_pool(connection: sa.Connection) -> dict[str, int]:
-    """Return how many runs wait, by the pool they name; "" for those that name none."""
+    """Return the number of waiting runs by the pool that they name; "" for no pool."""
     query = sa.select(runs.c.pool, sa.func.count()).where(runs.c.state == State.QUEUED.value).group_by(runs.c.pool)
     return {pool: count for pool, count in connection.execute(query)}
 
 
 def change(connection: sa.Connection, run: StoredRun, **values: object) -> None:
-    """Change a run that is still as it was read. Only `transitions.py` calls this.
+    """Change a run if its row is still as it was read. Only `transitions.py` calls this.
 
     Raises:
-        StaleAttempt: it is not; nothing was changed.
+        StaleAttempt: the row has changed since it was read; nothing was written.
     """
     unchanged = sa.and_(runs.c.id == run.id, runs.c.fence == run.fence, runs.c.state == run.state.value)
     if connection.execute(runs.update().where(unchanged).values(**values)).rowcount != 1:
-        raise StaleAttempt(f"run {run.id} is not {run.state} in attempt {run.fence} any more")
+        raise StaleAttempt(f"run {run.id} is no longer {run.state} in attempt {run.fence}")
 
 
 def note_tracked(connection: sa.Connection, run_id: str, url: str) -> None:
-    """Write where a run is tracked."""
+    """Write the tracking link of a run."""
     connection.execute(runs.update().where(runs.c.id == run_id).values(tracked=url))
 
 
 def note_saved(connection: sa.Connection, run_id: str, fence: int) -> None:
-    """Write that an attempt is the newest that saved something; those before it that saved nothing count no more."""
+    """Write the newest attempt with a checkpoint, and reset the count of attempts without one."""
     connection.execute(runs.update().where(runs.c.id == run_id).values(saved=fence, unsaved=0))
 
 
 def hold(connection: sa.Connection, run_ids: Sequence[str], *, at_ns: int) -> None:
-    """Note that the server was restored from a backup in which these runs went on: they get no other attempt."""
+    """Note that the server was restored from a backup during these runs. They get no other attempt."""
     connection.execute(runs.update().where(runs.c.id.in_(run_ids)).values(restored_ns=at_ns))
 
 
 def settle(connection: sa.Connection, run_id: str, fence: int, *, at_ns: int) -> bool:
-    """Note that a run that ended with this attempt has its receipt, or will have none; return whether it did."""
+    """Note that a run that ended with this attempt needs no more receipts; return True if this is new."""
     last = sa.and_(runs.c.id == run_id, runs.c.fence == fence, runs.c.settled_ns.is_(None))
     ended = runs.c.state.in_([state.value for state in TERMINAL])
     return connection.execute(runs.update().where(last, ended).values(settled_ns=at_ns)).rowcount == 1
 
 
 def _from_rows(connection: sa.Connection, rows: Iterable[Sequence[typing.Any]]) -> list[StoredRun]:
-    """Return runs with their attempts; those with all of their crews."""
+    """Return runs with their attempts and all crews."""
     found = [_from_row(row) for row in rows]
     gangs = {run.id: run.attempt for run in found if run.attempt is not None and run.attempt.num_nodes > 1}
     if not gangs:
@@ -504,20 +503,20 @@ def _from_row(row: Sequence[typing.Any]) -> StoredRun:
 
 
 def over(connection: sa.Connection, *, ended_before_ns: int, limit: int) -> list[str]:
-    """Return complete runs that ended before a moment, in the order of their ends."""
+    """Return complete runs that ended before a time, in the order of their ends."""
     query = sa.select(runs.c.id).where(_OVER, runs.c.ended_ns < ended_before_ns)
     return list(connection.execute(query.order_by(runs.c.ended_ns, runs.c.id).limit(limit)).scalars())
 
 
 def endings(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int | None]:
-    """Return, of those runs that exist, when they ended; None where something may still come."""
+    """Return the end times of existing runs; None while a run is not complete."""
     query = sa.select(runs.c.id, runs.c.ended_ns, _OVER)
     rows = (row for some in in_chunks(run_ids) for row in connection.execute(query.where(runs.c.id.in_(some))))
     return {run_id: ended_ns if over else None for run_id, ended_ns, over in rows}
 
 
 def removed(connection: sa.Connection, run_ids: Sequence[str]) -> set[str]:
-    """Return which of those runs retention removed, as the audit says."""
+    """Return the runs that retention removed, according to the audit."""
     query = sa.select(audit.c.subject).where(audit.c.action == Action.RUN_EXPIRE.value)
     return {
         run_id for some in in_chunks(run_ids) for run_id in connection.scalars(query.where(audit.c.subject.in_(some)))
@@ -525,18 +524,18 @@ def removed(connection: sa.Connection, run_ids: Sequence[str]) -> set[str]:
 
 
 def remove(connection: sa.Connection, run_id: str) -> bool:
-    """Remove a complete run that nothing refers to; return whether it was there."""
+    """Remove a complete run without references; return True if it existed."""
     return connection.execute(runs.delete().where(runs.c.id == run_id, _OVER)).rowcount == 1
 
 
 def payload_of(connection: sa.Connection, run_id: str) -> BlobReference | None:
-    """Return where the pickled call of a run is, or None when it is no blob, or there is no such run."""
+    """Return the blob of a run's pickled call, or None if there is no blob or no run."""
     run = find(connection, run_id)
     return run.spec.payload.call if run is not None and isinstance(run.spec.payload, Function) else None
 
 
 def parts_in_use(connection: sa.Connection) -> frozenset[str]:
-    """Return the digests of all parts that outputs, and runs that have not ended, are made of."""
+    """Return the digests of all parts in use by outputs and by unfinished runs."""
     found = set(files.parts_in_use(connection))
     query = sa.select(runs.c.spec_json).where(runs.c.state.not_in([state.value for state in TERMINAL]))
     for text in connection.execute(query).scalars():
@@ -547,7 +546,7 @@ def parts_in_use(connection: sa.Connection) -> frozenset[str]:
 
 
 def snapshots_in_use(connection: sa.Connection, *, since_ns: int) -> frozenset[str]:
-    """Return the addresses of snapshots that runs have now, or had until recently, or that usage policies name."""
+    """Return the addresses of snapshots in use by current and recent runs, and by usage policies."""
     lately = sa.or_(runs.c.ended_ns.is_(None), runs.c.ended_ns >= since_ns)
     query = sa.select(runs.c.snapshot).where(runs.c.snapshot != "", lately).distinct()
     named = (address for each in policies.every(connection) for address in each.policy.environments)

@@ -1,18 +1,25 @@
-"""Secrets: repository of names, versions, sealed values, and which version an attempt gets.
+"""Secrets: repository of names, versions, sealed values, and the versions that attempts use.
 
-    sgpu secret set ─▶ the next version, sealed for (owner, name, version)   those before go once no attempt has them
-    submit          ─▶ each name has to be there                             SecretMissing
+    sgpu secret set ─▶ the next version, sealed for (owner, name, version)   older ones go once no attempt has them
+    submit          ─▶ each name must exist                                  SecretMissing
     placement       ─▶ the newest version of each, with the attempt          none: FAILED/secret_missing, no order
     order           ─▶ the values of those versions, to the attempt's node
 
-A run has its owner's secrets; with `team=`, also that team's, as long as its owner is in it. One's own goes first.
+A run has the secrets of its owner. With `team=` it also has the secrets of that team, as long as its owner is a
+member. The owner's secret takes precedence.
 
-Failure cases: rotated after the placement (the attempt keeps the version it has, whose value stays until the attempt
-has ended); deleted after it (every value is gone at once: an order that is not taken yet comes without it, the node
-refuses, and the next placement ends the run; an attempt that has its copy goes on); the key is lost (the server does
-not start; with `--key-lost` what it cannot open is taken away, as by deletion), or a value is damaged (as if it were
-not there: no attempt is made of a run that cannot start). A value is in no log, no audit and no answer; whoever has the
-database without the key's file has none.
+Failure cases:
+
+- A secret is rotated after the placement. The attempt keeps its version, whose value stays until the attempt has ended.
+
+- A secret is deleted after the placement. All values disappear at once. An order that the node has not taken arrives
+  without the value. The node refuses it, and the next placement ends the run. An attempt with a copy continues.
+
+- The key is lost. The server does not start. With `--key-lost` it deletes the values that it cannot open.
+
+- A value is damaged. The server treats it as missing, and makes no attempt of a run that cannot start.
+
+No log, audit entry or answer contains a value. A copy of the database without the key file reveals no values.
 """
 
 from __future__ import annotations
@@ -34,14 +41,14 @@ from serverless_gpu.wire.access import SecretValue, SecretView
 
 
 class ChangedBy(NamedTuple):
-    """Who changes something, and when: nanoseconds since 1970."""
+    """The author and the time of a change, in nanoseconds since 1970."""
 
     name: str
     now_ns: int
 
 
 class SecretOwner(NamedTuple):
-    """Whose a secret is: kind is "user" (any principal) or "team"."""
+    """The owner of a secret. Its kind is "user" (any principal) or "team"."""
 
     kind: str
     owner: str
@@ -50,15 +57,15 @@ class SecretOwner(NamedTuple):
 def put(
     connection: sa.Connection, sealer: Sealer, whose: SecretOwner, name: str, value: bytes, by: ChangedBy
 ) -> tuple[SecretView, bool]:
-    """Write the next version of a secret; return it, and whether that was news.
+    """Write the next version of a secret; return it, and True if the value is new.
 
     Args:
         connection: of the transaction.
         sealer: seals the value.
-        whose: it is to be.
-        name: that it can have.
-        value: of it; the same as before changes nothing, so that a request may come twice.
-        by: who sets it.
+        whose: the owner of the secret.
+        name: a valid name.
+        value: the value. An unchanged value changes nothing, so that a client can repeat the request.
+        by: the author of the change.
     """
     last = _last(connection, whose, name)
     if last is not None and last.sealed is not None and sealer.is_mine(last.sealed):
@@ -83,11 +90,11 @@ def put(
 
 
 def delete(connection: sa.Connection, whose: SecretOwner, name: str, by: ChangedBy) -> SecretView:
-    """Take away every value of a secret; its number stays, so that a version is never two things."""
+    """Delete every value of a secret. Its version numbers stay, so that a version never means two values."""
     last = _last(connection, whose, name)
     if last is None or last.sealed is None:
         whose_else = f"{whose.owner} has no secret" if whose.kind == "user" else f"team {whose.owner} has no secret"
-        hint = "one's own and those of one's teams (--team NAME) can be deleted; `sgpu secret list` lists them"
+        hint = "you can delete your own secrets and those of your teams (--team NAME); `sgpu secret list` lists them"
         raise NotFound(f"{whose_else} {name[:64]!r}", hint=hint)
     connection.execute(secrets.update().where(_is(whose, name)).values(sealed=None))
     gone = sa.and_(_is(whose, name), secrets.c.version == last.version)
@@ -97,7 +104,7 @@ def delete(connection: sa.Connection, whose: SecretOwner, name: str, by: Changed
 
 
 def listed(connection: sa.Connection, name: str, teams: Sequence[str], *, everybodys: bool) -> list[SecretView]:
-    """Return the newest versions of secrets that are there."""
+    """Return the newest versions of existing secrets."""
     key = (secrets.c.kind, secrets.c.owner, secrets.c.name)
     newest = sa.select(*key, sa.func.max(secrets.c.version).label("version")).group_by(*key).subquery()
     same = sa.and_(*(secrets.c[name] == newest.c[name] for name in ("kind", "owner", "name", "version")))
@@ -110,7 +117,7 @@ def listed(connection: sa.Connection, name: str, teams: Sequence[str], *, everyb
 
 
 def pins(connection: sa.Connection, sealer: Sealer, owner: str, team: str, names: Sequence[str]) -> tuple[Pinned, ...]:
-    """Return the versions that an attempt gets now."""
+    """Return the versions of secrets that an attempt gets now."""
     mine = [SecretOwner("user", owner)]
     if (
         team
@@ -126,7 +133,7 @@ def pins(connection: sa.Connection, sealer: Sealer, owner: str, team: str, names
             whose = f"{owner} has none" + (f", and team {team} has none" if len(mine) > 1 else "")
             raise SecretMissing(
                 f"there is no secret {name[:64]!r}: {whose}",
-                hint=f"`sgpu secret set {name[:64]}` makes one; one of a team is for runs with team=",
+                hint=f"create it with `sgpu secret set {name[:64]}`; runs with team= can also use secrets of that team",
             )
         _require_open(sealer, SecretOwner(last.kind, last.owner), name, last)
         found.append(Pinned(name=name, version=last.version, team=last.owner if last.kind == "team" else ""))
@@ -136,7 +143,7 @@ def pins(connection: sa.Connection, sealer: Sealer, owner: str, team: str, names
 def values(
     connection: sa.Connection, sealer: Sealer, run: StoredRun, pinned: Sequence[Pinned], variables: Mapping[str, str]
 ) -> tuple[SecretValue, ...]:
-    """Return what the node of an attempt gets."""
+    """Return the secrets that the node of an attempt receives."""
     found: list[SecretValue] = []
     for one in pinned:
         whose = SecretOwner("team", one.team) if one.team else SecretOwner("user", run.owner)
@@ -158,7 +165,7 @@ def sealed_by_another(connection: sa.Connection, sealer: Sealer) -> list[tuple[S
 
 
 def take_away_sealed_by_another(connection: sa.Connection, sealer: Sealer) -> list[str]:
-    """Take away every value that another key sealed, so that its secret is one that is to be set again.
+    """Delete every value that another key sealed; its owner must set the secret again.
 
     Returns:
         Names of secrets, each once.
@@ -171,7 +178,7 @@ def take_away_sealed_by_another(connection: sa.Connection, sealer: Sealer) -> li
 
 
 def reseal(connection: sa.Connection, old: Sealer, new: Sealer) -> int:
-    """Seal every value that the old key opens under the new one; return how many that were."""
+    """Seal every value of the old key under the new key; return their number."""
     count = 0
     for whose, name, version in sealed_by_another(connection, new):
         one = sa.and_(_is(whose, name), secrets.c.version == version)
@@ -185,7 +192,7 @@ def reseal(connection: sa.Connection, old: Sealer, new: Sealer) -> int:
 
 
 def tidy(connection: sa.Connection, whose: SecretOwner, name: str) -> None:
-    """Remove the versions before the last that no attempt has any more."""
+    """Remove old versions that no attempt uses any more."""
     last = _last(connection, whose, name)
     kept = {last.version} if last is not None else set()
     for kind, owner, pinned, version in _in_use(connection):
@@ -204,7 +211,7 @@ def replaced(connection: sa.Connection) -> list[tuple[SecretOwner, str]]:
 
 
 def _in_use(connection: sa.Connection) -> list[tuple[str, str, str, int]]:
-    """Return whose, which, and which version, of all attempts that have not ended."""
+    """Return the secrets in use by unfinished attempts: kind and name of the owner, name, version."""
     query = (
         sa.select(runs.c.owner, attempts_table.c.run_id, attempts_table.c.fence)
         .select_from(attempts_table.join(runs, runs.c.id == attempts_table.c.run_id))
@@ -229,19 +236,19 @@ def _is(whose: SecretOwner, name: str) -> sa.ColumnElement[bool]:
 
 
 def _require_open(sealer: Sealer, whose: SecretOwner, name: str, row: sa.Row[Any]) -> None:
-    """Return if a value can be opened."""
+    """Raise SecretMissing if the server cannot open a value."""
     try:
         sealer.unseal(row.sealed, about=_about(whose, name, row.version))
     except ServerProblem as error:
         of = f" --team {whose.owner}" if whose.kind == "team" else ""
         raise SecretMissing(
-            f"the secret {name[:64]!r} cannot be opened: {error.message}",
+            f"the server cannot open the secret {name[:64]!r}: {error.message}",
             hint=f"set it again: sgpu secret set {name[:64]}{of}",
         ) from None
 
 
 def _about(whose: SecretOwner, name: str, version: int) -> str:
-    """Return what a value is sealed for: copied into another row, it does not open."""
+    """Return the identity for which a value is sealed. A copy in another row does not open."""
     return f"secret:{whose.kind}:{whose.owner}:{name}:{version}"
 
 

@@ -1,16 +1,16 @@
 """Usage: sums of the ledger for reports, and its rows for billing tables.
 
-Sums by any grouping of a report; SQL that takes a second for a million charges:
+The SQL sums up a million charges in a second, by any grouping of a report:
 
-    used_plain_days, by plain account and day   no tag, no environment, no run is asked for
-    used_days, by account and day               a tag or an environment, and there are few accounts
-    charges                                     a run; or a tag, and nearly each run is an account of its own
-      └── and charges after those sums ── join accounts ─▶ by user, team, tag, month … ─▶ those that cost most
+    used_plain_days, by plain account and day   the report uses no tag, no environment, no run
+    used_days, by account and day               it uses a tag or an environment, and few accounts exist
+    charges                                     it uses a run; or a tag, and nearly each run has its own account
+      └── and charges after those sums ── join accounts ─▶ by user, team, tag, month … ─▶ the most expensive
 
-From charges, two narrow sums find the groups that cost most, and all other sums are made of those alone. Tags are
-read from `account_tags`, an index that both databases join without parsing the JSON of a million accounts. A run is
-counted where it was first charged, so that it is in one group of any report. What telemetry saw is a table of its own,
-with the same groups.
+From charges, two narrow sums find the most expensive groups. All other sums cover only those groups. The SQL reads tags
+from `account_tags`, which both databases join by index, without parsing the JSON of a million accounts. A run counts
+where it was first charged, so it belongs to one group of any report. Observed utilisation has its own table with the
+same groups.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ _OF_CHARGE = ("run_id", "fence", "day", "start_ns", "end_ns", "gpus", "queued_ms
 
 
 ACCOUNTS_FEW = 20_000
-"""With more of them, sums by account and day are hardly fewer than charges, and those are read at once."""
+"""With more accounts, sums by account and day have nearly as many rows as charges, so reports read charges."""
 _PLAIN = ("queued_ms", *SEGMENTS, "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "micros", "dbu_micros")
 SUMS = (*_PLAIN, "runs", "unpriced_ms", "provisional_ms")
 FOLDED = "charges"
-"""The row of `folded` that says how far sums by account and day go."""
+"""The row of `folded` that contains the last entry in the sums by account and day."""
 _SEEN = ("observed_ms", "busy_ms")
 Column = sa.ColumnElement[Any]
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of the ledger, and who it is of."""
+    """One entry of the ledger and its account."""
 
     posted: PostedEntry
     account: Account
 
 
 def visible(seen_by: str | None, teams: Sequence[str]) -> list[sa.ColumnElement[bool]]:
-    """Return the condition by which a caller may see an account."""
+    """Return the condition for the accounts that a caller may see."""
     if seen_by is None:
         return []
     return [sa.or_(accounts.c.owner == seen_by, accounts.c.team.in_(teams))]
@@ -70,7 +70,7 @@ def visible(seen_by: str | None, teams: Sequence[str]) -> list[sa.ColumnElement[
 def page(
     connection: sa.Connection, window: DayRange, may_see: Sequence[sa.ColumnElement[bool]], *, after: int, limit: int
 ) -> list[UsageRow]:
-    """Return entries of some days in the order in which they were posted, from the one after `after` on."""
+    """Return entries of some days after number `after`, in the order in which they were posted."""
     query = (
         sa.select(charges)
         .join(accounts, accounts.c.id == charges.c.account_id)
@@ -84,17 +84,18 @@ def page(
 
 
 def skus(connection: sa.Connection, *, limit: int) -> list[tuple[str, str]]:
-    """Return GPU types and pools in which they were used."""
+    """Return GPU types, each with a pool in which they were used."""
     query = sa.select(accounts.c.gpu_type, accounts.c.pool).distinct().order_by(accounts.c.gpu_type, accounts.c.pool)
     return [(gpu_type, pool) for gpu_type, pool in connection.execute(query.limit(limit))]
 
 
 class DemandFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose use `demand` is to return, and of when.
+    """Filter of `demand`.
 
     Attributes:
-        from_ns: what ended before it is left out, nanoseconds since 1970; `to_ns` what began after it.
-        team: only this team's; "" for any. The others alike.
+        from_ns: excludes usage that ended before it, nanoseconds since 1970; `to_ns` excludes usage that began after
+            it.
+        team: only this team's usage; "" for any team. The other filters work the same way.
     """
 
     from_ns: int
@@ -107,7 +108,7 @@ class DemandFilter(msgspec.Struct, frozen=True, kw_only=True):
 def demand(
     connection: sa.Connection, asked: DemandFilter, may_see: Sequence[sa.ColumnElement[bool]], *, after: int, limit: int
 ) -> list[tuple[int, DemandRow]]:
-    """Return what attempts used on each day, as it holds now, from the entry after `after` on, each with its number."""
+    """Return the current daily usage of attempts after entry `after`, each with its number."""
     later = charges.alias("later")
     same_day = sa.and_(*(later.c[name] == charges.c[name] for name in ("run_id", "fence", "crew", "day")))
     same_crew = sa.and_(*(utilisations.c[name] == charges.c[name] for name in ("run_id", "fence", "crew")))
@@ -140,14 +141,14 @@ def _demand(row: sa.RowMapping) -> DemandRow:
 
 
 class ReportRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a report is to be.
+    """The request of a report.
 
     Attributes:
-        by: what it is grouped by.
-        window: over which days.
-        where: only what has these values of these fields.
-        seen_by: only what this principal used, or one of `teams`; None for everything.
-        limit: how many groups, at most.
+        by: the fields to group by.
+        window: the days that the report covers.
+        where: includes only usage with these values of these fields.
+        seen_by: includes only usage of this principal, or of one of `teams`; None for everything.
+        limit: maximum number of groups.
     """
 
     by: tuple[str, ...]
@@ -159,7 +160,7 @@ class ReportRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReportResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is."""
+    """The result of a report."""
 
     groups: list[ReportRow]
     totals: list[ReportRow]
@@ -167,7 +168,7 @@ class ReportResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find(connection: sa.Connection, wanted: ReportRequest) -> ReportResult:
-    """Return what was used and charged."""
+    """Return usage and charges by group."""
     report = _Report(connection, wanted)
     rows = report.charged(wanted.by, limit=wanted.limit + 1)
     groups, is_cut = rows[: wanted.limit], len(rows) > wanted.limit
@@ -179,12 +180,12 @@ def find(connection: sa.Connection, wanted: ReportRequest) -> ReportResult:
 
 
 def folded_seq(connection: sa.Connection) -> int:
-    """Return up to which entry the sums by account and day go."""
+    """Return the number of the last entry in the sums by account and day."""
     return connection.scalar(sa.select(folded.c.seq).where(folded.c.name == FOLDED)) or 0
 
 
 class _Report:
-    """One report, as it becomes SQL: keys are labelled `k0`, `k1` …, sums `s_` and their name."""
+    """Builds the SQL of one report: keys have the labels `k0`, `k1` …, sums `s_` and their name."""
 
     def __init__(self, connection: sa.Connection, wanted: ReportRequest) -> None:
         self._connection = connection
@@ -194,7 +195,7 @@ class _Report:
         self._currencies = list(connection.scalars(sa.select(accounts.c.currency).distinct()))
 
     def charged(self, by: tuple[str, ...], *, limit: int | None) -> list[ReportRow]:
-        """Return groups of charges, those that cost most; all of them without a limit."""
+        """Return the most expensive groups of charges; all groups without a limit."""
         source, conditions, sums = self._source(by)
         if source is charges and limit is not None and (field := self._finest(by)):
             conditions = self._narrowed(charges, field, self._dearest(by, field, limit))
@@ -205,7 +206,7 @@ class _Report:
         return [self._group(by, row, SUMS) for row in self._rows(query)]
 
     def seen(self, by: tuple[str, ...], groups: list[ReportRow], *, only: bool = False) -> list[ReportRow]:
-        """Return groups with what telemetry saw; `only`: what it saw of others is not even read."""
+        """Add observed utilisation to groups; `only` excludes the utilisation of other groups from the query."""
         source: sa.FromClause = utilisations
         conditions = self._conditions(utilisations)
         if "run" not in by and (self._is_plain(by) or self._is_few):
@@ -233,7 +234,7 @@ class _Report:
             )
             for group in groups
         ]
-        # Devices that were seen on another day than they were charged for have a line of their own.
+        # Devices that were observed on another day than they were charged for have their own line.
         rest = (
             []
             if only
@@ -242,30 +243,30 @@ class _Report:
         return shown + rest
 
     def _source(self, by: tuple[str, ...]) -> tuple[sa.FromClause, list[Column], list[sa.Label[Any]]]:
-        """Return what is added up, which rows of it, and the sums."""
+        """Return the source of the sums, the conditions on its rows, and the sums."""
         if "run" in by or not (self._is_plain(by) or self._is_few):
             return charges, self._conditions(charges), sums_of_rows()
         daily = self._daily(used_plain_days if self._is_plain(by) else used_days)
         return daily, [], [sa.func.sum(daily.c[f"s_{name}"]).label(f"s_{name}") for name in SUMS]
 
     def _is_plain(self, by: tuple[str, ...]) -> bool:
-        """Return whether nothing is asked for that plain accounts lack."""
+        """Return True if the report needs no field that plain accounts lack."""
         return not any(field == "environment" or field.startswith(TAG) for field in (*by, *self._wanted.where))
 
     @staticmethod
     def _finest(by: tuple[str, ...]) -> str:
-        """Return the field with the most values: a run's, else a tag's; "" where neither is asked for."""
+        """Return the field with the most values: the run, else a tag; "" if the report uses neither."""
         return next((field for field in by if field == "run"), next((f for f in by if f.startswith(TAG)), ""))
 
     def _daily(self, table: sa.Table) -> sa.FromClause:
-        """Return sums by account and day: those that a table has, and of the entries after them."""
+        """Return sums by account and day: those of a table, plus the entries after them."""
         if "run" in self._wanted.where:
             return self._of_entries(self._conditions(charges)).subquery("daily")
         after = folded_seq(self._connection)
         there = sa.select(table.c.day, table.c.account_id, *(table.c[name].label(f"s_{name}") for name in SUMS)).where(
             *self._conditions(table)
         )
-        # Not by the index of days: of those of the window, nearly all are in the sums.
+        # `day + 0` avoids the index of days: the sums already contain nearly all entries of the window.
         last = self._of_entries([charges.c.seq > after, *self._conditions(charges, day=charges.c.day + 0)])
         return sa.union_all(there, last).subquery("daily")
 
@@ -274,8 +275,8 @@ class _Report:
         return query.group_by(charges.c.day, charges.c.account_id)
 
     def _dearest(self, by: tuple[str, ...], field: str, limit: int) -> list[Any]:
-        """Return the values that a field has in the groups that cost most, by two narrow sums of charges."""
-        # As doubles, exact up to 2^53: PostgreSQL adds up a million groups of integers as numeric, for a second more.
+        """Return the values of a field in the most expensive groups, by two narrow sums of charges."""
+        # Doubles are exact up to 2^53. PostgreSQL would sum a million groups of integers as numeric, one second slower.
         cost, used = (sa.func.sum(sa.cast(charges.c[name], sa.Double)).label(name) for name in ("micros", "gpu_ms"))
         query = self._grouped(by, charges, [cost, used]).where(*self._conditions(charges))
         rows = self._connection.execute(self._dearest_first(query, by, cost, used).limit(limit))
@@ -304,7 +305,7 @@ class _Report:
             keys.append(accounts.c.currency)
         labelled = [key.label(f"k{place}") for place, key in enumerate(keys)]
         query = sa.select(*labelled, *sums).select_from(joined)
-        # By label: PostgreSQL does not see that two expressions are one when they have parameters.
+        # Group by label: PostgreSQL does not recognize two equal expressions with parameters.
         return query.group_by(*(sa.text(f"k{place}") for place in range(len(keys)))) if keys else query
 
     def _conditions(self, table: sa.Table, *, day: Column | None = None) -> list[Column]:
@@ -335,18 +336,18 @@ class _Report:
         raise AssertionError(field)
 
     def _narrowed(self, table: sa.Table, field: str, values: Sequence[Any]) -> list[Column]:
-        """Return what chooses the rows of a table in which a field has one of some values."""
+        """Return the conditions for the rows of a table in which a field has one of these values."""
         if field.startswith(TAG) and "" not in values:
             tagged = self._is_among(field, accounts, values)
             ids = list(self._connection.scalars(sa.select(accounts.c.id).where(tagged).limit(self._wanted.limit * 2)))
             if len(ids) < self._wanted.limit * 2:
-                # Named days and accounts are looked up by the index of both; a range of days reads all rows in it.
+                # Named days and accounts use the index of both. A range of days would read all of its rows.
                 days = table.c.day.in_(range(*self._wanted.window))
                 return [days, table.c.account_id.in_(ids), *self._conditions(table)]
         return [*self._conditions(table), self._is_among(field, table, values)]
 
     def _is_among(self, field: str, source: sa.FromClause, values: Sequence[Any]) -> Column:
-        """Return whether a field of a row has one of some values; of a tag, "" is its absence."""
+        """Return the condition that a field of a row has one of these values; "" means a missing tag."""
         if not field.startswith(TAG):
             return self._key(field, source).in_(values)
         account_id = accounts.c.id if source is accounts else source.c.account_id
@@ -361,11 +362,11 @@ class _Report:
         return len(self._currencies) > 1
 
     def _rows(self, query: sa.Select[Any]) -> list[sa.Row[Any]]:
-        # Without keys there is one row, and nothing in it when there is nothing to add up.
+        # A query without keys returns one row. The row contains only NULLs if no rows match.
         return [row for row in self._connection.execute(query) if any(value is not None for value in row)]
 
     def _group(self, by: tuple[str, ...], row: sa.Row[Any], names: Sequence[str]) -> ReportRow:
-        # A sum is a Decimal on PostgreSQL, and None of nothing but NULLs: of money, that is "unpriced".
+        # On PostgreSQL a sum is a Decimal. A sum of NULLs is None; for money, that means "unpriced".
         sums = {name: int(value or 0) for name, value in zip(names, row[-len(names) :], strict=True)}
         micros = row[-len(names) + names.index("micros")] if "micros" in names else None
         sums.pop("micros", None)
@@ -377,7 +378,7 @@ class _Report:
 
 
 def sums_of_rows() -> list[sa.Label[Any]]:
-    """Return the sums of charges; numbers only, so that they may be added up again."""
+    """Return the sums of charges as plain numbers, so that a query can sum them again."""
     earlier = charges.alias("earlier")
     same_run = sa.and_(earlier.c.run_id == charges.c.run_id, earlier.c.seq < charges.c.seq)
     is_first = sa.and_(charges.c.number == 1, ~sa.exists(sa.select(sa.literal(1)).where(same_run)))

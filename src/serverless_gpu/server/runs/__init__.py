@@ -1,4 +1,4 @@
-"""Runs for callers: submission, estimates, streams, views, stop requests, the queue, retention.
+"""Runs for clients: submission, estimates, streams, views, stop requests, the queue, retention.
 
 Clients call the routes in `run_service.py`, `estimates.py` and `queue_views.py`. `submission.py` makes a run durable.
 Start there.

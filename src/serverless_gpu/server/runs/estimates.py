@@ -1,10 +1,11 @@
-"""Estimates when a run would start and what it would cost; with its route. Nothing is stored.
+"""Estimates when a run would start and what it would cost; with its route. The server stores nothing.
 
-    spec, target ─▶ is it possible? ─▶ its policy ─▶ a run that is in no database ─▶ its demand ─▶ `Planner.estimate`
-                                                                                  └▶ prices of what it may get ─▶ cost
+    spec, target ─▶ is it valid? ─▶ its policy ─▶ a run without a row ─▶ its demand ─▶ `Planner.estimate`
+                                                                      └▶ prices of the possible devices ─▶ cost
 
-What would refuse the run refuses the estimate. What would keep it waiting however much is free (the server is drained,
-its owner may start nothing or has all that their policy allows, a budget has no room) is part of the answer.
+The estimate fails for the same reasons as the submission. Some reasons keep a run waiting even while devices are free.
+Examples are a drained server, a suspended owner, an exhausted policy limit and a budget without capacity. The answer
+contains these reasons.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from serverless_gpu.wire.runs import EstimateRequest, EstimateView, estimate_vie
 
 
 class EstimateService:
-    """Estimates the start and the cost of a run."""
+    """Estimates the start time and the cost of a run."""
 
     def __init__(
         self,
@@ -60,13 +61,13 @@ class EstimateService:
         self._policy_admission = policy_admission
 
     def make(self, who: Caller, request: EstimateRequest) -> EstimateView:
-        """Return when a run would start if it were submitted now, and what it would cost."""
+        """Return when a run would start if the client submitted it now, and what it would cost."""
         submission.check_spec(request.spec, who)
         submission.check_target(request.target)
         match request.spec.payload:
             case Kernel():
                 raise InvalidValue(
-                    "notebook kernels cannot run on a server yet", hint="ask for a function or a command"
+                    "notebook kernels cannot run on a server yet", hint="submit a function or a command instead"
                 )
             case Command() as command:
                 check_command(command)
@@ -111,18 +112,18 @@ class EstimateService:
         )
 
     def _held_back(self, connection: sa.Connection, run: StoredRun) -> str:
-        """Return why a run would not start now, however much is free, or ""."""
+        """Return why a run would not start now even with free devices, or ""."""
         server_drain = drain.find(connection)
         if server_drain is not None:
             return server_drain.sentence
         if run.owner in owner_suspension.suspended_owners(connection, run.owner):
-            return f"{run.owner} may start no runs now"
+            return f"{run.owner} may not start runs now"
         there = capacity.load(connection, self._leases)
         return queue_snapshot.why_not(connection, run, self._budget_admission.rooms(connection, there), there.freed)
 
 
 def _imagined(who: Caller, request: EstimateRequest, allowed: AdmittedRun, now_ns: int) -> StoredRun:
-    """Return the run as it would be stored."""
+    """Return the run as the server would store it."""
     new = NewRun(
         id=new_run_id(),
         owner=who.name,
@@ -141,8 +142,8 @@ routes = Routes("estimates")
 SPEC_BYTES_MAX = 1 << 20
 
 
-# Whoever may ask for a run may ask when it would start; who else has what is said in the answer.
+# The permission to submit a run includes estimates. Callers with other roles can read the same data elsewhere.
 @routes.post("/estimates", needs=writing("runs"), limit=SPEC_BYTES_MAX)
 def make_estimate(call: Call, estimates: EstimateService, body: EstimateRequest) -> EstimateView:
-    """Say when a run would start if it were asked for now, and what it would cost; nothing of it is kept."""
+    """Estimate when a run would start and what it would cost. The server stores nothing."""
     return estimates.make(call.who, body)

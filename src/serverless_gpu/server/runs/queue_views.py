@@ -1,8 +1,8 @@
 """Views of the queue and its shares, and their routes.
 
-Everybody sees who waits ahead of whom: owner, team and need of each run. Its identifier, name and sentence are for
-callers that may see the run. An owner who waits reads the name in their own sentence where that run has devices that
-they need, or is ahead, so that they know whom to ask.
+Every user sees the order of the queue, with owner, team and demand of each run. Only callers that may see a run also
+get its identifier, name and sentence. The sentence of a waiting run can name another run that is ahead or that has the
+needed devices. So the owner knows whom to ask.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ class QueueViews:
         self._sentences = sentences
 
     def view(self, who: Caller, reach: str, *, limit: int, mine: bool) -> QueueView:
-        """Return the waiting runs, in the order of the queue; own ones only with `mine`."""
+        """Return the waiting runs in the order of the queue; with `mine` only the caller's own runs."""
         order = () if mine else self._sentences.order(limit)
         owner = who.name if mine else None
 
         def work(connection: sa.Connection) -> tuple[list[str], dict[str, StoredRun], int]:
-            # Those that the scheduler has not looked at yet come last.
+            # Runs that the scheduler has not read yet come last.
             ids = list(dict.fromkeys([*order, *runs.waiting(connection, limit=limit, owner=owner)]))[:limit]
             found = {run.id: run for run in runs.find_many(connection, ids)}
             return ids, found, sum(runs.queued_by_pool(connection).values())
 
         ids, found, waiting = self._database.read(work)
         now_ns = self._clock.wall_ns()
-        # A time that has come and gone is not when it starts: as in sentences.
+        # A promised time in the past is no longer a prediction. Sentences omit it too.
         reserved = {
             each.run_id: each for each in self._sentences.reservations() if each.at_ns is None or each.at_ns > now_ns
         }
@@ -76,13 +76,14 @@ class QueueViews:
             )
             for run in there
         ]
-        # Only the look at each entry finds those that no node may serve now. They delay no other run, so they come
+        # Only the view of each entry shows that no node may serve a run now. Such runs delay no other run, so they come
+        # last.
         # last.
         entries.sort(key=lambda entry: entry.waiting is not None and entry.waiting.reason in _NOT_IN_LINE)
         return QueueView(entries=tuple(entries), waiting=waiting)
 
     def view_shares(self, who: Caller, reach: str) -> ShareList:
-        """Return shares and use: all, or those of the caller and their teams."""
+        """Return all shares with usage, or only those of the caller and their teams."""
         found = share_views(self._database.read(every_share), self._sentences.usage())
         mine = {("team", team) for team in who.teams} | {("user", who.name)}
         seen = [each for each in found if reach == AccessReach.ALL or (each.kind, each.name) in mine]
@@ -90,9 +91,9 @@ class QueueViews:
 
 
 def share_views(there: Sequence[StoredShare], usage: Mapping[str, TeamUse]) -> list[ShareView]:
-    """Return shares and use, those with most left of their share first.
+    """Return shares with usage, the largest entitlement first.
 
-    `usage` is by team, and by "~name" for users without one.
+    `usage` is by team, and by "~name" for users without a team.
     """
     weights = {(share.kind, share.name): share.weight for share in there}
     used: dict[tuple[ShareKind, str], TeamUse] = {
@@ -120,7 +121,7 @@ def share_views(there: Sequence[StoredShare], usage: Mapping[str, TeamUse]) -> l
 
 
 def _entry(run: StoredRun, reserved: Reservation | None, told: WaitNotice | None) -> QueueEntry:
-    """Return the entry of a waiting run; `told` is None where the caller may not see the run."""
+    """Return the entry of a waiting run; `told` is None if the caller may not see the run."""
     resources = run.spec.resources
     entry = QueueEntry(
         run="",
@@ -149,7 +150,7 @@ routes = Routes("queue")
 
 
 class QueueQuery(Query, frozen=True, kw_only=True):
-    """How much of the queue, and whether only one's own runs."""
+    """The query of the queue: the maximum number of entries; `mine` selects the caller's own runs."""
 
     limit: Annotated[int, msgspec.Meta(ge=1, le=LIMIT_MAX)] = LIMIT_MAX
     mine: bool = False
@@ -157,23 +158,23 @@ class QueueQuery(Query, frozen=True, kw_only=True):
 
 @routes.get("/queue", needs=reading("runs"))
 def view_queue(call: Call, queue_views: QueueViews, query: QueueQuery) -> QueueView:
-    """Return those that wait, in the order in which they are looked at."""
+    """Return the waiting runs, in the order in which the scheduler considers them."""
     return queue_views.view(call.who, call.reach, limit=query.limit, mine=query.mine)
 
 
 @routes.get("/shares", needs=reading("shares"))
 def list_shares(call: Call, queue_views: QueueViews) -> ShareList:
-    """List shares of the queue, and what was used."""
+    """List the shares of the queue with their usage."""
     return queue_views.view_shares(call.who, call.reach)
 
 
 @routes.put("/shares/{kind}/{name}", needs=writing("shares"))
 def put_share(call: Call, pools: PoolService, kind: str, name: str, body: ShareRequest) -> ShareView:
-    """Set how much a team, or a user within their team, gets while others want devices, too."""
+    """Set the share of a team, or of a user within their team, while others also need devices."""
     return pools.put_share(call.who, kind, name, body.weight)
 
 
 @routes.delete("/shares/{kind}/{name}", needs=writing("shares"))
 def remove_share(call: Call, pools: PoolService, kind: str, name: str) -> ShareView:
-    """Take a share away: it is 1 again."""
+    """Remove a share, so that it is 1 again."""
     return pools.remove_share(call.who, kind, name)

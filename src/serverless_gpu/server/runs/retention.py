@@ -4,20 +4,24 @@
         ended longer ago than `retention`  ─▶ rows removed, audit row (one transaction each)  ─▶ output removed
         output takes more than `logs_gib`  ─▶ audit row  ─▶ output of the oldest removed
         output of runs that were removed   ─▶ removed; of runs that the database lost: kept (`storage.py`)
-        replaced secrets that no attempt has any more  ─▶ removed
+        replaced secrets without an attempt  ─▶ removed
 
-A run is removed whole, and only when it is final and all of its attempts are settled and charged. Provisional entries
-of the ledger are made final first (`charging.py`), and the ledger keeps them. Garbage collection (`environments.py`)
-removes the parts of its results. A tick is small, so that the database has time for others. Output of runs that ended
-within the last hour stays however large it is, because people read it. Running runs do not count, so one that floods
-does not cost the others theirs.
+The loop removes only complete runs, after all of their attempts are settled and charged. It first makes provisional
+ledger entries final (`charging.py`), and the ledger keeps them. Garbage collection (`environments.py`) removes the
+parts of the results. A tick is small, so that the database has time for other work. The loop keeps output of runs that
+ended within the last hour, because users read it. Running runs do not count, so that a flood of output does not remove
+the output of other runs.
 
 Failure cases:
-- Killed between the transaction and the removal of the output: the next round finds output without a run.
-- The database is away: logged, and tried again.
-- The clock was set back: ages are negative, nothing is removed.
-- The clock is ahead, as after a lost battery: nothing is removed within an hour of a start, or of a logged step by more
-  than a day.
+
+- The server is killed between the transaction and the removal of the output. The next round finds output without a run.
+
+- The database is unavailable. The loop logs the error and retries.
+
+- An operator sets the clock back. Ages are negative, so the loop removes nothing.
+
+- The clock is ahead, for example after a battery failure. The loop removes nothing within an hour of a start, or of a
+  logged step by more than a day.
 """
 
 from __future__ import annotations
@@ -40,11 +44,11 @@ from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.units import format_bytes
 
 FIRST_S = 3600.0
-"""How long after a start, or after the clock was set forward, it is taken to be right: by then it has been set."""
+"""Seconds after a start, or after a forward clock step, until the loop trusts the wall clock."""
 STEP_S = 86_400.0
 EVERY_S = 600.0
 AT_ONCE = 200
-"""Runs of one tick; the next one follows after as long a pause."""
+"""The maximum number of runs in one tick. After a full tick, the next one follows immediately."""
 _log = logging.getLogger(__name__)
 
 
@@ -63,10 +67,10 @@ class Retention:
         self._ahead_ns = self._ahead()
 
     def tick(self, now_ns: int) -> int | None:
-        """Remove some of what is due; return when to look again."""
+        """Remove some of the due runs and output; return the time of the next tick."""
         before_ns, self._ahead_ns = self._ahead_ns, self._ahead()
         if self._ahead_ns - before_ns > STEP_S * 1e9:
-            _log.warning("the clock was set forward by more than a day; nothing is removed for an hour")
+            _log.warning("the clock was set forward by more than a day; retention pauses for an hour")
             self._due_ns = now_ns + round(FIRST_S * 1e9)
         if now_ns < self._due_ns:
             return self._due_ns
@@ -78,11 +82,11 @@ class Retention:
         return self._due_ns
 
     def _ahead(self) -> int:
-        """Return by how much the wall clock is ahead of the boottime clock, in nanoseconds."""
+        """Return how far the wall clock is ahead of the boottime clock, in nanoseconds."""
         return self._clock.wall_ns() - self._clock.boottime_ns()
 
     def _remove_old(self) -> int:
-        """Remove runs that ended longer ago than they are kept; return how many went."""
+        """Remove runs that are older than the retention period; return their number."""
         before_ns = self._clock.wall_ns() - round(self._settings.retention_s * 1e9)
         old = self._database.read(lambda connection: runs.over(connection, ended_before_ns=before_ns, limit=AT_ONCE))
         removed = 0
@@ -93,12 +97,12 @@ class Retention:
                 self._logs.remove(run_id)
                 removed += 1
         if removed:
-            _log.info("%d runs that ended long ago were removed", removed)
+            _log.info("removed %d runs that ended long ago", removed)
         return removed
 
     def _trim_output(self) -> None:
-        """Remove output without a run, and the oldest until the rest fits."""
-        sizes = self._logs.run_sizes()  # before the database is asked: a run is there before its output
+        """Remove output without a run, and the oldest output over the size limit."""
+        sizes = self._logs.run_sizes()  # Read before the database, because a run exists before its output.
         ended = self._database.read(lambda connection: runs.endings(connection, list(sizes)))
         gone = sizes.keys() - ended.keys()
         for run_id in self._database.read(lambda connection: runs.removed(connection, sorted(gone))):
@@ -124,11 +128,11 @@ class Retention:
 
         self._database.write(note)
         self._logs.remove(entry.run_id)
-        _log.info("output of run %s was removed: %s", entry.run_id, format_bytes(entry.size_bytes))
+        _log.info("removed the output of run %s: %s", entry.run_id, format_bytes(entry.size_bytes))
 
 
 def _remove_rows(connection: sa.Connection, run_id: str, *, at_ns: int) -> bool:
-    """Return whether a run is gone; one whose charges are provisional is charged first, and goes in a later tick."""
+    """Remove the rows of a run; return False if its provisional charges must become final first."""
     run = runs.find(connection, run_id)
     if run is None:
         return True

@@ -1,10 +1,10 @@
-"""Services and routes of runs: submit, list, watch and stop them, read their output, results and costs.
+"""Services and routes of runs: submit, list, watch and stop them; read output, results and costs.
 
-`RunQueries` reads and streams runs, `StopService` asks them to stop; `submission.py` takes them.
+`RunQueries` reads and streams runs. `StopService` asks them to stop. `submission.py` accepts them.
 
-A stop request is written with its author and sent to the run's node. A stop and an end may cross, and the first one
-written counts: a run whose results were durable before the stop has succeeded, and the caller hears that it has ended.
-Repeating a request returns its outcome.
+The server writes a stop request with its author and sends it to the node of the run. A stop and an end may coincide,
+and the first one in the database counts. A run with durable results before the stop has succeeded. The answer then
+tells the caller that the run has ended. A repeated request returns the current outcome.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from serverless_gpu.wire.runs import (
 )
 
 ASKED_BY_PEOPLE = (StopReason.CANCEL, StopReason.PREEMPT, StopReason.DRAIN)
-"""The other reasons follow from limits, and callers cannot claim them."""
+"""Callers cannot use the other reasons, because those follow from limits."""
 
 
 class RunQueries:
@@ -95,7 +95,7 @@ class RunQueries:
         return self.view(run, who)
 
     def view(self, run: StoredRun, who: Caller) -> RunView:
-        """Return the view of a stored run, with the reason for which it waits."""
+        """Return the view of a stored run, with the reason why it waits."""
         told = self._sentences.told(run.id) if run.state is State.QUEUED else NOTHING
         told = msgspec.structs.replace(told, trouble=self._unwritable())
         return run_views.run_view(run, told=told, reader=who.name)
@@ -106,7 +106,7 @@ class RunQueries:
         position: Position,
         in_thread: Callable[[Callable[[], list[StreamMessage]]], Awaitable[list[StreamMessage]]],
     ) -> AsyncIterator[StreamMessage | None]:
-        """Yield the messages about a run from a position on; None keeps the stream alive."""
+        """Yield the messages about a run after a position; None keeps the stream alive."""
         yield AcceptedMessage(run=view)
         watch = RunStream(
             view.id, position, look=lambda after: self._look(view.id, after), files=self._logs, clock=self._clock
@@ -132,7 +132,9 @@ class StopService:
     def request(self, who: Caller, reach: str, *, run_id: str, why: StopReason) -> RunView:
         """Ask a run to stop."""
         if why not in ASKED_BY_PEOPLE:
-            raise InvalidValue(f"nobody can ask for {why.value!r}", hint=f"possible: {', '.join(ASKED_BY_PEOPLE)}")
+            raise InvalidValue(
+                f"clients cannot use the stop reason {why.value!r}", hint=f"possible: {', '.join(ASKED_BY_PEOPLE)}"
+            )
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> TransitionResult | None:
@@ -153,7 +155,9 @@ def _check_reach(connection: sa.Connection, who: Caller, reach: str, run_id: str
     if run is not None and run_views.in_reach(run, who=who, reach=reach):
         return
     run_views.visible(connection, run_id, who=who, reach=to_see)
-    raise NotAllowed(f"{who.name} may see run {run_id}, and not stop it", hint="its owner can, or an operator")
+    raise NotAllowed(
+        f"{who.name} may see run {run_id}, but not stop it", hint="ask its owner or an operator to stop it"
+    )
 
 
 # --- routes -----------------------------------------------------------------------------------------------------------
@@ -166,7 +170,7 @@ Fence = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class RunsQuery(Query, frozen=True, kw_only=True):
-    """Which runs; `state` and `tag` (``key=value``) may name several, with commas; `costs`: with what they cost."""
+    """Filter of runs. `state` and `tag` (``key=value``) accept commas; `costs` adds costs."""
 
     state: Label = ""
     owner: Label = ""
@@ -179,7 +183,7 @@ class RunsQuery(Query, frozen=True, kw_only=True):
 
 
 class WatchQuery(Query, frozen=True, kw_only=True):
-    """From where on; `ranks`: "all", or numbers with commas, instead of those that the run shows live."""
+    """The position of the reader. `ranks`: "all", or numbers with commas, instead of the run's live ranks."""
 
     after: Count = 0
     offsets: Annotated[str, msgspec.Meta(max_length=3_500)] = ""
@@ -187,7 +191,7 @@ class WatchQuery(Query, frozen=True, kw_only=True):
 
 
 class LogQuery(Query, frozen=True, kw_only=True):
-    """Which bytes of a log; `fence` 0 for the current attempt."""
+    """The range of a log in bytes; `fence` 0 selects the current attempt."""
 
     fence: Fence = 0
     offset: Count = 0
@@ -195,13 +199,13 @@ class LogQuery(Query, frozen=True, kw_only=True):
 
 
 class FenceQuery(Query, frozen=True, kw_only=True):
-    """Of which attempt; 0 for the current one."""
+    """The attempt; 0 selects the current one."""
 
     fence: Fence = 0
 
 
 class ReceiptQuery(FenceQuery, frozen=True, kw_only=True):
-    """Of which attempt; 0 for the current one. Of which of its nodes, by NODE_RANK; none for all of them together."""
+    """The attempt, and optionally one of its nodes by NODE_RANK. 0 selects the current attempt."""
 
     crew: Annotated[int, msgspec.Meta(ge=0, lt=NODES_MAX)] | None = None
 
@@ -210,7 +214,7 @@ class ReceiptQuery(FenceQuery, frozen=True, kw_only=True):
 async def create_run(
     call: Call, submissions: SubmissionService, queries: RunQueries, body: RunRequest
 ) -> RunView | Stream[StreamMessage]:
-    """Ask for a run; with `Accept: text/event-stream` the answer is its stream."""
+    """Submit a run. With `Accept: text/event-stream` the answer is its stream."""
     view = await call.in_thread(lambda: submissions.submit(call.who, body))
     if EVENTS not in call.headers.get("accept", ""):
         return view
@@ -244,13 +248,13 @@ def list_runs(
 
 @routes.get("/runs/{run}", needs=reading("runs"))
 def read_run(call: Call, queries: RunQueries, run: str) -> RunView:
-    """Look at a run."""
+    """Return a run."""
     return queries.read(run, call.who, call.reach)
 
 
 @routes.get("/runs/{run}/events", needs=reading("runs"))
 async def watch_run(call: Call, queries: RunQueries, run: str, query: WatchQuery) -> Stream[StreamMessage]:
-    """Watch a run from where the reader is."""
+    """Stream a run from the reader's position."""
     position = Position(after=query.after, offsets=parse_offsets(query.offsets), ranks=parse_ranks(query.ranks))
     view = await call.in_thread(lambda: queries.read(run, call.who, call.reach))
     return _stream(call, queries, view, position)
@@ -264,7 +268,7 @@ def stop_run(call: Call, stops: StopService, run: str, body: StopRequest) -> Run
 
 @routes.get("/runs/{run}/attempts", needs=reading("runs"))
 def list_attempts(call: Call, database: Transactions, run: str) -> AttemptList:
-    """List all tries at a run, in order."""
+    """List all attempts of a run, in order."""
 
     def work(db: sa.Connection) -> AttemptList:
         _visible(call, db, run)
@@ -275,7 +279,7 @@ def list_attempts(call: Call, database: Transactions, run: str) -> AttemptList:
 
 @routes.get("/runs/{run}/cost", needs=reading("runs"))
 def read_cost(call: Call, clock: Clock, leases: Leases, database: Transactions, run: str) -> CostView:
-    """Say what a run used so far, over all of its attempts, and what that costs."""
+    """Return what a run has used so far in all of its attempts, and the cost."""
     at = metering.now(clock, leases)
 
     def work(db: sa.Connection) -> Cost:
@@ -288,10 +292,10 @@ def read_cost(call: Call, clock: Clock, leases: Leases, database: Transactions, 
 def read_log(
     call: Call, logs: Logs, database: Transactions, run: str, rank: int, stream: str, query: LogQuery
 ) -> Bytes:
-    """Return bytes a rank wrote; `SGPU-Next-Offset` says where to go on, `SGPU-Complete` whether that is the end."""
+    """Return output of a rank. `SGPU-Next-Offset` is the next offset, `SGPU-Complete` marks the end."""
     stored = database.read(lambda db: _visible(call, db, run))
     fence = query.fence or stored.fence
-    # Looked at first: what is written meanwhile is then not missed, and at most read once more.
+    # Read before the size. So the reader misses no concurrent output; at worst it reads some output again.
     complete = stored.state in TERMINAL or fence < stored.fence
     data, size = b"", 0
     if fence:
@@ -310,7 +314,7 @@ def list_results(call: Call, database: Transactions, run: str) -> FileList:
 
 @routes.get("/runs/{run}/files", needs=reading("runs"))
 def list_files(call: Call, database: Transactions, run: str, query: FenceQuery) -> FileList:
-    """List what an attempt left behind."""
+    """List the files of an attempt."""
     return _files(call, database, run, query.fence)
 
 
@@ -318,7 +322,7 @@ def list_files(call: Call, database: Transactions, run: str, query: FenceQuery) 
 def read_file(
     call: Call, blobs: Blobs, database: Transactions, run: str, name: str, query: FenceQuery
 ) -> Bytes | Response:
-    """Return a file of an attempt, or the range of it that was asked for."""
+    """Return a file of an attempt, or the requested range of it."""
 
     def work(db: sa.Connection) -> files.StoredFile:
         stored = _visible(call, db, run)
@@ -334,7 +338,7 @@ def read_file(
 
 @routes.get("/runs/{run}/receipt", needs=reading("runs"))
 def read_receipt(call: Call, database: Transactions, run: str, query: ReceiptQuery) -> Response:
-    """Return the receipt of an attempt; of one on several nodes the sum of theirs, or that of one."""
+    """Return the receipt of an attempt; for several nodes their combined receipt, or that of one node."""
 
     def work(db: sa.Connection) -> str | None:
         stored = _visible(call, db, run)
@@ -345,7 +349,10 @@ def read_receipt(call: Call, database: Transactions, run: str, query: ReceiptQue
 
     receipt = database.read(work)
     if receipt is None:
-        raise NotFound(f"run {run} has no receipt yet", hint="it comes once its devices were checked and given back")
+        raise NotFound(
+            f"run {run} has no receipt yet",
+            hint="the server receives it after the node has checked and released the devices",
+        )
     return Response(receipt, media_type="application/json")
 
 
@@ -378,5 +385,5 @@ def _states(text: str) -> tuple[State, ...]:
 def _tags(text: str) -> dict[str, str]:
     pairs = [item.partition("=") for item in text.split(",") if item]
     if not all(equals for _, equals, _ in pairs):
-        raise InvalidValue(f"{text[:80]!r} are no tags", hint="write tag=key=value,key=value")
+        raise InvalidValue(f"{text[:80]!r} is not a list of tags", hint="write tag=key=value,key=value")
     return {key: value for key, _, value in pairs}

@@ -2,22 +2,28 @@
 
     hub ── something changed ─▶ look: one read of the database, then of the log files ─▶ messages ─▶ reader
      ▲                                                                                      │
-     └───────────── version noted before the look ◀──── nothing more to say ◀───────────────┘
+     └───────────── version noted before the look ◀──── no more messages ◀──────────────────┘
 
-Nothing is queued for a reader: what a slow one has not read lies in the database and in the files. A reader says where
-it is by `after` (the last event) and `offsets` (the next byte of each stream), so one that reconnects misses nothing
-and gets nothing twice.
+The server queues nothing for a reader, because the database and the files contain everything that a slow reader has not
+read. A reader sends its position: `after` (the last event) and `offsets` (the next byte of each stream). A reader that
+reconnects therefore misses nothing and receives nothing twice.
 
-The order is that of the run: events of an attempt, its output, its end; an ending comes after the last byte of output,
-the receipt after the ending, and then the stream is over. The end of a run on several nodes comes twice: as soon as its
-cause is known and no retry follows, with the words and files that exist by then, and when all of its nodes have ended.
+Messages have the order of the run: events of an attempt, its output, its end. The ending follows the last byte of
+output. The receipt follows the ending, and then the stream is over. The end of a run on several nodes comes twice. The
+first message comes once the cause is known and no retry follows, with the reports and files that exist then. The second
+message comes after all of its nodes have ended.
 
-Floods are limited: each rank has a token bucket (`node/base/token_bucket.py`) of 1 MB/s and a burst. What does not fit
-is reported as a gap, with its last lines. The files have everything. A run with more streams than `LIVE_STREAMS_MAX`
-shows those of its first ranks.
+The server limits floods: each rank has a token bucket (`node/base/token_bucket.py`) of 1 MB/s and a burst. The stream
+replaces excess output by a gap with the last lines. The files contain everything. If a run has more streams than
+`LIVE_STREAMS_MAX`, the stream contains those of its first ranks.
 
-Failure cases: the reader is gone (its caller closes the stream; nothing is held here); the server stops (the hub is
-closed, the stream ends without an ending, the reader comes again); the run is gone (the stream ends).
+Failure cases:
+
+- The reader disconnects. Its caller closes the stream, and this module keeps no state.
+
+- The server stops. It closes the hub, the stream ends without an ending, and the reader reconnects.
+
+- Retention removes the run. The stream ends.
 """
 
 from __future__ import annotations
@@ -48,58 +54,60 @@ Stream = Literal["stdout", "stderr"]
 STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 SHOWN_BYTES_PER_S = 1_000_000
 SHOWN_BURST_BYTES = 8_000_000
-"""Output of each rank that a late or returning reader gets at once."""
+"""The maximum output of each rank that a late or returning reader receives at once."""
 PIECE_BYTES = 64 << 10
 IDLE_S = 9.0
-"""A stream says something this often, so that silence means that it is broken."""
-_LINE_COST_BYTES = 64  # as in node/output/logs.py: a line costs more than its bytes
+"""Seconds between messages of an idle stream. Longer silence means that the connection is broken."""
+_LINE_COST_BYTES = 64  # As in node/output/logs.py: a line costs more than its bytes.
 _LAST_LINES_BYTES = 4 << 10
-_LOOK_BYTES_MAX = 1 << 20  # of output in one look, so that one reader does not hold a thread for long
-_CLOSED_S = 1.0  # how long a bucket that is empty takes to open again
+_LOOK_BYTES_MAX = 1 << 20  # The maximum output of one look, so that one reader does not block a thread for long.
+_CLOSED_S = 1.0  # Seconds until an empty bucket opens again.
 
 Place = tuple[int, int, Stream]
 """Fence, rank, stream."""
 
 
 class Files(Protocol):
-    """The part of `server.logs.Logs` that is used here."""
+    """The part of `server.logs.Logs` that this module uses."""
 
     def read(self, run_id: str, fence: int, *, rank: int, stream: str, offset: int = 0, limit: int) -> bytes:
-        """Return bytes from an offset on."""
+        """Return bytes from an offset."""
         ...
 
     def size(self, run_id: str, fence: int, *, rank: int, stream: str) -> int:
-        """Return how many bytes there are."""
+        """Return the number of bytes."""
         ...
 
     def sizes(self, run_id: str, fence: int) -> Mapping[tuple[int, str], int]:
-        """Return how many bytes there are, by rank and stream."""
+        """Return the number of bytes by rank and stream."""
         ...
 
 
 class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a run, read in one transaction."""
+    """The state of a run, read in one transaction."""
 
-    run: RunView  # as it is
-    events: tuple[StateMessage, ...] = ()  # those the reader has not got, in order; the ending is not among them
-    ended: EndedMessage | None = None  # the ending, once the run's state is final
-    early: EndedMessage | None = None  # how it will end, where that is known before all of its nodes have ended
-    may_be_early: bool = False  # whether that may come to be known by nothing but time
-    settled: SettledMessage | None = None  # the last message, once nothing more will come
+    run: RunView  # The current view.
+    events: tuple[StateMessage, ...] = ()  # New events for the reader, in order, without the ending.
+    ended: EndedMessage | None = None  # The ending, once the run's state is final.
+    early: EndedMessage | None = None  # The expected ending, if it is known before all nodes have ended.
+    may_be_early: bool = False  # True if the passing of time alone may reveal the ending.
+    settled: SettledMessage | None = None  # The last message of the stream.
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
-    """Position of a reader in a stream."""
+    """The position of a reader in a stream."""
 
-    after: int = 0  # `seq` of the last event it has
-    offsets: dict[Place, int] = msgspec.field(default_factory=dict)  # the next byte of each stream it has something of
-    ranks: tuple[int, ...] | Literal["all"] | None = None  # those it wants output of; None for those the run shows live
+    after: int = 0  # `seq` of the reader's last event.
+    # The next byte of each stream that the reader has read.
+    offsets: dict[Place, int] = msgspec.field(default_factory=dict)
+    # The ranks whose output the reader wants; None for the run's live ranks.
+    ranks: tuple[int, ...] | Literal["all"] | None = None
 
 
 class RunStream:
     """The stream of a run to one reader.
 
-    `look` reads what is new after an event, and is called in a thread.
+    `look` reads the news after an event. The stream calls it in a thread.
     """
 
     def __init__(
@@ -118,7 +126,7 @@ class RunStream:
     async def messages(
         self, hub: Hub, in_thread: Callable[[Callable[[], list[StreamMessage]]], Awaitable[list[StreamMessage]]]
     ) -> AsyncIterator[StreamMessage | None]:
-        """Yield messages until the run is settled or the hub is closed; None after a silence."""
+        """Yield messages until the run is settled or the hub is closed; yield None after a silence."""
         key, silent = run_key(self._run_id), False
         while not hub.closed:
             seen = hub.version(key)
@@ -135,11 +143,12 @@ class RunStream:
             silent = await hub.changed(key, seen, pause_s) == seen and not self._output.flooded
 
     def next(self) -> list[StreamMessage]:
-        """Return the next messages, in order and bounded; blocks for the database and the files."""
+        """Return the next messages in order, bounded; blocks for the database and the files."""
         look = self._kept or self._look(self._after)
         found = self._said(look)
         self._soon = look.may_be_early
-        # An ending is final, and may have the files of thousands of ranks: it is read once, however much comes before.
+        # An ending is final and may contain the files of thousands of ranks. So the stream reads it once, even before
+        # much output.
         self._kept = look if look.ended is not None and self._output.more_to_read else None
         return found
 
@@ -148,10 +157,11 @@ class RunStream:
         for event in look.events:
             if event.seq <= self._after:
                 continue
-            if event.fence and (event.state is State.QUEUED or event.state in TERMINAL):  # its attempt is over
+            # the attempt of this event is over
+            if event.fence and (event.state is State.QUEUED or event.state in TERMINAL):
                 found += self._output.more(event.fence, look.run.spec.ranks_log, over=True)
                 if self._output.more_to_read:
-                    return found  # first all of that, then the event
+                    return found  # All output of the attempt precedes the event.
             found.append(event)
             self._after = max(self._after, event.seq)
             self._sentence = event.sentence
@@ -161,9 +171,9 @@ class RunStream:
             return found
         found += self._endings(look)
         if look.early is not None and not self._early and not self._output.more_to_read:
-            self._early = True  # what others print meanwhile still comes, and then the last word
+            self._early = True  # Output of other nodes and the final ending still follow.
             found.append(look.early)
-        # Parts of a wait that its sentence does not have may change without a word.
+        # A change of the wait reason without a change of its sentence sends no message.
         is_new = look.run.sentence not in ("", self._sentence) or look.run.tracked != self._tracked
         if is_new and not over:
             self._sentence, self._tracked = look.run.sentence, look.run.tracked
@@ -173,10 +183,11 @@ class RunStream:
     def _endings(self, look: RunSnapshot) -> Iterator[StreamMessage]:
         if look.ended is not None and not self._ended:
             self._ended = True
-            if look.ended.seq > self._after:  # else the reader has it, and came again for the rest
+            # Otherwise the reader already has the ending and returned for the receipt.
+            if look.ended.seq > self._after:
                 self._after = look.ended.seq
                 yield look.ended
-            elif look.ended.seq < self._after:  # a server that was restored since counts from an earlier moment on
+            elif look.ended.seq < self._after:  # A server that was restored from a backup continues with lower numbers.
                 yield msgspec.structs.replace(look.ended, seq=0)
         if self._ended and look.settled is not None and not self.over:
             self.over = True
@@ -184,7 +195,7 @@ class RunStream:
 
 
 class _Output:
-    """The output of a run's ranks, as far as one reader has it."""
+    """The output of a run's ranks that one reader has received."""
 
     def __init__(self, run_id: str, position: Position, files: Files, clock: Clock) -> None:
         self._run_id = run_id
@@ -192,19 +203,20 @@ class _Output:
         self._clock = clock
         self._wanted = position.ranks
         self._offsets = dict(position.offsets)
-        # What the reader has of a later attempt it got after everything of the ones before.
+        # A reader with output of a later attempt has received all output of the earlier ones.
         self._first = max((fence for fence, _rank, _stream in position.offsets), default=1)
         self._buckets: dict[int, TokenBucket] = {}
         self._cut: set[Place] = set()
         self.more_to_read = False
-        """The last look left output that may be sent at once."""
+        """The last look left output that the stream may send at once."""
         self.flooded = False
-        """It left output because a bucket is empty."""
+        """The last look left output because a bucket is empty."""
 
     def more(self, fence: int, shown: Sequence[int] | None, *, over: bool) -> list[StreamMessage]:
         """Return new output of an attempt, bounded.
 
-        `shown` are the ranks that the run shows live, None for all. Once it is `over`, floods are cut short.
+        `shown` contains the ranks that the run shows live, or None for all. If the attempt is `over`, floods become
+        gaps.
         """
         self.more_to_read = self.flooded = False
         found: list[StreamMessage] = []
@@ -222,12 +234,13 @@ class _Output:
         if wanted is not None:
             ranks = list(dict.fromkeys(wanted))[: LIVE_STREAMS_MAX // len(STREAMS)]
             return [(fence, rank, stream) for rank in ranks for stream in STREAMS]
-        sizes = self._files.sizes(self._run_id, fence)  # samples are among them, which no reader gets live
+        # The sizes include telemetry samples, which live streams exclude.
+        sizes = self._files.sizes(self._run_id, fence)
         there = sorted((rank, stream) for rank, name in sizes for stream in STREAMS if name == stream)
         return [(fence, rank, stream) for rank, stream in there[:LIVE_STREAMS_MAX]]
 
     def _of(self, place: Place, left: int, over: bool) -> tuple[list[StreamMessage], int]:
-        """Return new output of one stream, at most `left` bytes of it, and its size."""
+        """Return new output of one stream, at most `left` bytes, and its size."""
         fence, rank, stream = place
         at = self._offsets.get(place, 0)
         size = self._files.size(self._run_id, fence, rank=rank, stream=stream)
@@ -306,7 +319,7 @@ def _aside(run: RunView) -> StateMessage:
 
 
 def parse_offsets(text: str) -> dict[Place, int]:
-    """Return the offsets a reader gives as ``"<fence>.<rank>.<stream>:<next byte>,…"``."""
+    """Return the offsets of a text ``"<fence>.<rank>.<stream>:<next byte>,…"``."""
     found: dict[Place, int] = {}
     for item in filter(None, text.split(",")):
         place, _, offset = item.partition(":")
@@ -317,17 +330,17 @@ def parse_offsets(text: str) -> dict[Place, int]:
             )
         found[int(parts[0]), int(parts[1]), "stderr" if parts[2] == "stderr" else "stdout"] = int(offset)
     if len(found) > 2 * LIVE_STREAMS_MAX:
-        raise InvalidValue(f"{len(found)} offsets are more than {2 * LIVE_STREAMS_MAX}")
+        raise InvalidValue(f"{len(found)} offsets are over the limit of {2 * LIVE_STREAMS_MAX}")
     return found
 
 
 def parse_ranks(text: str) -> tuple[int, ...] | Literal["all"] | None:
-    """Return the ranks a reader wants output of: ``"all"``, ``"0,3"``, or "" for those the run shows."""
+    """Return the ranks of a text: ``"all"``, ``"0,3"``, or "" for the run's live ranks."""
     if text in ("", "all"):
         return "all" if text else None
     items = text.split(",")
     if len(items) > LIVE_STREAMS_MAX or not all(_is_number(item) and int(item) < RANKS_MAX for item in items):
-        raise InvalidValue(f"{text[:80]!r} are not ranks", hint="write ranks=all or ranks=0,3")
+        raise InvalidValue(f"{text[:80]!r} is not a list of ranks", hint="write ranks=all or ranks=0,3")
     return tuple(int(item) for item in items)
 
 

@@ -1,6 +1,6 @@
 """Views of runs: turns rows into the messages of `wire/runs.py`.
 
-A run that the caller may not see does not exist for them: `visible` raises `NotFound` in both cases.
+The server does not reveal runs that the caller may not see: `visible` raises `NotFound` in both cases.
 """
 
 from __future__ import annotations
@@ -42,28 +42,26 @@ from serverless_gpu.wire.runs import (
 
 
 def visible(connection: sa.Connection, run_id: str, *, who: Caller, reach: str) -> StoredRun:
-    """Return a run that is in the caller's reach."""
+    """Return a run that the caller may see."""
     run = runs.find(connection, run_id)
     if run is None or not in_reach(run, who=who, reach=reach):
-        raise NotFound(
-            f"there is no run {run_id[:40]!r}, or you may not see it", hint="`sgpu runs` lists those you may see"
-        )
+        raise NotFound(f"there is no run {run_id[:40]!r} that you may see", hint="list your runs with `sgpu runs`")
     return run
 
 
 def in_reach(run: StoredRun, *, who: Caller, reach: str) -> bool:
-    """Return whether a run is in the caller's reach."""
+    """Return True if the caller may see a run."""
     return access_control.covers(reach, name=who.name, teams=who.teams, owner=run.owner, team=run.team)
 
 
 def run_view(run: StoredRun, *, told: WaitNotice = NOTHING, deduplicated: bool = False, reader: str = "") -> RunView:
     """Return the view of a run.
 
-    Only the owner is shown the snapshot's address, by which its code can be read.
+    Only the owner receives the snapshot's address, which gives access to the code.
     """
     attempt, spec, said = run.attempt, run.spec, sentence(run, waits_for=told.sentence)
     if isinstance(spec.payload, Function) and spec.payload.call is not None:
-        # Without the digests of its call: a run that names them gets their bytes (`submission.py`).
+        # The view omits the digests of the call, because a run that names them receives their bytes (`submission.py`).
         spec = msgspec.structs.replace(spec, payload=Function())
     return RunView(
         id=run.id,
@@ -93,7 +91,7 @@ def run_view(run: StoredRun, *, told: WaitNotice = NOTHING, deduplicated: bool =
 
 
 def crew_views(attempt: StoredAttempt) -> tuple[CrewView, ...]:
-    """Return the crews of an attempt on several nodes; none of an attempt on one node."""
+    """Return the crews of an attempt on several nodes; empty for one node."""
     if attempt.num_nodes == 1:
         return ()
     return tuple(
@@ -114,7 +112,7 @@ def crew_views(attempt: StoredAttempt) -> tuple[CrewView, ...]:
 
 
 def sentence(run: StoredRun, *, waits_for: str = "") -> str:
-    """Return what a run waits for, what its node says about it, or why it ended."""
+    """Return the sentence of a run: its wait reason, the message of its node, or why it ended."""
     attempt = run.attempt
     if run.reason is not None:
         return reason_sentence(run.reason, run.detail)
@@ -123,13 +121,13 @@ def sentence(run: StoredRun, *, waits_for: str = "") -> str:
     if run.state is State.UNREACHABLE:
         silent = [crew for crew in attempt.open_crews if crew.state is State.UNREACHABLE] or attempt.crews
         names, since_ns = ", ".join(crew.node for crew in silent), min(crew.lease_ns for crew in silent)
-        return f"no word from {names} since {format_utc(since_ns)}; it may well be going on"
+        return f"no report from {names} since {format_utc(since_ns)}; the run may still be running"
     if attempt.num_nodes > 1 and attempt.cause is not None and run.stop is None:
         return gangs.cause_sentence(attempt.cause, attempt)
     if run.state is State.STOPPING and run.stop is not None:
         return attempt.sentence or f"asked to stop: {run.stop}{f': {run.detail}' if run.detail else ''}"
     leaving = [
-        f"has to leave {crew.node} at {format_soon_zoned(crew.leave_ns)}, when it ceases to be shared"
+        f"must leave {crew.node} at {format_soon_zoned(crew.leave_ns)}, when the node is no longer shared"
         for crew in attempt.open_crews
         if crew.leave_ns is not None
     ]
@@ -137,7 +135,7 @@ def sentence(run: StoredRun, *, waits_for: str = "") -> str:
     have_met = attempt.num_nodes == 1 or run.state is not State.STARTING or attempt.chosen_json is not None
     if said or have_met:
         return said
-    return f"{nodes_text([crew.node for crew in attempt.crews])} get ready, and meet"
+    return f"{nodes_text([crew.node for crew in attempt.crews])} prepare and connect to each other"
 
 
 def attempt_view(attempt: StoredAttempt) -> AttemptView:
@@ -157,7 +155,7 @@ def attempt_view(attempt: StoredAttempt) -> AttemptView:
 
 
 def file_views(found: Iterable[StoredFile]) -> tuple[FileView, ...]:
-    """Return files, with the bytes that came with them."""
+    """Return the views of files, with the bytes that were read."""
     return tuple(FileView(name=file.name, size=file.size, inline=file.inline) for file in found)
 
 
@@ -175,7 +173,7 @@ def state_message(event: StoredEvent) -> StateMessage:
 
 
 def ended_message(run: StoredRun, outcome: CrewOutcome, found: Sequence[StoredFile]) -> EndedMessage:
-    """Return the message of the end of a run: its last event, the node's words, and its files."""
+    """Return the final message of a run: its last event, the reports of its nodes, and its files."""
     return EndedMessage(
         seq=run.events,
         fence=run.fence,
@@ -188,7 +186,7 @@ def ended_message(run: StoredRun, outcome: CrewOutcome, found: Sequence[StoredFi
 
 
 def early_message(run: StoredRun, told: EarlyEnding, found: Sequence[StoredFile]) -> EndedMessage:
-    """Return the end of a run before all of its nodes have ended: it has no number, for the run's last event comes."""
+    """Return the early ending of a run, without a number, because the run's last event follows later."""
     return EndedMessage(
         seq=0,
         fence=run.fence,
@@ -208,7 +206,7 @@ def settled_message(outcome: CrewOutcome) -> SettledMessage:
 def look(
     connection: sa.Connection, run_id: str, after: int, *, told: WaitNotice = NOTHING, quiet: Quiet = lambda crew: None
 ) -> RunSnapshot:
-    """Return the state of a run, with events that a reader of its stream does not have."""
+    """Return the state of a run, with the events that a reader of its stream does not have."""
     run = runs.find(connection, run_id)
     if run is None:
         raise NotFound(f"there is no run {run_id[:40]!r}")

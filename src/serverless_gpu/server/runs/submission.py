@@ -1,13 +1,13 @@
 """Submits a run: checks it, seals its secrets, writes it once, and acknowledges it when it is durable.
 
-    request ─▶ is it possible? ─▶ are its bytes there? ─▶ is there room? ─▶ run + event + audit, one transaction ─▶ ring
+    request ─▶ is it valid? ─▶ are its bytes here? ─▶ below the limit? ─▶ run + event + audit, one transaction ─▶ wakeup
 
-The client makes the identifier and writes it to its disk before it asks. So the same request again, because an answer
-was lost or a button was pressed twice, finds the run that is there; another request under the same identifier is a
-conflict, and changes nothing.
+The client generates the identifier and writes it to its disk before it sends the request. A client repeats a request
+after a lost answer, or a user submits twice. The server then returns the existing run. Another request under the same
+identifier is a conflict and changes nothing.
 
-The server does not look into the payload: the call is bytes, and the context (it holds the caller's variables) is
-sealed before it reaches the database. `QueueLimits` bounds how many runs a principal may have waiting.
+The server does not read the payload. The call is a byte string. The context contains the caller's variables, so the
+server seals it before it reaches the database. `QueueLimits` bounds the waiting runs of a principal.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class SubmissionService:
     def submit(self, who: Caller, request: RunRequest) -> RunView:
         """Accept a run; it is durable when this returns.
 
-        The answer is `deduplicated` when the same request had come before.
+        The answer is `deduplicated` if the server already has the same request.
         """
         check(request, who)
         digest = self._keys.fingerprint(msgspec.json.encode(request, order="deterministic"))
@@ -115,13 +115,14 @@ class SubmissionService:
         low = self._low()
         payload = request.spec.payload
         has_bytes = bool(request.snapshot) or (isinstance(payload, Function) and payload.call is not None)
-        if low or not has_room or has_bytes:  # a repeated request needs none of that: is it one?
+        # A repeated request needs none of these checks, so search for the run first.
+        if low or not has_room or has_bytes:
             before = self._database.read(lambda connection: runs.find(connection, request.id))
             if before is not None:
                 return self._same(before, who, digest)
             if low:
                 raise ServerStorageFull(
-                    f"no new runs are taken: {low}", hint="runs that are there go on; ask again later"
+                    f"the server accepts no new runs: {low}", hint="existing runs continue; submit again later"
                 )
             self._check_bytes(request)
             if not has_room:
@@ -152,16 +153,16 @@ class SubmissionService:
     def _same(self, run: StoredRun, who: Caller, digest: str) -> RunView:
         if run.owner != who.name or run.request_sha256 != digest:
             raise IdempotencyConflict(
-                f"there is a run {run.id} already, and it was asked for differently",
-                hint="every run needs an identifier of its own",
+                f"run {run.id} already exists with a different request",
+                hint="give every run its own identifier",
             )
         return run_views.run_view(run, told=self._sentences.told(run.id), deduplicated=True, reader=who.name)
 
     def _written(self, new: NewRun, who: Caller, at_ns: int) -> tuple[StoredRun, bool]:
-        """Store a run; packages that its policy compares are read between two tries."""
+        """Store a run; between two tries, read packages that its policy compares."""
         packages: dict[str, Packages | None] = {}
         brought = PolicyInputs(snapshot=new.snapshot, packages=packages)
-        while True:  # each time, something that was not known is
+        while True:  # Each try reads packages that were missing before.
             try:
                 return self._database.write(lambda connection: self._create(connection, new, who, at_ns, brought))
             except PackagesNotLoaded as unread:
@@ -189,7 +190,7 @@ class SubmissionService:
             missing = self._blobs.missing(payload.call.parts)
             if missing:
                 raise NotFound(
-                    f"{len(missing)} parts of the call are not on the server, {missing[0][:12]} among them",
+                    f"{len(missing)} parts of the call are not on the server, for example {missing[0][:12]}",
                     hint="send them first: PUT /blobs/{digest}",
                 )
         if request.snapshot:
@@ -200,17 +201,17 @@ class SubmissionService:
         waiting = self._database.read(lambda connection: runs.waiting_of(connection, who.name, at_most=most))
         if waiting >= most:
             raise TooLarge(
-                f"{who.name} has {waiting} runs that wait, and more are not taken",
+                f"{who.name} already has {waiting} waiting runs, the maximum",
                 hint="wait until some have started, or cancel some",
             )
         self._waiting_room.counted(who.name, most - waiting - 1)
 
 
 class QueueLimits:
-    """Free places in the queue by owner. Waiting runs are counted when the places are used up, not for every run.
+    """Free places in the queue by owner. The server counts waiting runs only when the places are used up.
 
-    Between two counts runs of an owner only leave the queue, but for those that are counted down here and the few that
-    go back into it, so the count is never wrong by more than those.
+    Between two counts, runs of an owner mostly leave the queue. Each new run decrements the places here. The count is
+    therefore wrong by no more than the few runs that return to the queue.
     """
 
     def __init__(self) -> None:
@@ -218,7 +219,7 @@ class QueueLimits:
         self._room: dict[str, int] = {}
 
     def enter(self, owner: str) -> bool:
-        """Take a place; return False where the caller has to count rows first."""
+        """Take a place; return False if the caller must count rows first."""
         with self._lock:
             room = self._room.get(owner, 0)
             if room > 0:
@@ -226,7 +227,7 @@ class QueueLimits:
             return room > 0
 
     def counted(self, owner: str, free: int) -> None:
-        """Note the free places of an owner after a count."""
+        """Store the free places of an owner after a count."""
         with self._lock:
             if len(self._room) >= _OWNERS_MAX:
                 self._room.clear()
@@ -234,27 +235,29 @@ class QueueLimits:
 
 
 def check(request: RunRequest, who: Caller) -> None:
-    """Refuse an impossible request, regardless of the server's state."""
+    """Refuse an invalid request, regardless of the server's state."""
     if created_wall_ns(request.id) is None:
-        raise InvalidValue(f"{request.id[:40]!r} is no identifier of a run", hint="26 characters, made by the client")
+        raise InvalidValue(
+            f"{request.id[:40]!r} is not a valid run identifier", hint="the client must generate 26 characters"
+        )
     check_spec(request.spec, who)
     _check_payload(request)
     _check_origin(request)
 
 
 def check_spec(spec: RunSpec, who: Caller) -> None:
-    """Refuse an impossible spec."""
+    """Refuse an invalid spec."""
     if spec.spec_version != SPEC_VERSION:
         raise InvalidValue(
-            f"the run is described in version {spec.spec_version}, and this server knows {SPEC_VERSION}",
-            hint="client and server should be of one version",
+            f"the run uses spec version {spec.spec_version}, but this server supports version {SPEC_VERSION}",
+            hint="install the same version on client and server",
         )
     check_text("name", spec.name, LABEL_CHARACTERS_MAX)
     for name in ("pool", "team", "policy"):
         check_text(name, getattr(spec, name) or "", NAME_CHARACTERS_MAX)
     if spec.team is not None and spec.team not in who.teams:
         raise InvalidValue(
-            f"{who.name} is not in a team {spec.team[:NAME_CHARACTERS_MAX]!r}",
+            f"{who.name} is not a member of team {spec.team[:NAME_CHARACTERS_MAX]!r}",
             hint=f"teams: {', '.join(who.teams) or 'none'}; `sgpu team add` changes that",
         )
     secrets.check(spec.secrets, spec.secret_variables)
@@ -290,11 +293,11 @@ def _check_payload(request: RunRequest) -> None:
             raise InvalidValue("notebook kernels cannot run on a server yet", hint="submit a function or a command")
         case Command():
             if request.call is not None:
-                raise InvalidValue("a command comes with no pickled call")
+                raise InvalidValue("a command must not contain a pickled call")
             check_command(called)
         case Function():
             if (request.call is None) == (called.call is None):
-                raise InvalidValue("the pickled call comes either with the request or as a blob")
+                raise InvalidValue("the pickled call must come either with the request or as a blob")
             if called.call is not None:
                 check_reference(called.call)
             elif len(request.call or b"") > INLINE_BYTES_MAX:
@@ -302,7 +305,7 @@ def _check_payload(request: RunRequest) -> None:
 
 
 def _check_origin(request: RunRequest) -> None:
-    """Refuse impossible values of a run's origin and imports."""
+    """Refuse invalid values of a run's origin and imports."""
     target = request.target
     check_target(target)
     check_text("version", request.version, VERSION_CHARACTERS_MAX)
@@ -311,14 +314,14 @@ def _check_origin(request: RunRequest) -> None:
             raise InvalidValue(f"{request.snapshot[:80]!r} is not the address of a snapshot")
     elif request.snapshot or not target.machine:
         raise InvalidValue(
-            "ranks that import the caller's own files need the machine they are on, and no snapshot",
-            hint="env='snapshot' runs a copy of them anywhere",
+            "ranks that import the caller's own files need the machine of these files, and no snapshot",
+            hint="use env='snapshot' to run a copy of the files anywhere",
         )
     context = bytes(request.context)
     if len(context) > CONTEXT_BYTES_MAX:
         raise TooLarge(
-            f"what ranks take on of the caller has {len(context)} bytes, over {CONTEXT_BYTES_MAX}",
-            hint="are there very large environment variables?",
+            f"the caller's context has {len(context)} bytes, over the limit of {CONTEXT_BYTES_MAX}",
+            hint="remove very large environment variables",
         )
     if not context.lstrip().startswith(b"{"):
         raise InvalidValue("context is not an object")

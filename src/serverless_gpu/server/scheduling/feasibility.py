@@ -2,21 +2,21 @@
 
 `Feasibility` refuses a run before it is queued:
 
-    nodes heard of within `KNOWN_S`, drained and silent ones included ─▶ one could serve it   ─▶ queued
-                                                                      └▶ none could           ─▶ NoSuitableNode
-    no node known, or a node of the engine has not said hello yet     ─▶ queued; asked again once that is over
+    nodes that reported within `KNOWN_S`, also drained and silent ones ─▶ one could serve it   ─▶ queued
+                                                                       └▶ none could           ─▶ NoSuitableNode
+    no known node, or a node of the engine has not said hello yet      ─▶ queued; decided once that is over
 
-`FeasibilityCache` remembers for some seconds what was possible, so of a thousand equal requests one is checked, and
-which runs were queued before nodes were known.
+`FeasibilityCache` remembers feasible demands for some seconds. Of a thousand equal requests, the server therefore
+checks one. The cache also remembers which runs were queued before nodes were known.
 
-A run with `wait` is queued in any case. `UnsatisfiableRuns` ends it, and a run whose node went away, after
-`unsatisfiable_after`:
+The server queues a run with `wait` in any case. `UnsatisfiableRuns` ends such a run after `unsatisfiable_after`, and
+also a run whose node left:
 
-    a node leaves, a pool shrinks ─▶ "no node has H100 …" ─── as long as it is so ──▶ FAILED/unsatisfiable
-                                     └─ a node joins ─▶ it waits as any other, and counts from the beginning
+    a node leaves, a pool shrinks ─▶ "no node has H100 …" ─── while this lasts ──▶ FAILED/unsatisfiable
+                                     └─ a node joins ─▶ it waits like any other run, and the time starts again
 
-The time counts in the server's memory, so it begins again with a restart: a run does not end because of a time in which
-no server looked. A node that is silent or drained can come back, and counts until it is forgotten.
+The server keeps this time in memory, so the time starts again after a restart. A run does not end because of time
+without a running server. A silent or drained node can return, so it counts until an operator forgets it.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ KEPT_S = 10.0
 _ALIKE_MAX = 1_000
 _UNDECIDED_MAX = 10_000
 KNOWN_S = 86_400.0
-"""A node counts for so long after it was heard of last."""
+"""Seconds for which a node counts after its last message."""
 EVERY_S = 30.0
 AT_ONCE = 64
 _log = logging.getLogger(__name__)
 
 
 class Feasibility:
-    """Checks that some node could serve a run."""
+    """Checks that a node could serve a run."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Feasibility:
     def refuse(self, connection: sa.Connection, run: StoredRun) -> bool:
         """Refuse a run that no known node could ever serve.
 
-        Return whether the known nodes were enough to decide; otherwise `FeasibilityCache.defer` takes the run.
+        Return True if the known nodes suffice to decide. Otherwise `FeasibilityCache.defer` takes the run.
         """
         if run.spec.wait:
             return True
@@ -86,7 +86,7 @@ class Feasibility:
         asked = queued_run(run, Past(second_principal=serves.is_second(run.owner)), now_ns=now_ns)
         is_decided, found = self.decide(connection, asked)
         if found is not None:
-            error = NoSuitableNode(f"{found.why}; the run was not queued")
+            error = NoSuitableNode(f"{found.why}; the server did not queue the run")
             resources = run.spec.resources
             error.gpus, error.gpu_type, error.pool = resources.gpus, resources.gpu_type, run.pool
             error.choices = tuple(choice.changes() for choice in found.choices)
@@ -94,7 +94,7 @@ class Feasibility:
         return is_decided
 
     def decide(self, connection: sa.Connection, asked: QueuedRun) -> tuple[bool, Shortage | None]:
-        """Return whether the known nodes are enough to decide, and why none of them could ever serve a run."""
+        """Return True if the known nodes suffice to decide, and the shortage if none could serve the run."""
         alike, now_ns = like(asked), self._clock.boottime_ns()
         if self._feasible.knows(alike, now_ns):
             return True, None
@@ -118,7 +118,7 @@ class Feasibility:
 
 
 class FeasibilityCache:
-    """Remembers what was feasible. Every method may be called from any thread."""
+    """Remembers feasible demands. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -126,7 +126,7 @@ class FeasibilityCache:
         self._undecided: dict[str, None] = {}
 
     def knows(self, alike: QueuedRun, now_ns: int) -> bool:
-        """Return whether some node could serve such a run a moment ago."""
+        """Return True if some node could serve such a run a moment ago."""
         with self._lock:
             return now_ns < self._until_ns.get(alike, 0)
 
@@ -138,24 +138,24 @@ class FeasibilityCache:
             self._until_ns[alike] = now_ns + round(KEPT_S * 1e9)
 
     def defer(self, run_id: str) -> None:
-        """Remember a run that was queued while not all nodes were known."""
+        """Remember a run that was queued before all nodes were known."""
         with self._lock:
             if len(self._undecided) < _UNDECIDED_MAX:
                 self._undecided[run_id] = None
 
     def undecided(self) -> list[str]:
-        """Return the runs that were queued while not all nodes were known."""
+        """Return the runs that were queued before all nodes were known."""
         with self._lock:
             return list(self._undecided)
 
     def settle(self, run_id: str) -> None:
-        """Forget a run: it is decided, or waits no more."""
+        """Forget a run that is decided or no longer waits."""
         with self._lock:
             self._undecided.pop(run_id, None)
 
 
 class UnsatisfiableRuns:
-    """Ends runs that wait for devices that no node has. For one thread."""
+    """Ends runs that wait for devices that no node has. Not thread-safe."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class UnsatisfiableRuns:
         sentences.end_by(self.ends_ns)
 
     def look(self, waiting: Mapping[str, QueuedRun], now_ns: int) -> int:
-        """End some of those that have waited long enough; return how many there were."""
+        """End some runs that have waited long enough; return the number of all such runs."""
         self._decide_deferred(waiting)
         after_s = self._settings.unsatisfiable_after_s
         is_due = self._looked_ns is None or now_ns - self._looked_ns >= EVERY_S * 1e9
@@ -197,7 +197,7 @@ class UnsatisfiableRuns:
         return len(over)
 
     def _decide_deferred(self, waiting: Mapping[str, QueuedRun]) -> None:
-        """End runs that were queued before nodes were known, and that none of these could ever serve."""
+        """End runs that were queued before nodes were known, if none of these nodes could ever serve them."""
         for run_id in self._feasible.undecided():
             run = waiting.get(run_id)
             if run is None:
@@ -210,7 +210,7 @@ class UnsatisfiableRuns:
                 self._end(run_id, self._sentences.impossible(run) or found.why)
 
     def ends_ns(self, run_id: str) -> int | None:
-        """Return when a run that can never be served ends, nanoseconds since 1970; None for never."""
+        """Return when an unsatisfiable run ends, nanoseconds since 1970; None for never."""
         after_s, clock = self._settings.unsatisfiable_after_s, self._clock
         if not after_s:
             return None
@@ -220,7 +220,7 @@ class UnsatisfiableRuns:
         return self._ends_ns[run_id]
 
     def _never(self, waiting: Iterable[QueuedRun]) -> dict[str, str]:
-        """Return why runs can never be served, for those that cannot; computed once for equal demands."""
+        """Return why runs can never be served, only for such runs; computed once for equal demands."""
         known: dict[QueuedRun, str] = {}
         found: dict[str, str] = {}
         for run in waiting:
@@ -246,4 +246,4 @@ class UnsatisfiableRuns:
         told = self._database.write(work)
         if told is not None:
             self._announcer.announce(told)
-            _log.warning("run %s ended: nothing could ever serve it: %s", run_id, detail)
+            _log.warning("run %s ended: no node could ever serve it: %s", run_id, detail)

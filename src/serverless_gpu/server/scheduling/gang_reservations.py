@@ -1,17 +1,16 @@
-"""Reserves placed gangs with an engine; orders of a gang leave only when the engine has reserved its nodes.
+"""Reserves placed gangs with an engine; orders leave only when the engine has reserved the nodes.
 
     just placed ─▶ `ask`  ─┐
     each tick   ─▶ `look` ─┴▶ engine.submit
          Placed       the streams of its nodes look again: now their orders leave (`OrderDeliveries.is_held_back`)
-         Waiting      the run's wait reason says why; it is asked for again
+         Waiting      the run's wait reason says why; the next tick asks again
          Impossible   the gang goes back to the queue
-    asked to stop before it was reserved ─▶ all of it is over at once
+    asked to stop before it was reserved ─▶ the attempt is over at once
 
-A gang that is on nodes of the engine and on others waits as a whole, because a crew that came first would meet no
-other.
+A gang on nodes of the engine and on other nodes waits as a whole, because an early crew would find no peers.
 
-Killed anywhere, the next server reads the open orders and the engine's reservations, and goes on from there. What the
-engine does not have, and no node says that it took, never left: engines remember what they reserved.
+If the server is killed, the next one reads the open orders and the engine's reservations, and continues from there. An
+order without a reservation never left, unless a node has taken it, because engines remember their reservations.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from serverless_gpu.server.records import crews, orders, runs
 from serverless_gpu.server.records.active_runs import ActiveRun
 from serverless_gpu.server.records.nodes import StoredNode
 
-_UNKNOWN = "\0"  # what an earlier process wrote may still stand there
+_UNKNOWN = "\0"  # An earlier process may have stored an outdated sentence.
 
 
 class _Asked(msgspec.Struct, frozen=True):
-    """A gang that the engine is asked for."""
+    """A gang that the engine must reserve."""
 
     run_id: str
     fence: int
-    request: Request  # for those of its nodes that are the engine's
-    node_ids: tuple[str, ...]  # all of its nodes
+    request: Request  # For those of its nodes that belong to the engine.
+    node_ids: tuple[str, ...]  # All of its nodes.
 
 
 class EngineReservations:
-    """Reserves gangs with an engine. For one thread, but for `give_back`.
+    """Reserves gangs with an engine. Only `give_back` is thread-safe.
 
-    Nodes that the engine does not know have joined by themselves; without an engine, all have.
+    Nodes that the engine does not know have joined without it.
     """
 
     def __init__(
@@ -65,11 +64,11 @@ class EngineReservations:
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether the engine is to be asked again soon."""
+        """Return True if the engine must be asked again soon."""
         return bool(self._asked)
 
     def ask(self, placement: Placement, fence: int, stored: Mapping[str, StoredNode]) -> None:
-        """Reserve a gang that was just placed."""
+        """Reserve a newly placed gang."""
         shares = [
             (share.node_id, Share(node=stored[share.node_id].name, gpu_type=share.gpu_type, count=share.count))
             for share in placement.shares
@@ -80,9 +79,9 @@ class EngineReservations:
             self._ask(asked)
 
     def look(self, active: Sequence[ActiveRun]) -> None:
-        """Ask for every gang that is to start and that the engine does not have, whichever server placed it.
+        """Ask for every starting gang that the engine has not reserved, also if another server placed it.
 
-        What runs has its agent, and what has ended meanwhile needs none.
+        A running gang already has agents, and a gang that has ended needs none.
         """
         if self._engine is None:
             return
@@ -104,19 +103,19 @@ class EngineReservations:
         self._said = {gang: sentence for gang, sentence in self._said.items() if gang in self._asked}
         for run, _ in found:
             if run.stop is not None:
-                self.give_back(run.id, run.fence, f"it was asked to stop ({run.stop}) before it was started")
+                self.give_back(run.id, run.fence, f"the run was asked to stop ({run.stop}) before it started")
         for asked in list(self._asked.values()):
             self._ask(asked)
 
     def give_back(self, run_id: str, fence: int, why: str) -> bool:
-        """Put a run back into the queue whose order has not left this process; return whether that was so."""
+        """Requeue a run whose order has not left this process; return True if the run was requeued."""
         is_over = self._requeue.give_back(run_id, fence, why)
         if is_over and self._engine is not None:
             self._engine.release(f"{run_id}:{fence}")
         return is_over
 
     def _look_first(self, found: Sequence[ActiveRun]) -> None:
-        """Take over gangs that an earlier process placed and no engine has reserved: they have not left either."""
+        """Adopt gangs that an earlier process placed and no engine has reserved: their orders have not left."""
         if self._has_looked:
             return
         ids = [run.id for run in found]
@@ -126,7 +125,8 @@ class EngineReservations:
             return [
                 (run.id, run.fence)
                 for run in runs.find_many(connection, ids)
-                if run.restored_ns is None and (run.id, run.fence) not in taken  # since the backup it may have run
+                # A restored run may have started after the backup.
+                if run.restored_ns is None and (run.id, run.fence) not in taken
             ]
 
         for run_id, fence in self._database.read(untouched) if ids else ():
@@ -135,7 +135,7 @@ class EngineReservations:
         self._has_looked = True
 
     def _wanted(self, run_id: str, fence: int, shares: Sequence[tuple[str, Share]]) -> _Asked | None:
-        """Return what the engine is asked for; None where none of the nodes is its own."""
+        """Return the request to the engine, or None if no node belongs to it."""
         engine = self._engine
         own = tuple(share for _, share in shares if engine is not None and engine.has(share.node))
         if engine is None or not own:
@@ -156,12 +156,13 @@ class EngineReservations:
         elif isinstance(answer, Impossible):
             del self._asked[gang]
             if not self.give_back(asked.run_id, asked.fence, answer.sentence):
-                self._say(asked, answer.sentence)  # it may have left long ago: its node says what became of it
+                # The order may have left long ago; then its node reports the outcome.
+                self._say(asked, answer.sentence)
         else:
             self._say(asked, answer.sentence)
 
     def _say(self, asked: _Asked, sentence: str) -> None:
-        """Store the reason for which a gang waits, once."""
+        """Store the reason why a gang waits, if it has changed."""
         gang = asked.request.gang.id
         if self._said.get(gang, "") == sentence:
             return

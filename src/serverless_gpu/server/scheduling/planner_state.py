@@ -1,19 +1,22 @@
-"""Keeps the scheduler's planner up to date: each tick tells it the difference to the database.
+"""Keeps the scheduler's planner up to date: each tick applies the difference to the database.
 
     database, presence ─▶ current state ─┐
                                          ├─ difference ─▶ Planner.apply ─▶ Planner.decide ─▶ placements, preemptions
-    what it was told before ─────────────┘
+    state that the planner knows ────────┘
 
-What the planner decides (a placement, a preemption) is noted as told. If it does not come about (the run was cancelled,
-the node restarted, the database was away), the next look finds another state than was told, and that is a difference
-like any other: nothing has to be undone.
+The sync treats decisions of the planner (placements, preemptions) as known to the planner. A decision can fail because
+the run was cancelled, the node restarted, or the database was unavailable. The next tick then finds another state and
+applies it like any other difference. So the sync never has to undo a decision.
 
-Its clock is this process's boottime, set to the wall clock's time at its start: it never goes back, and people can read
-it. A wall clock that is set (by more than `OFF_S`) makes a new planner, which is told everything. The latest start that
-a run was promised is stored, and told to a new planner.
+The planner's clock is this process's boottime, set to the wall clock time at the start. It never goes back, and people
+can read it. If an operator sets the wall clock by more than `OFF_S`, the sync creates a new planner from the whole
+state. The database stores the promised latest start of each run, and the sync passes it to a new planner.
 
-Failure cases: a tick fails in the middle (`forget`: the next one begins from nothing, as after a start); a server that
-is killed between promising a latest start and storing it may break the promise.
+Failure cases:
+
+- A tick fails. `forget` makes the next tick begin with an empty planner, as after a start.
+
+- The server is killed after it promised a latest start and before it stored the promise. It may break that promise.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ V = TypeVar("V")
 
 
 class PlannerSync:
-    """Keeps a planner in step with the database. For one thread; others ask `WaitReasons`."""
+    """Keeps a planner in sync with the database. Not thread-safe; other threads use `WaitReasons`."""
 
     def __init__(
         self,
@@ -83,16 +86,16 @@ class PlannerSync:
         self.forget()
 
     def forget(self) -> None:
-        """Begin from nothing at the next look."""
+        """Begin with an empty planner at the next tick."""
         self._planner: Planner | None = None
         self._policy: QueuePolicy | None = None
         self._nodes: dict[str, Node] = {}
         self._pools: dict[str, Pool] = {}
         self._waiting: dict[str, QueuedRun] = {}
         self._running: dict[str, RunningRun] = {}
-        self._unseen: set[str] = set()  # of those: placed by a decision, and not found in the database yet
-        self._underway: dict[str, Placement] = {}  # of those: not written yet
-        self._promised: dict[str, Reservation] = {}  # as the database has them
+        self._unseen: set[str] = set()  # Of those: placed by a decision, and not found in the database yet.
+        self._underway: dict[str, Placement] = {}  # Of those: not written yet.
+        self._promised: dict[str, Reservation] = {}  # As the database has them.
         self._sentences.close()
 
     def now(self) -> int:
@@ -100,16 +103,16 @@ class PlannerSync:
         return self._clock.boottime_ns() + self._base_ns
 
     def underway(self) -> list[Placement]:
-        """Return placements that were decided and are not stored yet, in the order of the queue."""
+        """Return placements that were decided but not stored yet, in the order of the queue."""
         return list(self._underway.values())
 
     def tried(self, placements: Iterable[Placement]) -> None:
-        """Note that placements were tried: the next look finds out which are stored."""
+        """Note that the scheduler tried placements. The next read shows which are stored."""
         for placement in placements:
             del self._underway[placement.run_id]
 
     def read(self) -> Reading:
-        """Return what there is."""
+        """Read the current state from the database."""
         self._set_clock()
         now_ns, afresh = self.now(), self._planner is None
         underway = {run_id: sum(share.count for share in one.shares) for run_id, one in self._underway.items()}
@@ -118,7 +121,7 @@ class PlannerSync:
         )
 
     def tell(self, reading: Reading) -> None:
-        """Tell the planner what has changed; placements under way count as done."""
+        """Apply the changes to the planner; unstored placements count as done."""
         self._underway = {run_id: one for run_id, one in self._underway.items() if run_id in reading.waiting}
         offered = self._offers.of(reading.capacity, self._presence, capacity.now(self._settings, self._clock))
         nodes = {node.id: node for node in offered}
@@ -177,14 +180,14 @@ class PlannerSync:
         self._promised = promises
 
     def _runs(self, reading: Reading) -> Iterator[Gone | DevicesTaken | Arrived]:
-        """Return the changes of runs; runs that are gone first, because their devices are free."""
+        """Return the changes of runs. Departures come first, because they free devices."""
         waiting = {run_id: wanted for run_id, wanted in reading.waiting.items() if run_id not in self._underway}
         running = {**reading.running, **{run_id: self._running[run_id] for run_id in self._underway}}
         self._unseen.difference_update(reading.running)
         for run_id in (*self._waiting, *self._running):
             is_here = run_id in waiting or run_id in running
             had_devices = run_id in self._running and run_id not in running and run_id not in self._unseen
-            if not is_here or had_devices:  # what had devices and waits again has used them
+            if not is_here or had_devices:  # A run that had devices and waits again has used them.
                 yield Gone(run_id)
         for run_id, now_running in running.items():
             if self._running.get(run_id) != now_running:

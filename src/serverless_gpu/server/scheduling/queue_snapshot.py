@@ -1,21 +1,20 @@
-"""The snapshot of the queue: waiting and running runs as the planner takes them, and limits on starts.
+"""The snapshot of the queue: waiting and running runs in the planner's form, and limits on starts.
 
     queue, running runs ── identifiers, fences ─▶ known? ── yes ─▶ the same value as before
                                                      └─── no ──▶ rows, past ─▶ `queued_run` (StoredRun → QueuedRun)
 
-A queue of 10,000 costs one query of identifiers. The rows of a run are read when it is new, and when it waits again.
-Durations of past runs are read when a name is new and when one of its runs has ended, for `LEARN_AT_ONCE` names per
-tick. A duration that hardly changes is not passed on.
+A queue of 10,000 runs costs one query of identifiers. The snapshot reads the rows of a run when the run is new and when
+it waits again. It reads past durations when a name is new and when one of its runs has ended, for `LEARN_AT_ONCE` names
+per tick. It does not pass on small changes of a duration.
 
-`held_back` finds runs that may not start in this tick though devices may be free, because of caps of policies or
-budgets that have no room:
+`held_back` finds runs that may not start in this tick even if devices are free, because of policy caps or budgets:
 
     snapshot: queue, running runs ─▶ caps, budgets ─▶ model/scheduling/concurrency_limits.py ─▶ sentences by run
 
     estimate, for one run that is not submitted yet ─▶ `why_not`
-    scheduler, in the transaction that places a run ─▶ `is_full`: what the user has by now, this run among it
+    scheduler, in the transaction that places a run ─▶ `is_full`: the user's devices now, including this run
 
-A run that is held back waits beside the line, its sentence says for what, and each tick looks at it again.
+A run that is held back waits outside the queue order. Its sentence names the reason, and each tick checks it again.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ from serverless_gpu.server.records.runs import StoredRun
 
 LEARN_AT_ONCE = 64
 FOREVER_NS = 1 << 62
-"""For runs that wait until something else changes."""
+"""The start time of runs that wait until another state changes."""
 _NAMES_MAX = 50_000
 _NOTHING: Mapping[str, int] = MappingProxyType({})
-_SAME = 0.25  # a learned duration that changes by less is as good as the one before
+_SAME = 0.25  # A relative change of a learned duration below this is ignored.
 _Name = tuple[str, str]
 
 
@@ -64,17 +63,17 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """The queue and its limits at one moment of the database."""
 
     capacity: CapacitySnapshot
-    waiting: Mapping[str, QueuedRun]  # by identifier, in order of class and age
-    running: Mapping[str, RunningRun]  # those that have devices, by identifier
-    policy: QueuePolicy  # what operators decided
+    waiting: Mapping[str, QueuedRun]  # By identifier, in order of class and age.
+    running: Mapping[str, RunningRun]  # Runs with devices, by identifier.
+    policy: QueuePolicy  # Set by operators.
     used: Used | None = None
-    """Past use, and promised latest starts, if requested."""
+    """`used` and `promised` contain past usage and promised latest starts, if requested."""
     promised: tuple[Reservation, ...] = ()
 
 
 @dataclasses.dataclass(slots=True)
 class _Entry:
-    """A known run: as of which attempt, whether it waited then, and its demand."""
+    """A known run: its attempt, whether it waited then, and its demand."""
 
     fence: int
     waits: bool
@@ -85,11 +84,11 @@ class _Entry:
     kept: QueuedRun | None = None
     running: RunningRun | None = None
     running_key: tuple[object, ...] = ()
-    leaving: tuple[int, int] | None = None  # attempt, and when the snapshot first saw that it is to leave
+    leaving: tuple[int, int] | None = None  # the attempt, and when the snapshot first saw that it must leave
 
 
 class QueueSnapshot:
-    """Waiting and running runs, from tick to tick. For one thread."""
+    """Waiting and running runs, kept from tick to tick. Not thread-safe."""
 
     def __init__(
         self, *, settings: Settings, leases: Leases, spending: Spending, budget_admission: BudgetAdmission
@@ -113,10 +112,11 @@ class QueueSnapshot:
     ) -> Reading:
         """Read the queue and its limits.
 
-        With `afresh`, past runs are read, too. `underway` are devices of runs that are about to be placed and still
-        wait here.
+        With `afresh`, this also reads past runs. `underway` contains the devices of runs that still wait in the
+        database but
+        that the scheduler is about to place.
         """
-        as_of = self._budget_admission.as_of()  # before anything is read
+        as_of = self._budget_admission.as_of()  # before any other read
         there = capacity.load(connection, self._leases)
         queue = runs.queue(connection)
         policy = pools.queue_policy(connection, self._settings.queue)
@@ -134,14 +134,14 @@ class QueueSnapshot:
         )
 
     def move(self, by_ns: int) -> None:
-        """Note that the clock was set, by so much: pauses after failed starts last as long as before."""
+        """Note a change of the clock by this amount, so that pauses after failed starts keep their length."""
         for entry in self._known.values():
             if 0 < entry.wanted.not_before_ns < FOREVER_NS:
                 until_ns = entry.wanted.not_before_ns + by_ns
                 entry.wanted = msgspec.structs.replace(entry.wanted, not_before_ns=until_ns)
 
     def _set_isolation(self, now: uid_sharing.Isolation) -> None:
-        """Note which principal is served by pools that run the code of one principal only."""
+        """Store which principal may use the pools that serve only one principal."""
         if now == self._isolation:
             return
         self._isolation = now
@@ -216,16 +216,17 @@ class QueueSnapshot:
         underway: Mapping[str, int],
         as_of: LookInputs,
     ) -> dict[str, QueuedRun]:
-        """Return the waiting runs; those that may not start now wait beside the line."""
+        """Return the waiting runs; those that may not start now wait outside the queue order."""
         if not queue:
             return {}
         shut_out, server_drain = owner_suspension.suspended_owners(connection), drain.find(connection)
-        entries = {run_id: self._known[run_id] for run_id, _ in queue if run_id in self._known}  # else removed just now
+        # Other runs were removed just now.
+        entries = {run_id: self._known[run_id] for run_id, _ in queue if run_id in self._known}
         if server_drain is not None:
             return {run_id: _kept_back(entry, server_drain.sentence) for run_id, entry in entries.items()}
         out = {run_id for run_id, entry in entries.items() if entry.owner in shut_out}
         closed = {run_id for run_id, entry in entries.items() if self._isolation.is_closed(entry.wanted)}
-        beside = out | closed | underway.keys()  # these take no room of a cap or a budget
+        beside = out | closed | underway.keys()  # These use no capacity of a cap or a budget.
         line = (entry.candidate for run_id, entry in entries.items() if run_id not in beside)
         self._spending.look(connection, as_of)
         rooms = self._budget_admission.rooms(connection, there)
@@ -233,14 +234,14 @@ class QueueSnapshot:
             for run_id in underway.keys() & entries.keys():
                 rooms.keep(entries[run_id].candidate)
         reasons = held_back(connection, line, self._having(there, underway), rooms)
-        reasons |= {run_id: f"{entries[run_id].owner} may start no runs now" for run_id in out}
+        reasons |= {run_id: f"{entries[run_id].owner} may not start runs now" for run_id in out}
         return {
             run_id: _kept_back(entry, reasons[run_id]) if run_id in reasons else entry.wanted
             for run_id, entry in entries.items()
         }
 
     def _having(self, there: CapacitySnapshot, underway: Mapping[str, int]) -> Iterable[tuple[WaitingRun, int]]:
-        """Return runs that have devices, or are about to get some, and how many."""
+        """Return runs that have devices or are about to get them, with the number of devices."""
         for run in there.active:
             entry = self._known.get(run.id)
             gpus = sum(crew.gpus for crew in there.having(run))
@@ -271,7 +272,7 @@ def _is_same(one: float | None, other: float | None) -> bool:
 
 
 def _kept_back(entry: _Entry, why: str) -> QueuedRun:
-    """Return a run that waits beside the line: the same value for the same reason."""
+    """Return a run that waits outside the queue order; the same value for the same reason."""
     if entry.kept is None or entry.kept.held != why:
         entry.kept = msgspec.structs.replace(entry.wanted, not_before_ns=FOREVER_NS, held=why)
     return entry.kept
@@ -288,21 +289,21 @@ def _as_running(run: ActiveRun, having: Iterable[ActiveCrew], asked: QueuedRun, 
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
-    """Knowledge about a run beside its row."""
+    """Knowledge about a run in addition to its row."""
 
-    failed: frozenset[str] = frozenset()  # nodes on which an attempt of it was lost, or did not begin
-    apart: frozenset[tuple[str, str]] = frozenset()  # pairs of nodes whose crews did not reach each other
-    preemptions: int = 0  # how often it had to make room
-    expected_s: float | None = None  # how long it is likely to have devices, by earlier runs of its name
+    failed: frozenset[str] = frozenset()  # Nodes on which one of its attempts was lost, or did not begin.
+    apart: frozenset[tuple[str, str]] = frozenset()  # Pairs of nodes whose crews could not connect.
+    preemptions: int = 0  # Number of its preemptions.
+    expected_s: float | None = None  # Expected time with devices, by earlier runs of its name.
     second_principal: bool = False
-    """Its owner is not the principal that pools without isolation serve."""
+    """True if its owner is not the principal that pools without isolation serve."""
 
 
 NO_PAST = Past()
 
 
 def queued_run(run: StoredRun, past: Past = NO_PAST, *, now_ns: int) -> QueuedRun:
-    """Return a run as the planner takes it."""
+    """Return a run in the planner's form."""
     spec, resources = run.spec, run.spec.resources
     not_before_ns, held = _held(run, now_ns)
     several, alone = _several(run)
@@ -340,10 +341,11 @@ def queued_run(run: StoredRun, past: Past = NO_PAST, *, now_ns: int) -> QueuedRu
 
 
 def _several(run: StoredRun) -> tuple[bool, str]:
-    """Return whether a run may have several nodes, and what would let it, as its owner would write it, or "".
+    """Return True if a run may use several nodes, else False and the change that would allow it.
 
-    It has them where no node that it may use could hold it: that is the planner's to know. All devices of *a* node are
-    on one, a kernel is one process, and files that lie on one machine are on no other.
+    The planner uses several nodes only if no single suitable node can hold the run. The devices of a same-node run are
+    on
+    one node. A kernel is one process, and local files exist on one machine only.
     """
     spec, resources = run.spec, run.spec.resources
     if resources.gpus is None or isinstance(spec.payload, Kernel):
@@ -356,7 +358,7 @@ def _several(run: StoredRun) -> tuple[bool, str]:
 
 
 def begun(asked: QueuedRun, after_s: float) -> QueuedRun:
-    """Return the demand of a run whose user code began a while after it got devices: its limit counts from there."""
+    """Return the demand of a run after its user code began; its limit counts from that moment."""
     if asked.limit_s is None:
         return asked
     less_s = START_S - max(0.0, after_s)
@@ -364,22 +366,22 @@ def begun(asked: QueuedRun, after_s: float) -> QueuedRun:
 
 
 def _held(run: StoredRun, now_ns: int) -> tuple[int, str]:
-    """Return until when a run is not placed after an attempt that failed to start, and why."""
+    """Return until when a run pauses after an attempt that failed to start, and why."""
     last = run.attempt
     if last is None or last.ended_ns is None:
         return 0, ""
     pause_ns = round(pause_s(run.infra_retries_used, last.reason, began=last.began) * 1e9)
-    left_ns = min(pause_ns, last.ended_ns + pause_ns - now_ns)  # no longer than that, whatever was done to the clock
+    left_ns = min(pause_ns, last.ended_ns + pause_ns - now_ns)  # The bound holds even after a change of the clock.
     if left_ns <= 0:
         return 0, ""
     at = format_clock(now_ns + left_ns)
     cause = last.cause if last.reason is Reason.NODES_APART else None
     why = f": {cause.detail}" if cause is not None else ""
-    return now_ns + left_ns, f"attempt {last.fence} did not start on {last.node}{why}; it is tried again at {at}"
+    return now_ns + left_ns, (f"attempt {last.fence} did not start on {last.node}{why}; the scheduler retries at {at}")
 
 
 def candidate_of(run: StoredRun) -> WaitingRun:
-    """Return a run as caps and budgets take it."""
+    """Return a run in the form that caps and budgets need."""
     resources = run.spec.resources
     return WaitingRun(
         run_id=run.id,
@@ -400,7 +402,7 @@ def held_back(
     running: Iterable[tuple[WaitingRun, int]],
     rooms: BudgetRooms | None = None,
 ) -> dict[str, str]:
-    """Return which waiting runs may not start in this tick, and why: sentences by run.
+    """Return the waiting runs that may not start in this tick, with a sentence for each.
 
     `waiting` is in the order of the queue.
     """
@@ -421,7 +423,7 @@ def why_not(connection: sa.Connection, run: StoredRun, rooms: BudgetRooms | None
 
 
 def is_full(connection: sa.Connection, run: StoredRun, count: int, freed: frozenset[CrewId]) -> bool:
-    """Return whether a run that is about to be placed would be over a policy's cap: others were placed before it."""
+    """Return True if a run would exceed a policy cap, because other runs were placed before it."""
     caps = policies.caps(connection)
     capped = [policy for policy in candidate_of(run).policies if policy in caps]
     if not capped:
@@ -434,7 +436,7 @@ def is_full(connection: sa.Connection, run: StoredRun, count: int, freed: frozen
 
 
 def _having(connection: sa.Connection, owner: str, freed: frozenset[CrewId]) -> Iterable[tuple[StoredRun, int]]:
-    """Return runs of an owner that have devices, and how many."""
+    """Return an owner's runs with devices, and the number of devices."""
     for run in runs.active_of(connection, owner):
         there = () if run.attempt is None else run.attempt.open_crews
         gpus = sum(crew.gpus for crew in there if crew.id not in freed)

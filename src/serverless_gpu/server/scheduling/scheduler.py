@@ -1,22 +1,22 @@
-"""The scheduler: load → decide → write the intents, a few placements in a transaction → tell.
+"""The scheduler: loads, decides, writes a few placements per transaction, then notifies nodes.
 
-    runs wait, a node came, devices are free ── ring ─▶ tick
+    a run waits, a node joined, devices are free ── wakeup ─▶ tick
         load      nodes, running runs, the queue           one read                        `queue_snapshot.py`
-        decide    the difference to what was known         `planner_state.py`, pure beyond: `model/scheduling/`
+        decide    the difference to the last tick          `planner_state.py`, then pure: `model/scheduling/`
         place     attempt + order + event, if it still waits   some in a transaction  ← the intent is durable here
-        reserve   the engine, where the nodes are its own  outside of any transaction   `gang_reservations.py`
-        tell      the node's stream, the run's stream, runs that are asked to make room
+        reserve   the engine, for its own nodes            outside of any transaction   `gang_reservations.py`
+        notify    the node's stream, the run's stream, runs that the scheduler preempts
 
-Killed anywhere in between, the next server finds either a run that waits or an order that was not taken, and goes on
-from there: nothing is started from memory. The planner is rebuilt from the database at the start, when a tick fails,
-and when the clock is set.
+If the server is killed in between, the next one finds either a waiting run or an order that was not taken. It continues
+from there, because the scheduler starts nothing from memory. It rebuilds the planner from the database at the start,
+after a failed tick, and after a change of the clock.
 
-`Preemptor` asks runs to stop so that others find room; they go on later:
+`Preemptor` asks runs to stop so that others can start. The preempted runs continue later:
 
-    decided ─▶ does the other one still wait? ─▶ StopReason.PREEMPT, by the server, with who for ─▶ its node
-            its ranks write a checkpoint ─▶ attempt over: PREEMPTED ─▶ it waits again, as old as before
+    decided ─▶ does the other run still wait? ─▶ StopReason.PREEMPT, by the server, with the other run ─▶ its node
+            its ranks write a checkpoint ─▶ attempt over: PREEMPTED ─▶ it waits again, with its old age
 
-A preemption whose reason is gone is left out; the next decision takes that into account.
+The preemptor skips a preemption whose reason is gone. The next decision takes that into account.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 
 PREEMPTED_TOGETHER = 8
 AT_ONCE = 64
-"""Placements of one tick; the next one follows at once."""
+"""The maximum number of placements in one tick. After a full tick, the next one follows at once."""
 TOGETHER = 8
-"""Placements of one transaction: they share its commit, and other writers wait for no more than these."""
+"""Placements of one transaction. They share its commit, and other writers wait for no more than these."""
 SECRETS = "secrets"
-"""In `AgentHello.takes`; a node without it gets no run with secrets."""
+"""A value in `AgentHello.takes`. The scheduler places no run with secrets on a node without it."""
 LOOK_AGAIN_S = 5.0
 ENGINE_AGAIN_S = 1.0
 _log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Places runs that wait."""
+    """Places waiting runs."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Scheduler:
         self._reserving = reserving
 
     def tick(self, now_ns: int) -> int | None:
-        """Place runs, and wake streams of runs whose wait reason has changed."""
+        """Place runs, and wake the streams of runs whose wait reason has changed."""
         reading = self._planning.read()
         self._reserving.look(reading.capacity.active)
         is_done = False
@@ -120,7 +120,7 @@ class Scheduler:
             wake_ns = self._plan(reading, now_ns)
             is_done = True
         finally:
-            if not is_done:  # whatever was decided may not have come about
+            if not is_done:  # Decisions may not have been stored.
                 self._planning.forget()
         more = self._impossible.look(reading.waiting, now_ns) > feasibility.AT_ONCE
         for run_id in self._sentences.news():
@@ -131,7 +131,7 @@ class Scheduler:
         return min(now_ns + round(after_s * 1e9), wake_ns)
 
     def _plan(self, reading: Reading, now_ns: int) -> int:
-        """Decide, store what fits into one tick, and return when to decide again, boottime."""
+        """Decide, store placements up to the limit of a tick, and return when to decide again, boottime."""
         planning = self._planning
         stored = by_id(reading.capacity.nodes)
         planning.tell(reading)
@@ -152,7 +152,7 @@ class Scheduler:
         return wake_ns
 
     def _place(self, placements: Sequence[Placement], stored: Mapping[str, StoredNode]) -> None:
-        """Store the intents, then act on each; one that is not possible any more does not hinder the others."""
+        """Store the intents, then act on each; a placement that became impossible does not block others."""
         at_ns = self._clock.wall_ns()
 
         def intend(connection: sa.Connection) -> list[int | TransitionResult | None]:
@@ -164,7 +164,7 @@ class Scheduler:
             self._spending.entered()
         placed: list[tuple[Placement, int]] = []
         for placement, came in zip(placements, written, strict=True):
-            self._hub.touch(run_key(placement.run_id))  # also of one that ended without an order
+            self._hub.touch(run_key(placement.run_id))  # also for a run that ended without an order
             if isinstance(came, TransitionResult):
                 self._announcer.announce(came)
             elif came is not None:
@@ -188,30 +188,30 @@ class Scheduler:
     def _intend(
         self, connection: sa.Connection, placement: Placement, on: Sequence[StoredNode], at_ns: int
     ) -> int | TransitionResult | None:
-        """Return the fence of the attempt, the transition if it was over at once, or None without an attempt."""
+        """Return the fence of the attempt, the transition if it ended at once, or None without an attempt."""
         run = runs.find(connection, placement.run_id)
         if run is None or run.state is not State.QUEUED:
-            return None  # cancelled meanwhile
+            return None  # The run was cancelled in the meantime.
         if run.owner in owner_suspension.suspended_owners(connection, run.owner):
-            return None  # they were shut out meanwhile
+            return None  # The owner was suspended in the meantime.
         if drain.find(connection) is not None:
             return None
         if not all(nodes.is_still(connection, node) for node in on):
-            return None  # one restarted, or was forgotten; its next hello rings
+            return None  # A node restarted or was forgotten; its next hello wakes the scheduler.
         if not uid_sharing.admits(connection, run.owner, on[0].pool):
-            return None  # an administrator decided otherwise meanwhile
+            return None  # An administrator changed the isolation in the meantime.
         if len(on) > 1 and (len({node.pool for node in on}) > 1 or not all(node.takes_crews for node in on)):
-            return None  # one was moved, or is of another version, since that was decided
+            return None  # A node changed its pool or version after the decision.
         new = NewAttempt(
             gpu_type=placement.shares[0].gpu_type,
             world_size=sum(share.count for share in placement.shares),
             num_nodes=len(on),
         )
         if queue_snapshot.is_full(connection, run, new.world_size, self._leases.freed()):
-            return None  # others of its owner were placed before it
+            return None  # Other runs of the owner were placed before it.
         priced = self._at_its_price(connection, run, new, pool=on[0].pool, at_ns=at_ns)
         if priced is None:
-            return None  # others were placed before it, and a budget has no more room
+            return None  # Other runs were placed before it, and a budget has no capacity left.
         new = priced
         reason, problem = None, ""
         try:
@@ -223,7 +223,7 @@ class Scheduler:
         old = next((node.name for node in on if SECRETS not in node.hello.takes), "")
         if run.spec.secrets and old:
             reason = reason or Reason.REFUSED
-            problem = problem or f"{old} is of a version that has no secrets"
+            problem = problem or f"node {old} runs a version without support for secrets"
         try:
             fence = transitions.place(connection, run, new=new, on=self._crews(run, placement, on), at_ns=at_ns)
         except StaleAttempt:
@@ -233,7 +233,7 @@ class Scheduler:
         return fence
 
     def _crews(self, run: StoredRun, placement: Placement, on: Sequence[StoredNode]) -> list[NewCrew]:
-        """Return the crews of a run's next attempt, by their numbers."""
+        """Return the crews of a run's next attempt, by crew number."""
         named = {node.name: node for node in on}
         laid = laid_out([(node.name, share.count) for node, share in zip(on, placement.shares, strict=True)])
         return [
@@ -253,9 +253,9 @@ class Scheduler:
     def _at_its_price(
         self, connection: sa.Connection, run: StoredRun, new: NewAttempt, *, pool: str, at_ns: int
     ) -> NewAttempt | None:
-        """Return an attempt with what it pays, and as what it is counted: both as they are now, whatever changes later.
+        """Return an attempt with its current prices and account, which later changes do not affect.
 
-        None when a budget that counts it has no room for it any more.
+        None if a budget that counts the attempt has no capacity left.
         """
         currency = self._settings.currency
         tariff = prices.tariff(connection, new.gpu_type, pool, at_ns, currency)
@@ -269,7 +269,7 @@ class Scheduler:
         return msgspec.structs.replace(new, **said)
 
     def give_back(self, run_id: str, fence: int, why: str) -> bool:
-        """Put a run back into the queue whose order has not left this process; return whether that was so."""
+        """Requeue a run whose order has not left this process; return True if the run was requeued."""
         return self._reserving.give_back(run_id, fence, why)
 
 
@@ -279,7 +279,7 @@ def _on(placement: Placement, stored: Mapping[str, StoredNode]) -> list[StoredNo
 
 
 def _end_at_once(connection: sa.Connection, run_id: str, reason: Reason, note: Note) -> TransitionResult:
-    """End an attempt in the transaction that made it: its order never leaves."""
+    """End an attempt in the transaction that created it, so that its order never leaves."""
     run = runs.find(connection, run_id)
     assert run is not None
     told = transitions.apply(connection, run, AttemptEnded(reason=reason, began=False), note=note)
@@ -298,7 +298,7 @@ class Preemptor:
         self._announcer = announcer
 
     def preempt(self, preemptions: Sequence[Preemption]) -> int:
-        """Ask runs to stop for others that wait; return how many were asked."""
+        """Ask runs to stop for waiting runs; return how many were asked."""
         asked = 0
         for first in range(0, len(preemptions), PREEMPTED_TOGETHER):
             some = preemptions[first : first + PREEMPTED_TOGETHER]
@@ -313,7 +313,7 @@ class Preemptor:
                 if told is not None and told.changed:
                     self._announcer.announce(told)
                     self._measures.preempted.inc()
-                    _log.info("run %s makes room for run %s", one.run_id, one.for_run)
+                    _log.info("preempted run %s for run %s", one.run_id, one.for_run)
                     asked += 1
         return asked
 

@@ -1,12 +1,12 @@
-"""Reasons for which runs wait: requests and streams ask the scheduler's planner, from any thread.
+"""Reasons why runs wait: requests and streams ask the scheduler's planner, from any thread.
 
     scheduler ── changes, decide ─▶ planner ◀── why, estimate ── requests, streams         one at a time, by a lock
-        └─ after the tick: runs that were asked about lately, and whose reason changed ─▶ the hub wakes their streams
+        └─ after the tick: runs with recent requests whose reason changed ─▶ the hub wakes their streams
 
-A reason costs a look at the queue (milliseconds, of 10,000), so it is computed on request and kept until the next
-decision. Where very many runs are asked about, answers are kept for longer, so that computing them takes a small part
-of a core: with a thousand streams a place in the queue is up to 20 s old. All of it is memory: a server that starts
-gives no reasons until its scheduler has looked, which is its first act.
+A reason needs a scan of the queue, which takes milliseconds for 10,000 runs. So this module computes a reason on
+request and caches it until the next decision. With very many requested runs, it caches reasons for longer, so that they
+use a small part of a core. With a thousand streams, a place in the queue is up to 20 s old. All reasons exist in
+memory only. A server that starts gives no reasons before the first tick of its scheduler.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.values import QueuedRun, Reservation, StartEstimate, TeamUse, Wait, WaitReason
 
 ASKED_S = 30.0
-"""A run that was asked about is watched for so long: a stream asks every nine seconds."""
+"""Seconds for which a requested run stays watched. A stream requests its reason every nine seconds."""
 ASKED_MAX = 10_000
 NEWS_MAX = 16
-"""Watched runs that are looked at after a tick; the others when their turn comes, or their stream asks."""
+"""The maximum number of watched runs to check after a tick. The others follow in turn, or when their stream asks."""
 A_SECOND = 50
-"""So many are worked out a second where more than that are asked about."""
-_NOBODY = "the scheduler has not looked at the queue yet"
+"""The number of reasons to compute per second when more runs are watched."""
+_NOBODY = "the scheduler has not read the queue yet"
 
 
 class WaitNotice(msgspec.Struct, frozen=True, kw_only=True):
-    """The reason for which a run waits; empty before the scheduler's first look, or when it does not wait."""
+    """The reason why a run waits; empty before the scheduler's first tick, or if the run does not wait."""
 
-    sentence: str = ""  # in words
-    wait: Wait | None = None  # the same, part by part
-    trouble: str = ""  # why the server can write nothing about any run, or ""
+    sentence: str = ""  # The reason as a sentence.
+    wait: Wait | None = None  # The reason as separate values.
+    trouble: str = ""  # Why the server cannot write any run, or "".
 
 
 NOTHING = WaitNotice()
 
 
 class WaitReasons:
-    """Why runs wait, and when others would start. Every method may be called from any thread."""
+    """Reports why runs wait, and when others would start. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._planner: Planner | None = None
         self._now: Callable[[], int] = lambda: 0
         self._decision = 0
-        self._told: dict[str, tuple[WaitNotice, int, int]] = {}  # as of which time, and which decision
+        self._told: dict[str, tuple[WaitNotice, int, int]] = {}  # each with its time and decision
         self._ends: Callable[[str], int | None] = lambda _run_id: None
         self._asked: OrderedDict[str, tuple[WaitNotice, int]] = OrderedDict()
 
@@ -70,27 +70,27 @@ class WaitReasons:
     def end_by(self, ends: Callable[[str], int | None]) -> None:
         """Set the source of ends for runs that no node can ever serve.
 
-        `ends` returns nanoseconds since 1970; None for never.
+        `ends` returns nanoseconds since 1970, or None for never.
         """
         self._ends = ends
 
     def forget(self, run_ids: Iterable[str]) -> None:
-        """Drop the kept reasons of some runs."""
+        """Drop the cached reasons of some runs."""
         with self._lock:
             for run_id in run_ids:
                 self._told.pop(run_id, None)
 
     def close(self) -> None:
-        """Give no reasons until there is a planner again: this one may be wrong."""
+        """Give no reasons until the next planner, because the current one may be wrong."""
         with self._lock:
             self._planner = None
             self._told.clear()
 
     def told(self, run_id: str) -> WaitNotice:
-        """Return the reason for which a run waits, in words and part by part; the run is watched for a while."""
+        """Return the reason why a run waits, and watch the run for a while."""
         with self._lock:
             told = self._find(run_id)
-            if told is NOTHING:  # a stream without a reason yet is woken when the planner knows the run
+            if told is NOTHING:  # The hub wakes a stream without a reason once the planner knows the run.
                 return told
             self._asked[run_id] = (told, self._now())
             self._asked.move_to_end(run_id)
@@ -99,38 +99,38 @@ class WaitReasons:
             return told
 
     def of(self, run_id: str) -> str:
-        """Return the reason for which a run waits in words; the run is watched for a while."""
+        """Return the sentence of a run's wait reason, and watch the run for a while."""
         return self.told(run_id).sentence
 
     def wait(self, run_id: str) -> Wait | None:
-        """Return why a run waits, part by part; None before the first look, or when it does not wait."""
+        """Return the values of a run's wait reason; None before the first tick, or if the run does not wait."""
         with self._lock:
             return self._find(run_id).wait
 
     def glance(self, run_id: str) -> WaitNotice:
-        """Return the reason for which a run waits, without watching the run."""
+        """Return the reason why a run waits, without watching the run."""
         with self._lock:
             return self._find(run_id)
 
     def order(self, limit: int) -> tuple[str, ...]:
-        """Return the next runs, in the order of the queue; none before the first look."""
+        """Return the next runs in the order of the queue; empty before the first tick."""
         with self._lock:
             return () if self._planner is None else self._planner.queue(self._now(), limit)
 
     def estimate(self, wanted: QueuedRun) -> StartEstimate:
-        """Return when a run would start if it came now."""
+        """Return when a run would start if the client submitted it now."""
         with self._lock:
             if self._planner is None:
                 return StartEstimate(at_ns=None, basis=_NOBODY)
             return self._planner.estimate(wanted, self._now())
 
     def is_waiting(self, run_id: str) -> bool:
-        """Return whether the planner knows that a run waits: far cheaper than its reason."""
+        """Return True if the planner knows that a run waits; much faster than its reason."""
         with self._lock:
             return self._planner is not None and self._planner.is_waiting(run_id)
 
     def impossible(self, wanted: QueuedRun) -> str:
-        """Return why no node can ever serve a run; "" when one can, or before the first look."""
+        """Return why no node can ever serve a run; "" if one can, or before the first tick."""
         with self._lock:
             return "" if self._planner is None else self._planner.impossible(wanted)
 
@@ -140,24 +140,24 @@ class WaitReasons:
             return () if self._planner is None else self._planner.told_reservations(self._now())
 
     def usage(self) -> dict[str, TeamUse]:
-        """Return the decayed use of each team, GPU-seconds; users without a team under ``"~name"``."""
+        """Return the decayed usage of each team, GPU-seconds; users without a team under ``"~name"``."""
         with self._lock:
             return {} if self._planner is None else self._planner.usage(self._now())
 
     def news(self) -> list[str]:
-        """Return watched runs whose reason has changed; of many, some at a time, in turn."""
+        """Return watched runs whose reason has changed. With many, each call checks some of them in turn."""
         seen, changed = 0, []
         with self._lock:
             turn = list(self._asked)
         for run_id in turn:
-            with self._lock:  # one by one: other threads ask, too
+            with self._lock:  # The lock is released between runs, because other threads ask too.
                 before, at_ns = self._asked.pop(run_id, (NOTHING, 0))
                 if not 0 <= self._now() - at_ns <= ASKED_S * 1e9:
                     continue
                 told = self._find(run_id)
                 if told != before:
                     changed.append(run_id)
-                if told is not NOTHING:  # else it does not wait: what happens to it wakes its stream
+                if told is not NOTHING:  # Otherwise the run does not wait, and its events wake its stream.
                     self._asked[run_id] = (told, at_ns)
                     seen += 1
             if seen == NEWS_MAX:
@@ -169,7 +169,8 @@ class WaitReasons:
             return NOTHING
         now_ns = self._now()
         kept = self._told.get(run_id)
-        kept_ns = max(0, len(self._asked) - A_SECOND) / A_SECOND * 1e9  # over decisions about other runs
+        # extra cache time in nanoseconds, across decisions about other runs
+        kept_ns = max(0, len(self._asked) - A_SECOND) / A_SECOND * 1e9
         if kept is not None and (kept[2] == self._decision or 0 <= now_ns - kept[1] < kept_ns):
             return kept[0]
         wait = self._planner.why(run_id, now_ns)

@@ -1,4 +1,4 @@
-"""Stored bytes: output of ranks, parts of payloads, captured environments, in a directory or a bucket.
+"""Stores bytes in a directory or a bucket: output of ranks, parts of payloads, captured environments.
 
-Reports, submissions and streams call it. Start with `storage.py`, which opens all stores.
+Reports, submissions and streams use this package. Start with `storage.py`, which opens all stores.
 """

@@ -1,19 +1,26 @@
-"""Blobs: parts of large payloads and outputs, put once by their digest, read through whatever refers to them.
+"""Stores parts of large payloads and outputs by digest; callers read them through blob references.
 
-    client, node ── missing(digests) ─▶ those that have to be sent ── put(digest, bytes) ─▶ store, under packs/<digest>
+    client, node ── missing(digests) ─▶ digests of missing parts ── put(digest, bytes) ─▶ store, under packs/<digest>
     run, file    ── BlobReference(size, parts) ─▶ read, part by part
 
-They lie in a store as environments do, in a place of their own: a directory of the server, or a bucket. So a part is
-there whole or not at all, is durable when `put` returns, and survives what that store survives. Every part is compared
-with its name when it comes and when it goes.
+Blobs use the same kind of store as environments, in a place of their own: a directory of the server, or a bucket. A
+part exists completely or not at all. It is durable when `put` returns. The server compares every part with its digest
+when it is stored and when it is read.
 
-Parts that nothing refers to are removed in two steps, a grace apart (`collect`): what is not needed is condemned, and
-what is still condemned a grace later is deleted. Asking whether a part is there, or putting it again, takes it off the
-list, so that the caller has at least a grace to refer to it. The list is in memory: a restarted server condemns again.
+`collect` removes unreferenced parts in two steps, separated by a grace period. First it condemns a part. It deletes a
+part that is still condemned after the grace. A request for a part's presence, or another `put`, takes the part off the
+list. The caller then has at least the grace to refer to the part. The list is in memory, so a restarted server condemns
+parts again.
 
-Failure cases: bytes that are not what their name says (HashMismatch, nothing is kept); no room (ServerStorageFull); a
-store that does not answer (StoreUnavailable, after trying for as long as a store does); a part that is not there, or
-altered where it lies (NotFound: it has to be sent again).
+Failure cases:
+
+* The bytes do not match their digest: callers get HashMismatch, and the server keeps nothing.
+
+* The disk is full: callers get ServerStorageFull.
+
+* The store does not answer: callers get StoreUnavailable after the store's own retries.
+
+* A part is missing, or altered in the store: callers get NotFound and must send it again.
 """
 
 from __future__ import annotations
@@ -41,9 +48,9 @@ from serverless_gpu.server.storage.upload_spool import UploadSpool
 from serverless_gpu.wire.blobs import NAMES_MAX, DigestList
 
 GRACE_S = 24 * 3600
-"""How long a part may be there before something refers to it."""
+"""Seconds that a part may exist without a reference."""
 SIZE_MAX = 64 << 30
-"""Bytes of a blob, at most; results have a lower bound of their own."""
+"""Maximum bytes of a blob; results have a lower limit of their own."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _DELETE_AT_ONCE = 100
 
@@ -52,7 +59,7 @@ routes = Routes("blobs")
 
 
 class BlobCollection(msgspec.Struct, frozen=True, kw_only=True):
-    """What a collection did: how many parts stay, may go next time, and are gone, with the bytes of those."""
+    """Result of a collection: numbers of kept, condemned and deleted parts, and the deleted bytes."""
 
     kept: int
     condemned: int
@@ -72,7 +79,7 @@ class Blobs:
         self._deleting: frozenset[str] = frozenset()
 
     def missing(self, digests: Collection[str]) -> tuple[str, ...]:
-        """Return which of these parts have to be sent, in the order asked; the others stay for a grace at least."""
+        """Return the missing ones among the digests, in order; existing parts stay for at least a grace."""
         keys = {_key(digest): digest for digest in digests}
         with self._changed:
             look = [key for key in keys if key not in self._deleting]
@@ -81,16 +88,17 @@ class Blobs:
         return tuple(digest for key, digest in keys.items() if key not in there)
 
     def check_room(self, size: int) -> None:
-        """Refuse so many bytes if they do not fit."""
+        """Refuse to store more bytes than fit."""
         check_room(size, self._store.free_bytes(), kept_free_bytes=self._kept_free_bytes)
 
     def put(self, digest: str, data: bytes | memoryview) -> None:
-        """Store a part, durably; one that is there is put again."""
+        """Store a part durably, even if it exists already."""
         key = _key(digest)
         if blake3(data).hexdigest() != digest:
             raise HashMismatch(
-                f"{len(data)} bytes arrived for part {digest[:12]}, and they are not what it says",
-                hint="send them again; when that happens often, something on the way alters or cuts what is sent",
+                f"{len(data)} bytes arrived for part {digest[:12]}, but they do not match this digest",
+                hint="send the part again; if this happens often, check the network between client and server for "
+                "a device that alters data",
             )
         self.check_room(len(data))
         with self._changed:
@@ -103,7 +111,7 @@ class Blobs:
         faults.reach("after_part_before_answer")
 
     def try_store(self) -> str:
-        """Put, read and delete a part; return what is wrong with that, or ""."""
+        """Put, read and delete a test part; return the problem, or ""."""
         data = b"serverless-gpu looks whether it can store anything: " + secrets.token_bytes(16)
         key = _key(blake3(data).hexdigest())
         try:
@@ -112,22 +120,22 @@ class Blobs:
             self._store.delete((key,))
         except (EnvironmentProblem, StorageError, KeyError) as error:
             raise Unwell("takes nothing" if isinstance(error, StorageError) else "does not answer") from error
-        return "" if is_same else "the store gives back something else than it was given"
+        return "" if is_same else "the store returned other data than it was given"
 
     def get(self, digest: str) -> bytes:
         """Return a part."""
         try:
             data = self._store.get(_key(digest))
         except KeyError:
-            raise NotFound(f"part {digest[:12]} is not on the server", hint="it has to be sent again") from None
+            raise NotFound(f"part {digest[:12]} is not on the server", hint="send the part again") from None
         if blake3(data).hexdigest() != digest:
             raise NotFound(
-                f"part {digest[:12]} was altered where it lies on the server", hint="look at the disk of its store"
+                f"part {digest[:12]} was altered in the server's store", hint="check the disk of the server's store"
             )
         return data
 
     def read(self, reference: BlobReference, start: int = 0, length: int | None = None) -> Iterator[bytes]:
-        """Yield the bytes of a blob, or of a range of it, at most a part at a time."""
+        """Yield the bytes of a blob or of a range, at most one part at a time."""
         check_reference(reference)
         if start < 0 or (length is not None and length < 0):
             raise InvalidValue(f"{length} bytes from byte {start} are not a range")
@@ -138,15 +146,15 @@ class Blobs:
                 return
             part = self.get(reference.parts[number])
             if len(part) != min(BLOB_PART_BYTES, reference.size - first):
-                raise NotFound(f"part {number} of the blob has {len(part)} bytes, and not those its size says")
+                raise NotFound(f"part {number} of the blob has {len(part)} bytes, which does not match the blob's size")
             yield part[max(0, start - first) : end - first]
 
     def collect(self, in_use: Callable[[], Collection[str]], *, grace_s: float = GRACE_S) -> BlobCollection:
-        """Delete what nothing refers to, and has not for long; one collection at a time.
+        """Delete parts without references that are old enough. Only one collection may run at a time.
 
         Args:
             in_use: returns the digests that runs and files refer to; called once, after the store was listed.
-            grace_s: how long a part may be there, in seconds, and how long it is condemned then.
+            grace_s: minimum age of a part, and minimum time between condemnation and deletion, in seconds.
         """
         listed = {stored.key: stored for stored in self._store.list("packs")}
         needed = {f"packs/{digest}" for digest in in_use()}
@@ -170,7 +178,7 @@ class Blobs:
             self._condemned.pop(key, None)
 
     def _delete(self, keys: Sequence[str]) -> Sequence[str]:
-        """Delete those that are still condemned; who comes for one of them meanwhile finds it missing, or waits."""
+        """Delete the parts that are still condemned; a concurrent `put` of one of them waits."""
         with self._changed:
             self._deleting = frozenset(key for key in keys if self._condemned.pop(key, None) is not None)
             doomed = tuple(self._deleting)
@@ -185,25 +193,25 @@ class Blobs:
 
 
 def check_reference(reference: BlobReference) -> None:
-    """Refuse what can be no blob."""
+    """Refuse an invalid reference."""
     if not 0 <= reference.size <= SIZE_MAX:
-        raise InvalidValue(f"a blob of {reference.size} bytes: {SIZE_MAX} are the most")
+        raise InvalidValue(f"a blob of {reference.size} bytes is over the limit of {SIZE_MAX}")
     if len(reference.parts) != -(-reference.size // BLOB_PART_BYTES):
-        raise InvalidValue(
-            f"{len(reference.parts)} parts of a blob of {reference.size} bytes: there must be another number"
-        )
+        raise InvalidValue(f"a blob of {reference.size} bytes cannot have {len(reference.parts)} parts")
     for digest in reference.parts:
         _key(digest)
 
 
 def _key(digest: str) -> str:
     if not _DIGEST.fullmatch(digest):
-        raise InvalidValue(f"{digest[:80]!r} is not a digest", hint="64 hexadecimal digits: BLAKE3 of the part's bytes")
+        raise InvalidValue(
+            f"{digest[:80]!r} is not a digest", hint="use 64 hexadecimal digits: BLAKE3 of the part's bytes"
+        )
     return f"packs/{digest}"
 
 
 def file_source(blobs: Blobs, file: StoredFile) -> Callable[[int, int], Iterator[bytes]]:
-    """Return a function that yields so many bytes of a file from one on; it blocks."""
+    """Return a function that yields a given number of bytes of a file from an offset; it blocks."""
     inline = file.inline
     if inline is not None:
         return lambda start, length: iter([inline[start : start + length]])
@@ -213,9 +221,9 @@ def file_source(blobs: Blobs, file: StoredFile) -> Callable[[int, int], Iterator
 
 @routes.post("/blobs/missing", needs=writing("blobs", attempts=True))
 async def missing_parts(call: Call, blobs: Blobs, spool: UploadSpool, body: DigestList) -> DigestList:
-    """Say which parts have to be sent."""
+    """Return the digests of the parts that the client must send."""
     if len(body.digests) > NAMES_MAX:
-        raise TooLarge(f"{len(body.digests)} digests at once", hint=f"ask for {NAMES_MAX} at most")
+        raise TooLarge(f"a request with {len(body.digests)} digests is too large", hint=f"ask for {NAMES_MAX} at most")
     return DigestList(digests=await spool.in_thread(lambda: blobs.missing(body.digests)))
 
 
@@ -231,8 +239,8 @@ async def put_part(call: Call, blobs: Blobs, spool: UploadSpool, digest: str, bo
 async def payload_part(
     call: Call, database: Transactions, blobs: Blobs, spool: UploadSpool, run: str, fence: int, digest: str
 ) -> Bytes:
-    """Return a part of what the attempt is to call."""
+    """Return a part of the attempt's payload."""
     payload = await call.in_thread(lambda: database.read(lambda connection: runs.payload_of(connection, run)))
     if payload is None or digest not in payload.parts:
-        raise NotFound(f"{digest[:80]!r} is no part of the payload of run {run} (attempt {fence})")
+        raise NotFound(f"{digest[:80]!r} is not a part of the payload of run {run} (attempt {fence})")
     return Bytes(await spool.in_thread(lambda: blobs.get(digest)))

@@ -1,31 +1,42 @@
-"""Environment store: captured environments for clients and nodes, with the server's own checks.
+"""Stores captured environments for clients and nodes, and verifies each object.
 
-    client's helper ── present, put ─▶ checked against its name, and the rules ─▶ store (a directory, or a bucket)
-    node's agent    ◀── get, in pieces ── copies on this disk (`object_cache.py`) ◀── a bucket, once for all who ask ─┘
+    client's helper ── present, put ─▶ checked against its name and the rules ─▶ store (a directory, or a bucket)
+    node's agent    ◀── get, in pieces ── copies on this disk (`object_cache.py`) ◀── a bucket, read once for all ──┘
 
-Nothing comes in that no restore could use: a pack is what its digest says, a unit or snapshot has its address and
-breaks no rule, and a unit's packs are there before it and hold what its rows say (`ContentChecks`). A unit's
-address says nothing about the packs it points into. So the server verifies a unit before it stores it, keeps the one it
-has only when that one is verified too, and replaces one that is not. Of snapshots with one address the first stays:
-later ones differ in nothing that matters. What garbage collection notes in the store (`gc/…`) is written by operators,
-and by the server itself.
+The server accepts only objects that a restore can use. A pack must match its digest. A unit or snapshot must match its
+address and obey all rules. A unit's packs must be stored before the unit and contain the data that its rows list
+(`ContentChecks`).
 
-Each unit is verified once, a few at a time, never on the event loop:
+A unit's address does not cover the packs that it points into. The server therefore verifies a unit before it stores it.
+It keeps an existing unit only if that unit is verified too, and replaces it otherwise. Of several snapshots with one
+address the server keeps the first, because the differences do not matter. Only operators and the server itself write
+the notes of garbage collection (`gc/…`).
+
+The server verifies each unit once, a few at a time, never on the event loop:
 
     a unit arrives ─ verified already? done
                    ├ small ─ one of SMALL_AT_ONCE turns ─┐
                    └ large ─ one of LARGE_AT_ONCE turns ─┴─▶ read its packs, compare every file with its row
 
-A large unit takes seconds of one core, so large units wait for each other and small ones pass them. A client whose
-request ends before that asks again; the second request finds the answer of the first.
+The verification of a large unit takes seconds of one core. Large units therefore wait for each other, and small ones
+pass them. A client whose request times out repeats the request, which then finds the result of the first one.
 
-A store of an earlier version may hold units that were never verified. They stay usable: a node verifies every byte as
-it restores, and asks for `repair` when something is wrong.
+A store of an earlier version may contain units that were never verified. They stay usable: a node verifies every byte
+during a restore, and requests `repair` if it finds an error.
 
-Failure cases: altered on the way (HashMismatch; send it again), against the rules (EnvironmentRejected), no room
-(ServerStorageFull), a store that does not answer (StoreUnavailable, after trying for as long as a store does), packs
-that hold something else than a unit's rows say (`ContentMismatch`), no turn within WAIT_S (StoreUnavailable; ask
-again).
+Failure cases:
+
+* Data was altered during the transfer: the client gets HashMismatch and sends it again.
+
+* An object breaks the rules: the client gets EnvironmentRejected.
+
+* The disk is full: the client gets ServerStorageFull.
+
+* The store does not answer: the client gets StoreUnavailable after the store's own retries.
+
+* Packs contain other data than a unit's rows list: the check raises `ContentMismatch`.
+
+* A unit gets no turn within WAIT_S: the client gets StoreUnavailable and asks again.
 """
 
 from __future__ import annotations
@@ -67,19 +78,19 @@ SMALL_AT_ONCE = 4
 LARGE_AT_ONCE = 2
 LARGE_BYTES = 64 * 1024 * 1024
 LARGE_ROWS = 20_000
-"""Above this content, or so many rows, a unit is large: it takes a good part of a second, or of a hundred MB."""
+"""Content bytes or rows above which a unit is large, because its check takes much time or memory."""
 WAIT_S = 10.0
 _KNOWN_MAX = 50_000
 
 
 PIECE_BYTES = COPIED_BYTES
-"""What is read of a store at once, so that no whole object is in memory."""
+"""Bytes per read from a store, so that no complete object is in memory."""
 CHECKS_AT_ONCE = 2
-"""Documents that are decoded at the same time; a large one takes some hundred MB."""
+"""Maximum number of concurrently decoded documents; a large one takes some hundred MB."""
 SEEN_S = 600
-"""How long the server takes for granted that a snapshot which was there still is."""
+"""Seconds for which the server assumes that a snapshot still exists."""
 REPAIRED_S = 600
-"""How long the server does not look again at a unit that `repair` found whole."""
+"""Seconds for which the server does not check a unit again that `repair` found intact."""
 REPAIR_WAIT_S = 10.0
 _SEEN_MAX = 10_000
 _PACKAGES_MAX = 64
@@ -90,11 +101,10 @@ class EnvironmentStore:
     """The store of environments; safe to use from several threads.
 
     Args:
-        store: where they lie.
-        clock: how long ago something was looked at.
-        kept_free_bytes: what is left on the store's disk.
-        nearby: directory for copies of what nodes read, and the bytes these may take; None for a store that is a disk
-            itself.
+        store: the underlying store.
+        clock: measures the age of earlier checks.
+        kept_free_bytes: minimum of free space on the store's disk.
+        nearby: directory for local copies of the bucket's objects, and their maximum bytes; None for a store on a disk.
     """
 
     def __init__(
@@ -116,51 +126,52 @@ class EnvironmentStore:
         self._packages: dict[str, Packages] = {}
         self._content = ContentChecks(self._read_pack)
         self._repairs = threading.Semaphore(1)
-        self._whole: dict[str, int] = {}  # unit → boottime of the repair that found it whole
+        self._whole: dict[str, int] = {}  # unit → boottime of the repair that found it intact
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> Iterator[bytes]:
-        """Yield an object, or a range of it, in pieces; the first one is read at once.
+        """Yield an object or a range of it in pieces; the first piece is read immediately.
 
         Raises:
-            NotFound: there is no such object.
-            EnvironmentCorrupt: a bucket has something else under that name, also when it was asked again.
-            EnvironmentRejected: it is no key, or no range.
+            NotFound: the object does not exist.
+            EnvironmentCorrupt: a bucket has other data under that name, also in a second read.
+            EnvironmentRejected: the key or the range is invalid.
         """
         if self._nearby is not None and not key.startswith("gc/"):
             try:
                 return self._nearby.read(key, start, length)
             except KeyError:
-                self._nearby.forget_documents()  # what names a pack that is gone may have been put again meanwhile
+                self._nearby.forget_documents()  # A new document may have replaced the one that names the missing pack.
                 raise NotFound(f"{key[:80]} is not on the server") from None
         first = self._piece(key, start, length)
         return self._pieces(first, key, start, length)
 
     def put(self, key: str, data: bytes | memoryview, *, may_manage: bool = False) -> None:
-        """Store an object, durably.
+        """Store an object durably.
 
         Args:
-            key: which.
-            data: its bytes.
-            may_manage: whether the sender may write what garbage collection notes.
+            key: key of the object.
+            data: bytes of the object.
+            may_manage: True if the sender may write notes of garbage collection.
 
         Raises:
-            NotAllowed: it is such a note, and they may not.
-            HashMismatch: it is not what its key says.
-            EnvironmentMissing: it is a unit, and a pack it points into is not there, or was altered and is removed now.
-            EnvironmentRejected: it is no key, the object breaks the rules, or packs hold something else than a unit's
-                rows say.
-            StoreUnavailable: too many units are being verified.
-            ServerStorageFull: there is no room.
+            NotAllowed: the object is such a note, and the sender may not write it.
+            HashMismatch: the data does not match the key.
+            EnvironmentMissing: a pack of the unit does not exist, or was altered and is removed now.
+            EnvironmentRejected: the key is invalid, the object breaks the rules, or packs contain other data than the
+                unit's rows list.
+            StoreUnavailable: the server is verifying too many units.
+            ServerStorageFull: the disk is full.
         """
         if check_key(key).startswith("gc/") and not may_manage:
-            raise NotAllowed(f"{key} is written by operators, and by the server itself")
+            raise NotAllowed(f"only operators and the server itself write {key}")
         self.check_room(len(data))
         try:
             wanted = self._checked(key, data)
         except AlteredObject as error:
             raise HashMismatch(
                 f"{key[:80]} arrived altered: {error}",
-                hint="send it again; when that happens often, something on the way alters or cuts what is sent",
+                hint="send it again; if this happens often, check the network between client and server for a "
+                "device that alters data",
             ) from None
         if wanted is None:
             return
@@ -172,10 +183,10 @@ class EnvironmentStore:
             if self._nearby is not None:
                 self._nearby.forget((key,))
         if self._nearby is not None and key.startswith("packs/"):
-            self._nearby.keep(key, wanted)  # read next to verify its unit, and then by nodes
+            self._nearby.keep(key, wanted)  # The server reads the pack next to verify its unit, then nodes read it.
 
     def try_store(self) -> str:
-        """Ask the store for something; return ""."""
+        """Send a request to the store and return ""."""
         try:
             self._store.present((_NOTHING,))
         except (EnvironmentProblem, StorageError) as error:
@@ -183,24 +194,24 @@ class EnvironmentStore:
         return ""
 
     def check_room(self, size: int) -> None:
-        """Refuse so many bytes if they do not fit."""
+        """Refuse to store more bytes than fit."""
         check_room(size, self._store.free_bytes(), kept_free_bytes=self._kept_free_bytes)
 
     def present(self, keys: Collection[str]) -> frozenset[str]:
-        """Return which of these objects are there."""
+        """Return the existing ones among the given objects."""
         return self._store.present(keys)
 
     def condemned(self, keys: Collection[str]) -> tuple[frozenset[str], bool]:
-        """Return which of these objects are condemned, and whether a collection may be deleting at this moment."""
+        """Return the condemned ones among the given objects, and True if a collection may be deleting now."""
         documents = StoreBlobs(self._store, clock=self._clock)
         return documents.condemned(keys) if keys else frozenset(), documents.is_collecting()
 
     def list(self, prefix: str) -> Iterator[Stored]:
-        """Return everything below `prefix/`."""
+        """Return all objects below `prefix/`."""
         return self._store.list(prefix)
 
     def delete(self, keys: Collection[str]) -> None:
-        """Remove objects; those that are not there are no error."""
+        """Delete objects; missing ones are not an error."""
         self._seen.clear()
         try:
             self._store.delete(keys)
@@ -209,10 +220,10 @@ class EnvironmentStore:
                 self._nearby.forget([key for key in keys if not key.startswith("gc/")])
 
     def repair(self, keys: Collection[str]) -> tuple[str, ...]:
-        """Check snapshots and units, content included, and remove what no restore can use.
+        """Verify snapshots and units including their content, and remove those that no restore can use.
 
-        Nothing is believed of whoever asks, so everybody who may restore may ask. What was found whole within the last
-        `REPAIRED_S` is not read again.
+        The server trusts no claim of the caller, so every caller who may restore may call this. It does not read a unit
+        again that was intact within the last `REPAIRED_S`.
         """
         now_ns = self._clock.boottime_ns()
         wanted = [
@@ -236,36 +247,37 @@ class EnvironmentStore:
         return tuple(bad)
 
     def free_bytes(self) -> int | None:
-        """Return how much more can be put, or None where that is not known."""
+        """Return how many more bytes fit, or None if that is unknown."""
         free = self._store.free_bytes()
         return None if free is None else max(0, free - self._kept_free_bytes)
 
     def need(self, snapshot: str) -> None:
-        """Refuse a snapshot that is not there, so that its user hears of it before the run waits for devices."""
+        """Refuse a missing snapshot, so that its user gets the error before the run waits for devices."""
         now_ns = self._clock.boottime_ns()
         if now_ns - self._seen.get(snapshot, -(SEEN_S * 10**9)) < SEEN_S * 10**9:
             return
         key = f"snapshots/{snapshot}"
         if not self._store.present([key]):
             raise EnvironmentMissing(
-                f"snapshot {snapshot[:12]} is not on the server", hint="it was removed: call again, and it is captured"
+                f"snapshot {snapshot[:12]} is not on the server",
+                hint="the server has removed it; call again to capture the environment again",
             )
         if len(self._seen) >= _SEEN_MAX:
             self._seen.clear()
         self._seen[snapshot] = now_ns
 
     def packages(self, snapshot: str) -> Packages:
-        """Return what is installed in an environment; remembered for the last few.
+        """Return the packages of an environment; the last few results are cached.
 
         Raises:
-            EnvironmentMissing: it is not there.
-            EnvironmentCorrupt: what the store has is something else.
-            EnvironmentRejected: it is not what a snapshot may be.
+            EnvironmentMissing: the snapshot does not exist.
+            EnvironmentCorrupt: the store contains other data under this address.
+            EnvironmentRejected: the snapshot breaks the rules.
         """
         known = self._packages.get(snapshot)
         if known is None:
             self.need(snapshot)
-            with self._checks:  # a large one takes some hundred MB while it is decoded
+            with self._checks:  # A large snapshot takes some hundred MB while it is decoded.
                 known = packages_of(StoreBlobs(self._store, clock=self._clock).read_snapshot(snapshot))
             if len(self._packages) >= _PACKAGES_MAX:
                 self._packages.clear()
@@ -273,7 +285,7 @@ class EnvironmentStore:
         return known
 
     def collect(self, in_use: Collection[str]) -> CollectionResult:
-        """Condemn what no snapshot needs, and delete what was condemned long enough ago."""
+        """Condemn objects that no snapshot needs, and delete those condemned long enough ago."""
         done = collect(StoreBlobs(self._store, clock=self._clock), in_use=in_use)
         self._seen.clear()
         if self._nearby is not None:
@@ -281,7 +293,7 @@ class EnvironmentStore:
         return done
 
     def tend(self) -> None:
-        """Remove copies of a bucket's objects when this server's disk runs full."""
+        """Remove copies of a bucket's objects when this server's disk is nearly full."""
         if self._nearby is not None:
             self._nearby.tend()
 
@@ -301,7 +313,7 @@ class EnvironmentStore:
                 yield piece
 
     def _checked(self, key: str, data: bytes | memoryview) -> bytes | memoryview | None:
-        """Check an object against its name and the rules; return what to store, None where the store has it already."""
+        """Verify an object; return the bytes to store, or None if the store already has the object."""
         if key.startswith("units/"):
             self._check_unit(key, data)
             return None if self._has_another(key, data) else data
@@ -309,7 +321,7 @@ class EnvironmentStore:
         return self._first(key, data) if key.startswith("snapshots/") else data
 
     def _check_unit(self, key: str, data: bytes | memoryview) -> None:
-        """Verify a unit that is to be stored, its content included."""
+        """Verify a new unit, including its content."""
         unit = self._unit(key, data)
         self._need_packs(unit)
         try:
@@ -318,10 +330,10 @@ class EnvironmentStore:
             self._refuse_content(key, data, unit, str(error))
 
     def _refuse_content(self, key: str, data: bytes | memoryview, unit: Unit, why: str) -> NoReturn:
-        """Refuse a unit whose packs hold something else; packs that were altered in the store are removed first."""
+        """Refuse a unit whose packs contain other data, after removing packs that were altered in the store."""
         altered = [f"packs/{digest}" for digest in dict.fromkeys(unit.packs) if not self._is_pack(digest)]
         with contextlib.suppress(KeyError):
-            if self._store.get(key) == data:  # an earlier version has let it in
+            if self._store.get(key) == data:  # An earlier version of the server has accepted this unit.
                 self.delete((key,))
         if not altered:
             raise EnvironmentRejected(
@@ -330,8 +342,9 @@ class EnvironmentStore:
             )
         self.delete(altered)
         raise EnvironmentMissing(
-            f"unit {unit.address[:12]} cannot be stored: {len(altered)} of its packs were altered where they lie",
-            hint="they are removed: capture the environment again. If it comes back, look at the disk of the store",
+            f"unit {unit.address[:12]} cannot be stored: {len(altered)} of its packs were altered in the store",
+            hint="the server has removed them: capture the environment again. If this happens again, check the "
+            "disk of the store",
         )
 
     def _is_pack(self, digest: str) -> bool:
@@ -348,14 +361,14 @@ class EnvironmentStore:
     def _read_pack(self, digest: str, length: int) -> bytes:
         key = f"packs/{digest}"
         try:
-            if self._nearby is not None:  # a node is going to read it as well
+            if self._nearby is not None:  # Read through the cache, because a node will need the pack too.
                 return b"".join(self._nearby.read(key, 0, length))
             return self._store.get(key, 0, length)
         except KeyError:
-            raise ContentMismatch(f"pack {digest[:12]} is not there any more") from None
+            raise ContentMismatch(f"pack {digest[:12]} does not exist any more") from None
 
     def _first(self, key: str, data: bytes | memoryview) -> bytes | memoryview:
-        """Return the snapshot to store: the one that is there, to be put again so that its age counts from now."""
+        """Return the snapshot to store; an existing one is stored again to reset its age."""
         with self._checks:
             address = key.partition("/")[2]
             try:
@@ -367,7 +380,7 @@ class EnvironmentStore:
             return there
 
     def _check_members(self, snapshot: Snapshot) -> None:
-        """Compare the sizes of a snapshot of version 1 with its units: its address does not cover them."""
+        """Compare the sizes in a version 1 snapshot with its units, because its address does not cover them."""
         if snapshot.version > 1:
             return
         documents = StoreBlobs(self._store, clock=self._clock)
@@ -394,12 +407,12 @@ class EnvironmentStore:
         missing = keys - self._store.present(keys)
         if missing:
             raise EnvironmentMissing(
-                f"unit {unit.address[:12]} cannot be stored: {len(missing)} of its packs are not there",
+                f"unit {unit.address[:12]} cannot be stored: {len(missing)} of its packs are missing",
                 hint="capture the environment again",
             )
 
     def _has_another(self, key: str, data: bytes | memoryview) -> bool:
-        """Return whether a unit is there, points at other packs, and is good: verified, and not about to be deleted."""
+        """Return True if another verified version of the unit exists and is not about to be deleted."""
         try:
             there = self._store.get(key)
             if there == data:
@@ -419,16 +432,16 @@ class ContentChecks:
     def __init__(self, read: ReadPack) -> None:
         self._read = read
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, None] = OrderedDict()  # digests of documents that were verified
+        self._known: OrderedDict[str, None] = OrderedDict()  # digests of verified documents
         self._small = threading.Semaphore(SMALL_AT_ONCE)
         self._large = threading.Semaphore(LARGE_AT_ONCE)
 
     def check(self, data: bytes | memoryview, decode: Callable[[], Unit]) -> None:
-        """Verify the content of a unit unless that has been done.
+        """Verify the content of a unit, unless this server has done so before.
 
         Args:
-            data: its document.
-            decode: returns the unit; called again for a large one, which is not held in memory while it waits.
+            data: the unit's document.
+            decode: returns the unit; called again for a large unit, which is not kept in memory while it waits.
         """
         digest = blake3(data).hexdigest()
         if self._is_known(digest):
@@ -447,7 +460,7 @@ class ContentChecks:
                         self._known.popitem(last=False)
 
     def compare(self, unit: Unit, read: ReadPack) -> None:
-        """Verify a unit whatever is known of it, with packs that are read again."""
+        """Verify a unit by reading its packs again, even if the unit is known to be verified."""
         with self._turn(self._large):
             check_content(unit, read)
 
@@ -463,7 +476,8 @@ class ContentChecks:
         if not turns.acquire(timeout=WAIT_S):
             raise StoreUnavailable(
                 f"the server verifies other units; this one has waited for {WAIT_S:.0f} s",
-                hint="it is sent again by itself; a large environment takes the server a few seconds",
+                hint="the client sends it again; the verification of a large environment takes the server a few "
+                "seconds",
             )
         try:
             yield

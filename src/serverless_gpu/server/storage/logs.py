@@ -1,21 +1,26 @@
-"""Output of ranks, and samples of telemetry: one file per rank and stream, appended to by offset.
+"""Stores output of ranks and samples of telemetry: one append-only file per rank and stream.
 
     report ── piece(offset, bytes) ─▶ append ─▶ logs/<run>/<fence>/<rank>.<stream>
                  next offset ◀────────┘                  │
     stream, page of a log, download ◀── read, sizes ─────┘
 
-A piece says where it belongs, so one that comes twice changes nothing, one that overlaps adds what is new, and one that
-comes too early is left out: the answer is the offset that is wanted next. What was appended survives the end of this
-process; `sync` makes it survive a power cut, and is called before an ending is acknowledged: until then the node keeps
-its own copy. The files of an attempt are only ever appended to.
+Each piece contains its offset. A repeated piece changes nothing, an overlapping piece adds its new bytes, and a piece
+beyond the end is ignored. The response is the next expected offset. Appended bytes survive the end of this process.
+`sync` makes them survive a power failure. The server calls it before it acknowledges an end; until then the node keeps
+its own copy.
 
-A name is built from checked parts only: the identifier of a run, two integers, one of three words. Of telemetry, `rank`
-is the number of the node.
+A file name is built only from checked parts: the identifier of a run, two integers, and one of three words. For
+telemetry, `rank` is the number of the node.
 
-Failure cases: the disk is full, or has only what is kept for the database (fewer bytes are taken, and the node sends
-them again later: a report is the life sign of a run that must not end because of a disk; when the run ends with bytes
-missing, a line where they would be says so); two requests for one file
-(one after the other: the file is locked); a node that sends more than a node stores (the rest is left out).
+Failure cases:
+
+* The disk is full except for the database's reserve: the server accepts fewer bytes, and the node sends the rest later.
+The report itself succeeds, because it is also a heartbeat, and a full disk must not end the run. If bytes are still
+missing at the end of the run, a line in the log says so.
+
+* Two requests write to one file: the file lock serializes them.
+
+* A node sends more than a node stores: the server ignores the rest.
 """
 
 from __future__ import annotations
@@ -38,13 +43,13 @@ from serverless_gpu.units import format_bytes
 
 STREAMS = ("stdout", "stderr", "telemetry")
 BYTES_MAX = (1 << 30) + (64 << 20)
-"""Stored bytes of one stream, at most; nodes stop before (`node/output/logs.py`), another sender may not."""
+"""Maximum bytes of one stream. Nodes stop earlier (`node/output/logs.py`), but another sender may not."""
 TOGETHER_MIN = 64
-"""From so many files on the disk is asked to finish everything once, instead of each by itself."""
+"""Number of files from which one sync of the whole disk replaces a sync of each file."""
 
 _RUN_ID = re.compile(r"[0-9a-hjkmnp-tv-z]{26}")
 _NAME = re.compile(rf"(0|[1-9][0-9]{{0,6}})\.({'|'.join(STREAMS)})")
-_CLOSED = 0o1600  # the sticky bit means nothing on a file of data: here it says that its last line is the server's
+_CLOSED = 0o1600  # The sticky bit has no meaning for data files. Here it marks a file whose last line the server wrote.
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -57,14 +62,15 @@ class Logs:
         self._kept_free_bytes = kept_free_bytes
         self._lock = threading.Lock()
         self._unsynced: dict[Path, set[str]] = {}
-        """By directory of an attempt, the files that were written since `sync`; what it lacks may be any."""
+        """Files written since `sync`, by directory of an attempt. A missing directory may have any unsynced files."""
 
     def append(self, run_id: str, fence: int, *, rank: int, stream: str, offset: int, data: bytes) -> int:
-        """Add bytes at the place where they belong.
+        """Append bytes at their offset.
 
         Returns:
-            The offset that is wanted next. Less than the end of `data` when something before it is missing here, or
-            when the disk is full; more when these bytes were there already.
+            The next expected offset. It is less than the end of `data` if earlier bytes are missing or the disk is
+            full. It
+            is more if the file already contained these bytes.
         """
         directory, name = self._directory(run_id, fence), _name(rank, stream)
         if offset < 0:
@@ -89,10 +95,10 @@ class Logs:
             os.close(fd)
 
     def close_short(self, run_id: str, fence: int, *, rank: int, stream: str, end: int, why: str) -> int:
-        """Say at the end of a log what is missing of it, if anything is; nothing is appended to it any more.
+        """Close a log with a line about missing bytes, if there are any; later appends are ignored.
 
         Returns:
-            How many bytes are missing; 0 when that was said before.
+            The number of missing bytes; 0 if an earlier call has reported them.
         """
         fd = self._open(self._directory(run_id, fence), _name(rank, stream), make=True)
         try:
@@ -101,7 +107,7 @@ class Logs:
             if missing <= 0 or _is_closed(fd):
                 return 0
             line = f"\n— {format_bytes(missing)} missing ({why}) —\n".encode()
-            with contextlib.suppress(OSError):  # what is kept free is for this, too; there may be nothing left of it
+            with contextlib.suppress(OSError):  # This may use the space kept free, which may also be used up.
                 os.write(fd, line)
             os.fchmod(fd, _CLOSED)
             return missing
@@ -109,7 +115,7 @@ class Logs:
             os.close(fd)
 
     def read(self, run_id: str, fence: int, *, rank: int, stream: str, offset: int = 0, limit: int) -> bytes:
-        """Return bytes from an offset on; none where there are none yet."""
+        """Return bytes from an offset; none beyond the end of the file."""
         path = self._directory(run_id, fence) / _name(rank, stream)
         if offset < 0:
             raise InvalidValue(f"a log has no byte {offset}")
@@ -123,14 +129,14 @@ class Logs:
             os.close(fd)
 
     def size(self, run_id: str, fence: int, *, rank: int, stream: str) -> int:
-        """Return how many bytes there are of one stream."""
+        """Return the size of one stream in bytes."""
         try:
             return (self._directory(run_id, fence) / _name(rank, stream)).lstat().st_size
         except FileNotFoundError:
             return 0
 
     def sizes(self, run_id: str, fence: int) -> dict[tuple[int, str], int]:
-        """Return how many bytes there are, by rank and stream; streams without any are left out."""
+        """Return sizes in bytes, by rank and stream; streams without files are left out."""
         found = {}
         for entry in _entries(self._directory(run_id, fence)):
             if match := _NAME.fullmatch(entry.name):
@@ -138,31 +144,31 @@ class Logs:
         return found
 
     def sync(self, run_id: str, fence: int) -> None:
-        """Make everything durable that was appended of an attempt.
+        """Make all appended bytes of an attempt durable.
 
         Raises:
-            OSError: the disk cannot; nothing may be acknowledged then.
+            OSError: the disk failed; the caller must not acknowledge anything.
         """
         directory = self._directory(run_id, fence)
         with self._lock:
             names = self._unsynced.pop(directory, None)
         try:
-            if names is None:  # by another process, before this one was started
+            if names is None:  # Another process wrote these files before this one started.
                 names = {entry.name for entry in _entries(directory)}
             if names:
                 if len(names) < TOGETHER_MIN or not _sync_disk(directory):
                     for name in names:
-                        with contextlib.suppress(FileNotFoundError):  # it was opened to be looked at
+                        with contextlib.suppress(FileNotFoundError):  # A reader opened the file before it existed.
                             _sync(directory / name)
                 for path in (directory, directory.parent, self._root, self._root.parent):
                     _sync(path)
         except BaseException:
-            with self._lock:  # the next one looks at all of them
+            with self._lock:  # The next call syncs all files of the attempt.
                 self._unsynced.pop(directory, None)
             raise
 
     def run_sizes(self) -> dict[str, int]:
-        """Return how many bytes there are, by run; looks at every file."""
+        """Return sizes in bytes, by run; visits every file."""
         return {
             entry.name: sum(
                 file.stat(follow_symlinks=False).st_size
@@ -174,7 +180,7 @@ class Logs:
         }
 
     def remove(self, run_id: str) -> None:
-        """Remove everything that a run wrote; nothing happens without any."""
+        """Delete all output of a run, if there is any."""
         directory = self._directory(run_id, 1).parent
         with self._lock:
             for attempt in [path for path in self._unsynced if path.parent == directory]:
@@ -188,7 +194,7 @@ class Logs:
         return self._root / run_id / str(fence)
 
     def _open(self, directory: Path, name: str, *, make: bool) -> int:
-        """Return a descriptor of a file that is to be appended to, -1 where it is missing and not to be made."""
+        """Open a file for appending; return -1 if the file is missing and `make` is false."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if make else 0)
         self._note(directory, name)
         try:
@@ -201,7 +207,7 @@ class Logs:
         return os.open(directory / name, flags, 0o600)
 
     def _note(self, directory: Path, name: str) -> None:
-        """Remember what has to be made durable; first all that is there, from before this process."""
+        """Record a file to sync; the first call also records existing files, which an earlier process wrote."""
         with self._lock:
             if directory in self._unsynced:
                 self._unsynced[directory].add(name)
@@ -211,7 +217,7 @@ class Logs:
             self._unsynced.setdefault(directory, before).add(name)
 
     def _write(self, fd: int, data: memoryview) -> int:
-        """Write as much as there is room for; return how many bytes that was."""
+        """Write as many bytes as fit, and return their number."""
         free = free_bytes(fd)
         data = data if free is None else data[: max(0, free - self._kept_free_bytes)]
         written = 0
@@ -251,7 +257,7 @@ def _sync(path: Path) -> None:
 
 
 def _sync_disk(directory: Path) -> bool:
-    """Make everything durable on the disk of a directory; return whether that is possible here."""
+    """Sync the file system of a directory; return False if this system cannot."""
     if not hasattr(_libc, "syncfs"):
         return False
     fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)

@@ -1,20 +1,29 @@
-"""Object cache: keeps objects of a bucket on this server's disk, so that the bucket is read once for all nodes.
+"""Caches objects of a bucket on the server's disk, so that all nodes share one download.
 
-    read ─ here, and still what it was? ──────────────▶ from the file
+    read ─ cached and unchanged? ─────────────────────▶ from the file
          ├ another request reads it from the bucket  ─▶ the same bytes
-         └ else: from the bucket, compared with its name, kept ─▶ from the file
+         └ else: from the bucket, compared with its name, cached ─▶ from the file
 
-A pack's name is the digest of its bytes, so a copy is right or it is none, for ever. What a unit or a snapshot says
-beside its address may be put again (a unit may come to point at other packs): a copy of one is good for as long as the
-server takes for granted that a snapshot is there, and no longer than a restart; and none is when a pack is missed.
-Every copy is compared with its digest when it is opened: a disk that forgets costs a read of the bucket.
+A pack's name is the digest of its bytes, so a copy of a pack never becomes outdated. A unit or snapshot contains data
+beyond its address, which another `put` may change. For example, a unit may then point at other packs. Copies of units
+and snapshots are therefore valid only for `DOCUMENT_S`, and not after a restart. A missing pack invalidates all of
+them. The server compares every copy with its digest when it opens the copy. A defective disk therefore costs only
+another read of the bucket.
 
-All of this is only a copy. It gives way: what was not asked for the longest goes when there is too much of it, and
-when others need the disk; what does not fit is passed on from memory, to everybody who waits for it, and not kept.
+The cache yields its space. It removes the least recently used copies when it is full, and when the disk is nearly full.
+The server passes on an object that does not fit from memory, to all waiting requests, and does not cache it.
 
-Failure cases: the bucket does not have it (KeyError), does not answer (StoreUnavailable, for all who wait), gives
-something else twice (EnvironmentCorrupt naming it); the disk is full, or cannot be written (passed on, said once in
-the log); the server is killed (what has no name yet is removed at the next start).
+Failure cases:
+
+* The bucket does not have the object: callers get KeyError.
+
+* The bucket does not answer: all waiting callers get StoreUnavailable.
+
+* The bucket returns wrong data twice: callers get EnvironmentCorrupt, which names the object.
+
+* The disk is full or not writable: the server passes the object on from memory and logs the problem once.
+
+* The server is killed: the next start removes temporary files.
 """
 
 from __future__ import annotations
@@ -41,25 +50,25 @@ from serverless_gpu.server.core.disk_space import KEPT_FREE_BYTES, free_bytes
 
 DIRECTORY = "nearby"
 PIECE_BYTES = 8 << 20
-"""What is read of a file at once, so that no whole object is in memory."""
+"""Bytes per read from a file, so that no complete object is in memory."""
 PACKS_AT_ONCE = 8
-"""Packs that are read from the bucket at the same time; each is in memory, 16 to 32 MiB, until it is on the disk."""
+"""Maximum number of concurrent pack downloads; each uses 16 to 32 MiB of memory until it is on the disk."""
 DOCUMENTS_AT_ONCE = 16
-"""Units and snapshots, which are small: what takes long is that the bucket is far away."""
+"""Maximum number of concurrent downloads of units and snapshots, which are small and mostly wait for the network."""
 TURN_S = 15.0
-"""How long an object waits until it is read: a bucket that hangs holds up a request for so long at most."""
+"""Seconds that an object waits for its turn; limits the delay that a hanging bucket causes."""
 FIRST_BYTES = 64 << 20
-"""What is asked of the bucket first: every pack is shorter, so it takes one request."""
+"""Bytes in the first request to the bucket; every pack is shorter and needs only one request."""
 DOCUMENT_S = 600
-"""How long a copy of a unit or a snapshot is good."""
+"""Seconds for which a copy of a unit or a snapshot is valid."""
 WAIT_S = 40.0
-"""How long a request waits for what another one reads: less than its client does, which asks again."""
+"""Seconds that a request waits for another one's download; shorter than the client's timeout, so the client retries."""
 FLOOR_BYTES_MAX = 10**9
-_FLOOR_SHARE = 20  # of a small disk, a twentieth stays free
+_FLOOR_SHARE = 20  # On a small disk, a twentieth stays free.
 _COPIED = ("packs", "units", "snapshots")
 
 Judge = Callable[[str, bytes], None]
-"""Raises `AlteredObject` when bytes are not what their key says."""
+"""Raises `AlteredObject` if the bytes do not match their key."""
 
 _log = logging.getLogger(__name__)
 
@@ -69,11 +78,11 @@ class ObjectCache:
 
     Args:
         store: the bucket.
-        directory: for the copies, nothing else is in it; made when it is needed.
-        bytes_max: what they may take.
-        judge: compares what comes with its key.
-        clock: how old a copy is.
-        kept_free_bytes: what the server leaves of its disk; copies leave a gigabyte more.
+        directory: directory that contains only the copies; created when needed.
+        bytes_max: maximum size of all copies.
+        judge: compares downloaded data with its key.
+        clock: measures the age of copies.
+        kept_free_bytes: minimum of free space for the server; copies leave one gigabyte more.
     """
 
     def __init__(
@@ -96,17 +105,17 @@ class ObjectCache:
         self._packs = threading.Semaphore(PACKS_AT_ONCE)
         self._others = threading.Semaphore(DOCUMENTS_AT_ONCE)
         self._flights: dict[str, Future[_Copy]] = {}
-        self._sizes: OrderedDict[str, int] | None = None  # key → bytes; what was asked for last at the end
+        self._sizes: OrderedDict[str, int] | None = None  # key → bytes; the last used key is at the end
         self._documents: dict[str, _Document] = {}
         self._told: set[str] = set()
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> Iterator[bytes]:
-        """Yield an object, or a range of it, in pieces; when this returns it is there, and right.
+        """Yield an object or a range of it in pieces; the object is verified before this function returns.
 
         Raises:
-            KeyError: there is no such object.
-            EnvironmentCorrupt: the bucket has something else.
-            EnvironmentRejected: it is no key, or no range.
+            KeyError: the object does not exist.
+            EnvironmentCorrupt: the bucket has other data under this name.
+            EnvironmentRejected: the key or the range is invalid.
             StoreUnavailable: the bucket does not answer.
         """
         check_range(check_key(key), start, 0 if length is None else length)
@@ -115,22 +124,22 @@ class ObjectCache:
         return itertools.chain((next(pieces),), pieces)
 
     def keep(self, key: str, data: bytes | memoryview) -> None:
-        """Keep a copy of an object that was just put into the bucket, so that it need not be read back."""
+        """Cache an object that was just put into the bucket, to save its download."""
         self._kept(key, data)
 
     def forget(self, keys: Collection[str]) -> None:
-        """Throw copies away, because what is in the bucket is removed, or another one."""
+        """Remove copies, because the bucket's objects were deleted or replaced."""
         with self._lock:
             for key in keys:
                 self._drop(key)
 
     def forget_documents(self) -> None:
-        """Have units and snapshots read from the bucket again."""
+        """Invalidate the copies of units and snapshots."""
         with self._lock:
             self._documents.clear()
 
     def tend(self) -> None:
-        """Remove copies when the disk runs full."""
+        """Remove copies when the disk is nearly full."""
         with self._lock:
             self._make_room(0)
 
@@ -148,15 +157,15 @@ class ObjectCache:
             return flight.result(WAIT_S)
         except Late:
             raise StoreUnavailable(
-                f"{key[:80]} has been on its way from {self._store.url} for more than {WAIT_S:.0f} s",
-                hint="look how the bucket does: `sgpu doctor`, or /health of the server",
+                f"the download of {key[:80]} from {self._store.url} has taken more than {WAIT_S:.0f} s",
+                hint="check the bucket with `sgpu doctor`, or with /health of the server",
             ) from None
 
     def _lead(self, key: str, flight: Future[_Copy]) -> None:
         try:
-            # The leader before may have ended between the look and the flight.
+            # An earlier download may have ended between the lookup and this one.
             copy = self._hit(key) or self._fetched(key)
-        except BaseException as error:  # noqa: BLE001 - whatever it was, those who wait get it, too
+        except BaseException as error:  # noqa: BLE001 - all waiting requests get the same error
             flight.set_exception(error)
         else:
             flight.set_result(copy)
@@ -172,7 +181,7 @@ class ObjectCache:
             except AlteredObject:
                 data = self._once_more(key)
             except EnvironmentRejected:
-                return _Bytes(data)  # it breaks a rule, or is of another version: the caller says so
+                return _Bytes(data)  # The object breaks a rule or is of another version; the caller reports the error.
             return self._kept(key, data)
 
     @contextlib.contextmanager
@@ -181,7 +190,7 @@ class ObjectCache:
         if not turns.acquire(timeout=TURN_S):
             raise StoreUnavailable(
                 f"the store {self._store.url} is slow: {key[:20]} has waited for {TURN_S:.0f} s behind others",
-                hint="it is asked for again; look how the bucket does",
+                hint="the client asks again; check the bucket",
             )
         try:
             yield
@@ -189,7 +198,7 @@ class ObjectCache:
             turns.release()
 
     def _once_more(self, key: str) -> bytes:
-        """Read again what came altered: on its way, or where it lies?"""
+        """Read altered data again; the second result shows if the transfer or the store altered it."""
         data = self._whole(key)
         try:
             self._judge(key, data)
@@ -197,7 +206,7 @@ class ObjectCache:
             kind, _, name = key.partition("/")
             raise EnvironmentCorrupt(
                 f"{kind[:-1]} {name[:12]} in the store {self._store.url} is altered: {error}",
-                hint="look at the disk of the store; a restore removes what is altered, and a capture sends it again",
+                hint="check the disk of the store; a restore removes altered objects, and a capture sends them again",
             ) from None
         return data
 
@@ -210,7 +219,7 @@ class ObjectCache:
     # --- copies on the disk ----------------------------------------------------------------------------------------
 
     def _hit(self, key: str) -> _Copy | None:
-        """Return a copy that is what it was when it was kept."""
+        """Return a copy that still matches its digest."""
         digest = self._digest(key)
         if digest is None:
             return None
@@ -223,12 +232,12 @@ class ObjectCache:
             for piece in _pieces(copy, 0, copy.size):
                 found.update(piece)
             if found.hexdigest() != digest:
-                raise OSError("it is not what it was")
+                raise OSError("its content has changed")
         except OSError as error:
-            _log.warning("the copy of %s in %s is thrown away: %s", key[:20], self._directory, error)
+            _log.warning("the copy of %s in %s is removed: %s", key[:20], self._directory, error)
             self.forget((key,))
             return None
-        with contextlib.suppress(OSError):  # it only says what goes first after a restart
+        with contextlib.suppress(OSError):  # This time only determines the order of removal after a restart.
             os.utime(self._place(key))
         with self._lock:
             if key in self._known():
@@ -236,7 +245,7 @@ class ObjectCache:
         return copy
 
     def _digest(self, key: str) -> str | None:
-        """Return the digest of a copy that would be good, or None where none would."""
+        """Return the digest that a valid copy must have, or None if no copy can be valid."""
         kind, _, name = key.partition("/")
         if kind == "packs":
             return name
@@ -247,14 +256,14 @@ class ObjectCache:
         return document.digest
 
     def _kept(self, key: str, data: bytes | memoryview) -> _Copy:
-        """Keep what came and return the copy, or the bytes themselves where there is no room."""
+        """Cache downloaded data and return the copy, or the bytes themselves if the disk is full."""
         place = self._place(key)
         fresh = place.with_name(f".new-{place.name}-{os.urandom(4).hex()}")
         with self._lock:
             self._drop(key)
             if not self._make_room(len(data)):
                 return _Bytes(data)
-            self._known()[key] = len(data)  # from now on the room is taken
+            self._known()[key] = len(data)  # This reserves the space.
         try:
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fresh.write_bytes(data)
@@ -262,11 +271,11 @@ class ObjectCache:
             with self._lock:
                 if key in self._known():
                     fresh.rename(place)
-                else:  # it had to give way while it was written
+                else:  # The copy was removed for lack of space while it was written.
                     fresh.unlink()
                     return copy
         except OSError as error:
-            with contextlib.suppress(OSError):  # it says what it said just now
+            with contextlib.suppress(OSError):  # The same error was just reported.
                 fresh.unlink(missing_ok=True)
             self.forget((key,))
             self._tell(f"copies of {self._store.url} are not kept in {self._directory}: {error.strerror or error}")
@@ -277,7 +286,7 @@ class ObjectCache:
         return copy
 
     def _make_room(self, size: int) -> bool:
-        """Have what was not asked for longest go until there is room for so many bytes; return whether there is."""
+        """Remove the least recently used copies until the given size fits; return True if it fits."""
         known = self._known()
         if size > self.bytes_max:
             return False
@@ -312,7 +321,7 @@ class ObjectCache:
             self._tell(f"copies in {self._directory} cannot be removed: {error.strerror or error}")
 
     def _known(self) -> OrderedDict[str, int]:
-        """Return what is here; looked for once, and then what a killed server left is removed."""
+        """Return the copies in the cache; the first call searches the disk and removes incomplete files."""
         if self._sizes is None:
             self._sizes = OrderedDict()
             try:
@@ -331,19 +340,19 @@ class ObjectCache:
 
 
 class _Document(NamedTuple):
-    """A unit or snapshot with a copy: the digest of its bytes, and when they were read."""
+    """A cached unit or snapshot: the digest of its bytes, and the time of its download."""
 
     digest: str
     read_ns: int
 
 
 class _Copy:
-    """An object that can be read piece by piece, also after its file was removed."""
+    """An object that can be read in pieces, even after its file was removed."""
 
     size: int
 
     def at(self, start: int, length: int) -> bytes:
-        """Return bytes of it."""
+        """Return bytes of the object."""
         raise NotImplementedError
 
 
@@ -357,7 +366,7 @@ class _Bytes(_Copy):
 
 
 class KeptFile(_Copy):
-    """A copy that is read from its file, also when another thread removes the file."""
+    """A copy that is read from its file, even after another thread has removed the file."""
 
     def __init__(self, path: Path) -> None:
         self._fd = -1
@@ -365,7 +374,7 @@ class KeptFile(_Copy):
         self.size = os.fstat(self._fd).st_size
 
     def __del__(self) -> None:
-        # Several who wait share one, and a reader that goes away in the middle says nothing.
+        # Several waiting requests share a copy, and a reader that disconnects does not close it.
         if self._fd >= 0:
             os.close(self._fd)
 
@@ -374,20 +383,21 @@ class KeptFile(_Copy):
 
 
 def _pieces(copy: _Copy, start: int, end: int) -> Iterator[bytes]:
-    """Yield a range of a copy; one piece at least."""
+    """Yield a range of a copy; at least one piece."""
     yield copy.at(start, max(0, min(end - start, PIECE_BYTES)))
     for first in range(start + PIECE_BYTES, end, PIECE_BYTES):
         yield copy.at(first, min(end - first, PIECE_BYTES))
 
 
 def _found(directory: Path) -> list[tuple[str, int]]:
-    """Return keys and sizes of the packs here, what was asked for last at the end; remove everything else."""
+    """Return keys and sizes of the packs on the disk, the last used at the end; delete all other files."""
     found: list[tuple[int, str, int]] = []
     for kind in _COPIED:
         for path in (directory / kind).glob("*"):
             status = path.stat()
             if kind != "packs" or path.name.startswith("."):
-                path.unlink(missing_ok=True)  # its digest is not known any more, or it is half of one
+                # The digest of a document is lost after a restart; other files are incomplete.
+                path.unlink(missing_ok=True)
             else:
                 found.append((status.st_mtime_ns, f"{kind}/{path.name}", status.st_size))
     return [(key, size) for _, key, size in sorted(found)]

@@ -1,19 +1,20 @@
-"""Storage: opens every place where the server keeps bytes, and finds files of runs that the database does not know.
+"""Opens all stores of the server, and finds files of runs that the database does not know.
 
-    <home>/server/logs/       output of ranks                       always here
-    <home>/server/incoming/   large bodies until they are whole     always here
-    blobs                     <home>/server/blobs, or <store>/blobs where the store is a bucket
+    <home>/server/logs/       output of ranks                       always on this disk
+    <home>/server/incoming/   large bodies until they are complete  always on this disk
+    blobs                     <home>/server/blobs, or <store>/blobs if the store is a bucket
     environments              <home>/server/store, or the store
-    <home>/server/nearby/     copies of what nodes read of it       where the store is a bucket
+    <home>/server/nearby/     copies of objects that nodes read     if the store is a bucket
 
-Orphans are evidence that the database, or its disk, lost rows. Each of these is made after its run is durable:
+Orphans are evidence that the database or its disk lost rows. The server creates each of these files after its run is
+durable:
 
     server/logs/<run>/     output of ranks
-    server/gangs/<gang>    what the machine's own engine has placed
+    server/gangs/<gang>    gangs placed by the machine's own engine
 
-A run that retention removed leaves a row in the audit. So a run that has files here, and neither a row nor that entry,
-was acknowledged and is gone. The start names such runs in the log before any loop forgets a gang, `sgpu server check`
-names them at any time, and retention keeps their output.
+A run that retention removed leaves a row in the audit. A run with files but without its row and without that audit
+entry was therefore acknowledged and then lost. The start logs such runs before any loop forgets a gang. `sgpu server
+check` reports them at any time, and retention keeps their output.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.server.storage.upload_spool import UploadSpool
 
 STORE_S = 40.0
-"""How long one request waits for a bucket: less than a client waits for the answer, so that it asks again."""
+"""Seconds that one request waits for a bucket; shorter than the client's timeout, so the client retries."""
 LOOK_MAX = 2_000
-"""Runs that a start looks up, the newest ones: what a rollback loses is new."""
+"""Maximum number of runs that a start looks up, newest first, because a rollback loses the newest runs."""
 _NAMED_MAX = 5
 _PLACES = ("logs", "gangs")
 _RUN = re.compile(r"([0-9a-hjkmnp-tv-z]{26})(:[0-9]+)?")
 Read = Callable[[Callable[[sa.Connection], Any]], Any]
-"""`Database.read`."""
+"""The signature of `Database.read`."""
 
 
 class DiskLimits(NamedTuple):
-    """How much of each disk is left free, and what copies of a bucket's objects may take of it; 0 for none."""
+    """Minimum of free space on each disk, and maximum size of the object cache; 0 for no cache."""
 
     kept_free_bytes: int = KEPT_FREE_BYTES
     nearby_bytes_max: int = 20 << 30
@@ -79,15 +80,15 @@ def open_storage(
     room: DiskLimits = _USUAL,
     measures: ServerMetrics | None = None,
 ) -> Storage:
-    """Return what the server keeps bytes with; nothing is looked at or made yet.
+    """Return the server's stores, without accessing or creating any files.
 
     Args:
-        directory: of the server's files, which exists.
+        directory: existing directory of the server's files.
         store: url or path of the store of environments, or "" for the server's own directory.
-        environ: where credentials of object stores come from.
-        clock: the machine's.
-        room: what may be taken of disks.
-        measures: where calls to stores are counted.
+        environ: environment variables with credentials of object stores.
+        clock: the clock of this machine.
+        room: limits of disk usage.
+        measures: metrics that count calls to stores.
     """
 
     def opened(place: str | Path, name: str) -> Store:
@@ -112,7 +113,7 @@ def open_storage(
 
 
 class MeteredStore(Store):
-    """A store whose calls are counted."""
+    """A store that counts and times its calls."""
 
     def __init__(self, store: Store, *, name: str, measures: ServerMetrics) -> None:
         self._store, self._name, self._measures = store, name, measures
@@ -130,21 +131,21 @@ class MeteredStore(Store):
         self._measures.upload_bytes.labels(self._name).inc(sum(len(data) for data in objects.values()))
 
     def present(self, keys: Collection[str]) -> frozenset[str]:
-        """Return which of these objects are there."""
+        """Return the existing ones among the given objects."""
         with self._counted("present"):
             return self._store.present(keys)
 
     def list(self, prefix: str) -> Iterator[Stored]:
-        """Return everything below a prefix; the time is the caller's, who reads at their own pace."""
+        """Return all objects below a prefix; not timed, because the caller controls the pace."""
         return self._store.list(prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects."""
+        """Delete objects."""
         with self._counted("delete"):
             self._store.delete(keys)
 
     def free_bytes(self) -> int | None:
-        """Return how much more it can hold."""
+        """Return how many more bytes the store can hold."""
         return self._store.free_bytes()
 
     @contextlib.contextmanager
@@ -152,13 +153,13 @@ class MeteredStore(Store):
         try:
             with self._measures.store.labels(self._name, operation).time():
                 yield
-        except (EnvironmentProblem, StorageError, OSError):  # an object that is not there is an answer
+        except (EnvironmentProblem, StorageError, OSError):  # A missing object is a valid answer and not an error.
             self._measures.store_errors.labels(self._name, operation).inc()
             raise
 
 
 def orphan_runs(directory: Path, read: Read, *, limit: int | None = None) -> list[str]:
-    """Return the runs that have files here and that the database does not know."""
+    """Return the runs with files on this disk that the database does not know."""
     names = (name for place in _PLACES for name in _names(directory / place))
     newest = sorted({match[1] for match in map(_RUN.fullmatch, names) if match}, reverse=True)[:limit]
 
@@ -170,12 +171,12 @@ def orphan_runs(directory: Path, read: Read, *, limit: int | None = None) -> lis
 
 
 def orphan_sentence(run_ids: list[str], directory: Path) -> str:
-    """Return what to tell the operator of runs that the database does not know."""
+    """Return a message for the operator about runs that the database does not know."""
     more = f" and {len(run_ids) - _NAMED_MAX} more" if len(run_ids) > _NAMED_MAX else ""
     return (
         f"{directory} has files of {len(run_ids)} runs that the database does not know: "
         f"{', '.join(run_ids[:_NAMED_MAX])}{more}. The database or its disk lost these runs. Their output stays in "
-        f"{directory / 'logs'}; remove it once nobody needs it"
+        f"{directory / 'logs'}; remove it once you do not need it any more"
     )
 
 

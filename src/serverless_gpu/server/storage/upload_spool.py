@@ -1,13 +1,16 @@
-"""Large bodies on their way in: taken in pieces, held on the disk, seen as memory once they are whole.
+"""Receives large request bodies in pieces on the disk, and exposes complete bodies as memory.
 
-    request ── pieces ─▶ up to 1 MiB in memory ─▶ a file without a name ── whole ─▶ memoryview ─▶ check, store
+    request ── pieces ─▶ up to 1 MiB in memory ─▶ a file without a name ── complete ─▶ memoryview ─▶ check, store
 
-A slow sender costs no memory, a killed server leaves nothing behind (the file never had a name), and no reader sees a
-body that is not whole. Disks and stores are only ever waited for in threads, and those are not the ones that answer
-everything else: a bucket that takes half a minute for each request must not keep a heartbeat waiting.
+A slow sender uses no memory. A killed server leaves no files behind, because the file has no name. No reader sees an
+incomplete body. Only threads of a separate pool wait for disks and stores. A bucket that takes half a minute per
+request therefore does not delay heartbeats.
 
-Failure cases: no room (ServerStorageFull: before the first byte where the size is known, else at the piece that does
-not fit); the sender goes away, or sends more than the route takes (what the body raises; the file is gone with it).
+Failure cases:
+
+* The disk is full: the sender gets ServerStorageFull, before the first byte if the size is known.
+
+* The sender disconnects or sends more than the route accepts: the body raises, and the file is removed.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ T = TypeVar("T")
 
 
 class UploadSpool:
-    """Where bodies are held until they are whole, and the threads for what is done with them."""
+    """Holds bodies until they are complete, and runs their processing in separate threads."""
 
     def __init__(self, directory: Path, *, kept_free_bytes: int = KEPT_FREE_BYTES) -> None:
         self._directory = directory
@@ -45,12 +48,12 @@ class UploadSpool:
         self._kept_free_bytes = kept_free_bytes
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Return what work on disks or stores returns, from a thread that is there for that."""
+        """Run work on disks or stores in a thread of the separate pool and return its result."""
         return await to_thread.run_sync(work, limiter=self._threads)
 
     @contextlib.asynccontextmanager
     async def whole(self, body: AsyncIterable[bytes], size: int | None = None) -> AsyncIterator[memoryview]:
-        """Yield a body once all of it is there; it is gone afterwards."""
+        """Yield a body once it is complete; the body is removed afterwards."""
         if size is not None and size > PIECE_BYTES:
             await self.in_thread(lambda: self._check_room(size))
         pieces: list[bytes] = []
@@ -83,7 +86,7 @@ class UploadSpool:
         self._check_room(sum(map(len, pieces)))
         try:
             if file is None:
-                file = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115 - `whole` closes it
+                file = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115 - `whole` closes the file
             for piece in pieces:
                 view = memoryview(piece)
                 while view:
@@ -102,7 +105,7 @@ def _mapped(file: IO[bytes]) -> Iterator[memoryview]:
     try:
         yield view
     finally:
-        # Now, not whenever a traceback is forgotten: the disk has room for it only when it is gone.
-        with contextlib.suppress(BufferError):  # the store still holds a part of it for a moment
+        # Free the disk space now; otherwise a stored traceback could keep the file open.
+        with contextlib.suppress(BufferError):  # The store may still hold a part of the view for a moment.
             view.release()
             mapped.close()

@@ -121,7 +121,7 @@ def test_F35_a_server_that_is_away_is_waited_for_and_that_is_said_once(serve: Se
 
     connection = connect(serve(sometimes), patience_s=60.0, announce=come_back)
     assert connection.ask("GET", "/health", answer=Health).ok
-    assert len(lines) == 2 and "waiting" in lines[0] and "is back" in lines[1]
+    assert len(lines) == 2 and "waiting" in lines[0] and "answers again" in lines[1]
 
 
 def test_bytes_go_and_come_and_a_range_past_the_end_is_empty(serve: Serve, connect: Connect) -> None:

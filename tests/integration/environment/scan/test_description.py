@@ -75,8 +75,8 @@ def test_an_older_python_can_be_asked(python: str) -> None:
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("#!/bin/sh\necho hello\n", r"did not say what it is \(exit status 0\): no message"),
-        ("#!/bin/sh\necho broken >&2; exit 3\n", r"did not say what it is \(exit status 3\): broken"),
+        ("#!/bin/sh\necho hello\n", r"did not describe itself \(exit status 0\): no message"),
+        ("#!/bin/sh\necho broken >&2; exit 3\n", r"did not describe itself \(exit status 3\): broken"),
         ("#!/bin/sh\nexec sleep 100\n", r"did not answer within 0.2 s"),
     ],
 )

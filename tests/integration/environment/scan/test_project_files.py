@@ -266,7 +266,7 @@ def test_of_names_that_differ_in_case_one_travels_and_the_others_are_said(tmp_pa
     code = list_code(CodeDirectory(directory=str(tmp_path), wanted=("net.py",)))
 
     assert sorted(code.listing.files) == ["A.txt", "Data/x", "deep/file", "net.py", "solo"]
-    same = "where case or Unicode forms do not count it is the same name as"
+    same = "on a system that ignores case or Unicode forms, its name equals"
     assert code.listing.odd == {
         "a.txt": f"{same} A.txt",
         "data": f"{same} Data",

@@ -59,10 +59,10 @@ def test_a_device_that_is_left_out_is_no_candidate(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"crew": 2}, "crew 2 of [0, 1] with 3 of 3 devices cannot be"),
-        ({"world_size": 4}, "crew 0 of [0, 1] with 3 of 4 devices cannot be"),
-        ({"crews": laid_out([("n0", 2), ("n1", 1)])[::-1]}, "crew 1 of the order cannot begin with rank 2"),
-        ({"nonce": ""}, "nothing by which they know each other"),
+        ({"crew": 2}, "crew 2 of [0, 1] with 3 of 3 devices is not a valid gang"),
+        ({"world_size": 4}, "crew 0 of [0, 1] with 3 of 4 devices is not a valid gang"),
+        ({"crews": laid_out([("n0", 2), ("n1", 1)])[::-1]}, "crew 1 of the order must not begin with rank 2"),
+        ({"nonce": ""}, "but no nonce for it"),
     ],
 )
 def test_a_gang_that_cannot_be_is_refused_before_anything_is_written(

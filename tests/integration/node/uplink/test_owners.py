@@ -87,7 +87,7 @@ def test_22A2_owners_share_no_zygote(node: Node) -> None:
 def test_22A2_a_run_of_nobody_in_particular_shares_no_zygote(node: Node) -> None:
     for _ in range(2):
         warm, why = warm_and_why(node.run(len, "a"))
-        assert not warm and why.startswith("the server did not say whose run it is")
+        assert not warm and why.startswith("the server did not name the run's owner")
     status = agent_status(node.home.root)
     assert status is not None and status.zygotes == ()
 
@@ -131,7 +131,7 @@ def test_22A2_where_stems_get_no_user_namespace_runs_start_cold_and_say_why(poor
     poor.run(len, "a", owner="bob").settled()
     for owner in ("alice", "bob"):
         warm, why = warm_and_why(poor.run(len, "a", owner=owner))
-        assert not warm and why.startswith("runs get no user namespace of their own here")
+        assert not warm and why.startswith("this node cannot give each run its own user namespace")
     status = agent_status(poor.home.root)
     assert status is not None and {each.state for each in status.zygotes} <= {"cold", "starting"}
 
@@ -142,10 +142,10 @@ def test_22A11_an_interpreter_is_no_other_program_and_has_no_code_among_its_opti
     shell.write_text(f"#!/bin/sh\ntouch {marker}\n")
     shell.chmod(0o777)
     for changes, sentence in (
-        ({"python": "/bin/sh", "flags": ("-c", f"touch {marker}")}, "not started with the option '-c'"),
+        ({"python": "/bin/sh", "flags": ("-c", f"touch {marker}")}, "does not start an interpreter with the option '-c'"),
         ({"python": "/bin/sh", "flags": ()}, "'/bin/sh' is not the name of a Python"),
-        ({"flags": ("-c", f"open({str(marker)!r}, 'w')")}, "not started with the option '-c'"),
-        ({"flags": ("-X", "presite=antigravity")}, "not started with the option '-X' 'presite=antigravity'"),
+        ({"flags": ("-c", f"open({str(marker)!r}, 'w')")}, "does not start an interpreter with the option '-c'"),
+        ({"flags": ("-X", "presite=antigravity")}, "does not start an interpreter with the option '-X' 'presite=antigravity'"),
         ({"python": str(shell)}, f"{shell} is writable by others"),
         ({"python": "python3"}, "the interpreter 'python3' is not an absolute path"),
     ):

@@ -134,7 +134,7 @@ def test_what_this_node_does_not_have_is_refused_before_anything_runs(node: Node
     assert attempt.reason is Reason.REFUSED and attempt.ending is not None and not attempt.ending.began
     stopped = msgspec.json.decode(bytes(attempt.ending.stopped or b""))
     assert "A100" in stopped["cause"]["detail"]
-    assert attempt.receipt is not None and attempt.receipt["gate"] == "nothing was taken"
+    assert attempt.receipt is not None and attempt.receipt["gate"] == "no device was reserved"
 
 
 @pytest.mark.parametrize("way", ["order", "answer"])

@@ -183,7 +183,7 @@ def test_an_order_that_was_refused_and_comes_again_is_not_started(node: Node, wh
     node.server.hold_reports.clear()  # the refusal is on its way
     node.home.runs.write_text("no directory")
     attempt = node.run(talk, where)
-    wait_for(lambda: "cannot be taken" in node.log(), "it is refused")
+    wait_for(lambda: "cannot accept attempt" in node.log(), "it is refused")
     node.home.runs.unlink()  # now it could be started
     node.server.again(attempt)
     node.server.hold_reports.set()

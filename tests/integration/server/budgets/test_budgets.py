@@ -132,7 +132,7 @@ def test_what_a_hard_budget_has_stopped_somebody_for_lets_nobody_in(spent: Spent
         spent.go_on(5)
         assert spent.find(waits).state is State.QUEUED
     assert spent.services.sentences.of(waits).endswith(
-        "budget 'llm' has stopped runs this month, and is closed; the next period begins on 2026-12-01 (UTC)"
+        "budget 'llm' has stopped runs this month and is closed; the next period begins on 2026-12-01 (UTC)"
     )
 
 

@@ -261,16 +261,16 @@ def test_22A1_a_real_server_warns_keeps_apart_and_is_told_otherwise(
         assert done.exit_code == 0, done.output
         return done.stdout, done.stderr
 
-    out, err = sgpu("user", "add", "bob")
+    out, err = sgpu("user", "create", "bob")
     assert len(out.splitlines()) == 1  # the secret alone
     assert (
         golden("server.isolation.warning-runs-bob") in err and golden("server.isolation.sgpu-pool-set-default") in err
     )
-    assert "warning" not in sgpu("user", "add", "looks", "--role", "viewer")[1]
+    assert "warning" not in sgpu("user", "create", "looks", "--role", "viewer")[1]
     _, err = sgpu("pool", "set", "--isolation", "none")
     assert golden("server.isolation.warning-pool-default") in err
-    assert " none " in sgpu("pools")[0]
-    _, err = sgpu("user", "add", "eve")
+    assert " none " in sgpu("pool", "list")[0]
+    _, err = sgpu("user", "create", "eve")
     assert golden("server.isolation.all-runs-pool") in err
     facts = look_at_server({"SERVERLESS_GPU_SERVER": server.url, "SERVERLESS_GPU_TOKEN": server.token})
     assert (facts.principals, facts.shared_pools, facts.closed_pools) == (3, ("default",), ())
@@ -280,7 +280,7 @@ def test_22A1_a_real_server_warns_keeps_apart_and_is_told_otherwise(
     with pytest.raises(NotAllowed):
         member.ask("PUT", "/pools/default", ALLOW, answer=PoolView)
     admin.ask("PATCH", "/users/max", PrincipalChange(disabled=True), answer=PrincipalView)
-    assert msgspec.json.decode(sgpu("pools", "--json")[0])[0]["isolation"] == "unset"
+    assert msgspec.json.decode(sgpu("pool", "list", "--json")[0])[0]["isolation"] == "unset"
 
 
 def test_22A1_a_start_shows_who_shares_a_uid_with_whom(server: Served) -> None:

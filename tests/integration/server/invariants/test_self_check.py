@@ -91,7 +91,7 @@ def test_all_runs_are_looked_at_page_by_page(
     assert (pauses, check.seen) == ([5, 5, 60, 5], 7)
 
 
-CHANGED = "entry {0} is not what was written down, or the one before it is not"
+CHANGED = "entry {0} or the entry before it was changed after it was written"
 
 
 def chained(database: Database, count: int) -> None:
@@ -122,7 +122,7 @@ def test_I8_a_changed_entry_of_the_audit_is_found_and_those_behind_it_too(
     changed_row(people, 7)
     check.tick(clock.boottime_ns())
     check.tick(clock.boottime_ns())
-    what = f"what is never true is true: I8 audit entry {{0}}: {CHANGED}"
+    what = f"invariant violated: I8 audit entry {{0}}: {CHANGED}"
     assert errors(caplog) == [what.format(3), what.format(7)] and check.found == 2
     assert [one.subject for one in checked(people.read).violations] == ["audit entry 3", "audit entry 7"]
 
@@ -247,7 +247,7 @@ def test_the_command_says_what_is_wrong_and_exits_with_1(home: Path) -> None:
     database.write(lambda connection: connection.execute(gone))
     database.close()
     done = runner.invoke(sgpu, ["server", "check"])
-    said = f"I6 run {run_id}: has succeeded, and 1 of 2 results are there\n1 violations in 1 runs\n"
+    said = f"I6 run {run_id}: has succeeded, but only 1 of 2 results exist\n1 violations in 1 runs\n"
     assert (done.exit_code, done.output) == (1, said)
 
 

@@ -387,7 +387,7 @@ def test_a_calendar_that_cannot_be_read_any_more_lets_nobody_in_and_says_so(
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        (CalendarRequest(shared=("mo-fr 19-7",)), "is no window of a calendar"),
+        (CalendarRequest(shared=("mo-fr 19-7",)), "is not a valid window of a calendar"),
         (CalendarRequest(shared=("sat",), zone="Berlin"), "knows no time zone 'Berlin'"),
         (CalendarRequest(zone="Europe"), "knows no time zone 'Europe'"),
         (CalendarRequest(zone="../../etc/passwd"), "knows no time zone"),

@@ -81,8 +81,8 @@ def test_a_pool_is_made_changed_and_given_nodes_and_that_is_written_down(
     assert (view.kind, view.nodes) == ("reserved", ("n1",))
     run_id = submit(services)
     make_scheduler(services).tick(services.clock.boottime_ns())
-    sentence = "every node is in a reserved pool, which has to be named: research"
-    assert services.sentences.of(run_id).startswith(f"{sentence}; it waits for a node that could, until ")
+    sentence = "every node is in a reserved pool, which the run must name: research"
+    assert services.sentences.of(run_id).startswith(f"{sentence}; the run waits for a suitable node until ")
     view = services.pools.put(ADMIN, "research", PoolRequest())
     assert (view.kind, view.nodes) == ("reserved", ("n1",))  # what is not said stays as it is
     view = services.pools.put(ADMIN, "research", PoolRequest(kind="on-demand"))

@@ -183,12 +183,12 @@ def test_what_is_no_backup_and_a_home_with_a_server_are_refused(tmp_path: Path) 
         before = (server.home / "server" / "key").read_bytes()
         with pytest.raises(ServerProblem, match="runs already: process") as refused:
             restore(Home(server.home), made.path, nothing_ran_since=False)
-        assert "stop it first" in refused.value.hint
+        assert "stop the server first" in refused.value.hint
     with pytest.raises(ServerProblem, match=re.escape(golden("server.backups.server-already"))) as refused:
         restore(Home(server.home), made.path, nothing_ran_since=False)
     assert golden("server.backups.stop-server-first") in refused.value.hint
     assert (server.home / "server" / "key").read_bytes() == before
-    with pytest.raises(InvalidValue, match="is no backup"):
+    with pytest.raises(InvalidValue, match="is not a valid backup"):
         restore(Home(tmp_path / "other"), tmp_path, nothing_ran_since=False)
     outside = msgspec.structs.replace(made.manifest, files={"../x": made.manifest.files["server/key"]})
     (made.path / MANIFEST).write_bytes(msgspec.json.encode(outside))

@@ -40,8 +40,8 @@ def test_ray_is_what_option_variable_and_file_say(home: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"node_address": "10.0.0.5"}, "--node-address: node_address comes without engine = 'ray'"),
-        ({"ray_address": "h:1"}, "--ray-address: ray_address comes without engine = 'ray'"),
+        ({"node_address": "10.0.0.5"}, "--node-address: node_address needs engine = 'ray'"),
+        ({"ray_address": "h:1"}, "--ray-address: ray_address needs engine = 'ray'"),
         ({"engine": "ray", "ray_port": 80}, "--ray-port: ray_port: Ray's ports cannot begin with 80"),
         (
             {"engine": "ray", "node_address": "127.0.0.1"},

@@ -181,13 +181,13 @@ def test_who_is_disabled_is_told_so_and_who_enables_that_tokens_are_gone(
     with served(home) as server:
         monkeypatch.setenv("SERVERLESS_GPU_SERVER", server.url)
         monkeypatch.setenv("SERVERLESS_GPU_TOKEN", server.token)
-        carl = told("user", "add", "carl").stdout.split()[-1]
-        assert "sgpu token create" not in told("user", "change", "carl", "--disable").output
+        carl = told("user", "create", "carl").stdout.split()[-1]
+        assert "sgpu token create" not in told("user", "set", "carl", "--disable").output
         asking = server.connection(carl)
         with pytest.raises(NotAuthenticated, match="carl is disabled"):
             asking.ask("GET", "/whoami", answer=PrincipalView)
         assert (
-            golden("server.words_for_operators.sgpu-token-create") in told("user", "change", "carl", "--enable").output
+            golden("server.words_for_operators.sgpu-token-create") in told("user", "set", "carl", "--enable").output
         )
         with pytest.raises(NotAuthenticated, match="was revoked"):
             asking.ask("GET", "/whoami", answer=PrincipalView)

@@ -404,7 +404,10 @@ def test_22D7_a_run_without_the_team_that_its_policy_requires_is_refused(service
     put(services, "p", team_required=True)
     attach(services, "p", "user", "alice")
     attach(services, "p", "user", "bob")
-    for who, hint in ((ALICE, "team= one of: ads, search"), (BOB, "an operator can add you: sgpu team join TEAM USER")):
+    for who, hint in (
+        (ALICE, "set team= to one of: ads, search"),
+        (BOB, "an operator can add you: sgpu team join TEAM USER"),
+    ):
         with pytest.raises(
             PolicyViolation, match=re.escape(golden("server.attaching.usage-policy-requires"))
         ) as refused:

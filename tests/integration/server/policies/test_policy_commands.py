@@ -73,7 +73,7 @@ def test_a_policy_is_attached_and_seen_by_whom_it_is_for(server: Served, said: S
         golden("server.policy_commands.attached-team-search"),
     ]
     said("policy", "attach", "free", "--user", "bob")
-    assert "says which" in said("policy", "mine", token=bob).stdout
+    assert "select one" in said("policy", "mine", token=bob).stdout
     shown = msgspec.json.decode(said("policy", "show", "llm", "--json", token=bob).stdout)
     assert shown["holders"] == [{"kind": "team", "name": "search"}, {"kind": "user", "name": "bob"}]
     # A token that may only submit can ask which are its own, and change nothing.
@@ -136,7 +136,7 @@ def test_what_does_not_read_like_an_option_is_said(said: Said, arguments: tuple[
 def test_22D7_a_policy_s_time_limit_and_team_are_set_and_taken_away(server: Served, said: Said) -> None:
     server.connection().ask("POST", "/teams", TeamRequest(name="ads"), answer=TeamView)
     made = said("policy", "set", "p", "--timeout", "2h", "--team", "ads", "--require-team").stdout
-    says = "any on-demand pool; time limit 2 h 00 min by itself; team ads by itself; needs a team"
+    says = "any on-demand pool; default time limit 2 h 00 min; default team ads; needs a team"
     assert made == f"policy p: {says}\n"
     taken = said("policy", "set", "p", "--timeout", "any", "--team", "any", "--no-require-team").stdout
     assert taken == golden("server.policy_commands.policy-any-demand")

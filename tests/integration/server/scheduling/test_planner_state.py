@@ -215,7 +215,7 @@ def test_who_has_to_leave_is_stopped_in_order_told_for_whom_and_waits_again_as_o
     tick(services, scheduler)
     tick(services, scheduler)
     other = submit(services, 8)
-    sentence = "makes room for bob/llama"
+    sentence = "preempted for bob/llama"
     planners.last.decisions.append(decision(preemptions=[Preemption(run_id=victim, for_run=other, sentence=sentence)]))
     tick(services, scheduler)
     run = find(services, victim)

@@ -133,8 +133,8 @@ def test_F58_what_needs_a_version_of_python_waits_for_a_node_that_has_it(
     scheduler = tick(services)
     assert (find(services, new.id).state is State.QUEUED) == needs
     if needs:
-        sentence = "needs Python 3.11, and the nodes have 3.10; `uv python install` adds one"
-        assert services.sentences.of(new.id).startswith(f"{sentence}; it waits for a node that could, until ")
+        sentence = "needs Python 3.11, and the nodes have 3.10; install it with `uv python install`"
+        assert services.sentences.of(new.id).startswith(f"{sentence}; the run waits for a suitable node until ")
         services.agents.heartbeat(NODE, node_id, Heartbeat(devices=H100, pythons=("3.10", "3.11")))
         tick(services, scheduler)
         assert find(services, new.id).state is State.STARTING

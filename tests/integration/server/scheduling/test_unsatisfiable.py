@@ -57,7 +57,7 @@ def test_F82_a_run_whose_node_leaves_the_pool_is_told_at_once_and_ends_after_a_d
     wait = services.sentences.wait(run_id)
     assert wait is not None and wait.reason is WaitReason.UNSATISFIABLE
     sentence = "needs 8 H100 on one node, and the largest has 2 (n2)"
-    until = "it waits for a node that could, until 16 Jan 08:00 at the latest"
+    until = "the run waits for a suitable node until 16 Jan 08:00 at the latest"
     assert services.sentences.of(run_id) == f"{sentence}; {until}"
     services.clock.advance(31)  # type: ignore[attr-defined] # a FakeClock
     scheduler.tick(services.clock.boottime_ns())

@@ -68,7 +68,8 @@ def test_a_stream_tells_what_is_waited_for_and_when_that_changes(server: Served)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "words"), [(1, "enough is free"), (4, "ends of those who have the devices"), (5, "the largest has 4")]
+    ("gpus", "words"),
+    [(1, "enough devices are free"), (4, "ends of the runs that have the devices"), (5, "the largest has 4")],
 )
 def test_an_estimate_rests_on_what_goes_on_now(server: Served, gpus: int, words: str) -> None:
     connection, node = server.connection(), Played(server)

@@ -110,7 +110,7 @@ def test_on_a_terminal_it_is_one_place_that_changes(terminal: Terminal, clock: F
     made.say("a word beside it")
     assert terminal.rows()[0] == golden("client.waiting_line.serverless-gpu-word") and len(terminal.rows()) == 3
     made.state("STARTING", "")
-    said = ["serverless-gpu: a word beside it", "serverless-gpu: it starts, after 4 min in the queue"]
+    said = ["serverless-gpu: a word beside it", "serverless-gpu: the run starts after 4 min in the queue"]
     assert terminal.rows() == [*said, ""]
 
 

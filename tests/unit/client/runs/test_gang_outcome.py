@@ -45,7 +45,7 @@ def of_a_gang(
         ),
         (
             of_a_gang(Reason.START_FAILED, "no interpreter"),
-            "node n2: the ranks could not be started: no interpreter",
+            "node n2: the ranks could not start: no interpreter",
         ),
         (
             of_a_gang(Reason.NODE_DISK, "2 GB are free"),

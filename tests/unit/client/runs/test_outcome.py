@@ -68,7 +68,7 @@ ENDINGS: dict[str, tuple[Stopped, type[RunError], str]] = {
     "signal without a word": (
         stopped(Reason.RANK_SIGNAL, rank=3),
         RankCrashed,
-        "rank 3: a rank was ended by a signal",
+        "rank 3: a signal ended a rank",
     ),
     "F07 no result": (
         stopped(Reason.NO_RESULT, "exited with code 0", rank=0),
@@ -83,30 +83,30 @@ ENDINGS: dict[str, tuple[Stopped, type[RunError], str]] = {
     "F73 time limit": (
         stopped(Reason.TIMEOUT, cause=False),
         RunTimedOut,
-        "the run reached its time limit of 90 s (ranks are asked to end one grace before it)",
+        "the run reached its time limit of 90 s (ranks get SIGTERM one grace period earlier)",
     ),
     "cancelled": (stopped(Reason.CANCELLED, cause=False), RunCancelled, "the run was cancelled"),
-    "F71 budget": (stopped(Reason.BUDGET, cause=False), BudgetExhausted, "the run was stopped for its budget"),
+    "F71 budget": (stopped(Reason.BUDGET, cause=False), BudgetExhausted, "the server stopped the run for its budget"),
     "supervisor": (
         stopped(Reason.SUPERVISOR_KILLED, cause=False),
         NodeLost,
-        "the run's supervisor process died, and nothing shows that the machine failed",
+        "the run's supervisor process died, without evidence that the machine failed",
     ),
     "supervisor, with evidence": (
         stopped(Reason.SUPERVISOR_LOST, "the machine has restarted since"),
         NodeLost,
-        "the run's supervisor process was lost with its machine: the machine has restarted since",
+        "the run's supervisor process died with its machine: the machine has restarted since",
     ),
-    "F18 node": (stopped(Reason.NODE_LOST), NodeLost, "the node did not answer any more"),
+    "F18 node": (stopped(Reason.NODE_LOST), NodeLost, "the node stopped answering"),
     "F04 hang, and nothing more is known": (
         stopped(Reason.COLLECTIVE_HANG, cause=False),
         CollectiveHang,
-        "the ranks stood still, without output, for as long as hang_timeout allows",
+        "the ranks made no progress and no output for as long as hang_timeout allows",
     ),
     "start": (
         stopped(Reason.START_FAILED, "no interpreter"),
         RunError,
-        "the ranks could not be started: no interpreter",
+        "the ranks could not start: no interpreter",
     ),
     "F13 rendezvous": (
         stopped(Reason.RENDEZVOUS, "no rendezvous port could be reserved: 4711 (Address already in use)"),
@@ -130,12 +130,12 @@ def test_the_class_and_the_whole_message(directory: Path, ending: Stopped, cls: 
     ours = ending.reason in OURS
     log = directory.parents[2] / "agent.log"
     hint = (
-        f"the run's files: {directory}; what our own processes wrote: {log}"
+        f"the run's files: {directory}; log of the agent and its processes: {log}"
         if ours
         else logs_hint(directory, error.rank)
     )
     if cls is RuntimeLost:
-        hint = f"it is a process of the run's own user, who can have ended it; retries=1 makes another attempt; {hint}"
+        hint = f"this process belongs to the run's own user, who may have ended it; set retries=1 for another attempt; {hint}"
     assert str(error) == f"{message}\nhint: {hint}"
     failed = ending.state is State.FAILED and ending.cause is not None
     assert error.__dict__ == {
@@ -158,17 +158,17 @@ def test_a_time_limit_that_is_not_known_is_not_named(directory: Path) -> None:
     [
         (
             RunSpec(max_run_s=8.0, policy="llm"),
-            "the run reached its time limit of 8 s: usage policy 'llm' lets an attempt run no longer; with resume=True "
-            "the run goes on as another",
+            "the run reached its time limit of 8 s: usage policy 'llm' sets this maximum for an attempt; with "
+            "resume=True the run continues as another attempt",
         ),
         (
             RunSpec(max_run_s=8.0, timeout_s=9.0),
-            "the run reached its time limit of 8 s: the server lets an attempt run no longer; with resume=True the run "
-            "goes on as another",
+            "the run reached its time limit of 8 s: the server sets this maximum for an attempt; with resume=True the "
+            "run continues as another attempt",
         ),
         (
             RunSpec(max_run_s=8.0, timeout_s=7.0, policy="llm"),
-            "the run reached its time limit of 7 s (ranks are asked to end one grace before it)",
+            "the run reached its time limit of 7 s (ranks get SIGTERM one grace period earlier)",
         ),
     ],
 )
@@ -414,7 +414,7 @@ def test_F45_a_lost_cluster_says_what_died_where_ray_wrote_and_what_came_of_it(d
 def test_F45_a_cluster_that_memory_ended_says_so_and_what_died(directory: Path) -> None:
     lost = "Ray on node gpu7 is gone: its raylet ended while the run needed it"
     write_record(directory, 0, kind="engine_head_lost", message=lost, notes=["the function then raised RayError: x"])
-    detail = "ended by the kernel because host memory ran out (limit 4.0 GB, peak 4.0 GB)"
+    detail = "killed by the kernel because host memory ran out (limit 4.0 GB, peak 4.0 GB)"
     error = make_exception(stopped(Reason.HOST_OOM, detail, rank=0), directory, RUN, None)
     assert isinstance(error, OutOfMemory)
     assert error.message == golden("client.outcome.process-run-ray", detail=detail)

@@ -188,7 +188,7 @@ def _altered(content: bytes, size: int, frame: bytes) -> tuple[Unit, StoreBlobs]
 @pytest.mark.parametrize(
     ("frame", "size", "words"),
     [
-        (compress(b"other content"), 13, "'site/b' is not what its digest says"),
+        (compress(b"other content"), 13, "'site/b' does not match its digest"),
         (compress(b"right content and more"), 13, "more than the 13 bytes"),
         (compress(b"right"), 13, "5 bytes instead of 13"),
         (compress(b"right content")[:-3], 13, "ends early"),

@@ -80,7 +80,7 @@ def test_what_was_never_loaded_may_change(new: Snapshot) -> None:
         ),
         (
             make_snapshot(PYTHON, (*OLD.roots, Root(kind="library", members=())), SnapshotOrigin()),
-            "other directories are on its path",
+            "its sys.path has other directories",
         ),
         (
             make_snapshot(msgspec.structs.replace(PYTHON, version="3.12.1"), OLD.roots, SnapshotOrigin()),

@@ -135,7 +135,9 @@ def test_without_a_price_the_time_is_said_and_how_to_set_one() -> None:
 def test_nothing_bounds_a_run_without_a_limit() -> None:
     found = estimated(Devices(gpu_type="H100", count=1, tariff=H100), AttemptDuration())
     assert (found.at_timeout_micros, found.at_timeout_gpu_ms, found.expected_micros) == (None, None, None)
-    assert found.text().startswith("2.99 USD an hour: 1 H100 × 2.99 USD = 2.99 USD an hour; it has no time limit; ")
+    assert found.text().startswith(
+        "2.99 USD an hour: 1 H100 × 2.99 USD = 2.99 USD an hour; the run has no time limit; "
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def test_nothing_bounds_a_run_without_a_limit() -> None:
         (AttemptDuration(limit_s=60, tries=3), "timeout 1 min 00 s in each of up to 3 attempts", 3),
         (
             AttemptDuration(limit_s=60, resumes=True),
-            "timeout 1 min 00 s, and as long again each time it goes on (resume)",
+            "timeout 1 min 00 s, and the same again each time the run resumes",
             1,
         ),
         (AttemptDuration(limit_s=60, limit="max_run"), "max_run 1 min 00 s", 1),

@@ -352,7 +352,7 @@ def test_23B7_what_a_user_must_see_has_a_line_of_its_own() -> None:
     "gate",
     [
         "1 of 2 GPUs not free: GPU-b: pid 4 holds 2.0 GiB",
-        "not known: the run's supervisor ended before it could look",
+        "unknown: the run's supervisor ended before it could check",
         "nothing is known of the 2 devices on n2; n1: 2 GPUs verified free: no process",
     ],
 )
@@ -425,7 +425,7 @@ def test_a_receipt_says_what_devices_did_and_where_the_run_is_tracked() -> None:
         ((), DeviceKind.GPU, None),
         ((use(),), DeviceKind.GPU, None),
         ((use(35.0),), DeviceKind.CPU, "CPU 35 % busy"),
-        ((use(80.0), use(0.0), use(0.2)), DeviceKind.GPU, "GPU 27 % busy · 2 of 3 did nothing"),
+        ((use(80.0), use(0.0), use(0.2)), DeviceKind.GPU, "GPU 27 % busy · 2 of 3 devices did nothing"),
         ((use(80.0), use(0.0, samples=2)), DeviceKind.GPU, "GPU 77 % busy"),
         ((use(0.0), use(0.0)), DeviceKind.FAKE, "GPU 0 % busy"),
         ((use(99.0, throttled_s=185.0),), DeviceKind.GPU, "GPU 99 % busy · throttled for 3 min 05 s"),

@@ -126,7 +126,7 @@ def test_a_price_that_is_made_of_dbus() -> None:
         ("H100", 100_000, 2, "would be over 100000 for one hour"),
         ("H100", -1, 2, "H100, dbu_per_gpu_hour is -1, not between"),
         ("H100", 1, math.nan, "H100, usd_per_dbu is nan, not between"),
-        ("core", 1, 1, "not made of DBUs"),
+        ("core", 1, 1, "cannot be in DBUs"),
     ],
 )
 def test_what_cannot_be_made_of_dbus_is_refused(name: str, dbu: float, usd: float, why: str) -> None:

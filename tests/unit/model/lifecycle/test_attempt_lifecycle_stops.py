@@ -235,7 +235,7 @@ def test_F13_ranks_that_cannot_be_started(attempt: Attempt, reason: Reason) -> N
 
 def test_F14_no_user_code_within_the_start_limit() -> None:
     assert drive(STARTING, (300 * S - 1, Tick())) == (STARTING, ())
-    detail = "no user code had started 300 s after the GPUs were there"
+    detail = "no user code started within 300 s after the attempt got its GPUs"
     failure = Failure(rank=None, reason=Reason.START_FAILED, at_ns=300 * S, detail=detail)
     assert drive(STARTING, (300 * S, Tick())) == (
         killed(STARTING, Reason.START_FAILED, 300 * S, failures=(failure,)),

@@ -122,11 +122,15 @@ def test_why_a_run_waits() -> None:
         (
             80,
             False,
-            ("the session has been idle for 1 min 20 s and gives its 4 H100 back in 20.0 s; any call keeps it", False),
+            (
+                "the session has been idle for 1 min 20 s and will release its 4 H100 in 20.0 s; "
+                "any call keeps the session",
+                False,
+            ),
         ),
         (90, True, ("", False)),
-        (100, True, ("the session, idle for 1 min 40 s, has ended: its 4 H100 are given back", True)),
-        (100, False, ("the session, idle for 1 min 40 s, has ended: its 4 H100 are given back", True)),
+        (100, True, ("the session ended after it was idle for 1 min 40 s: it released its 4 H100", True)),
+        (100, False, ("the session ended after it was idle for 1 min 40 s: it released its 4 H100", True)),
     ],
 )
 def test_an_idle_session_warns_once_and_ends(idle_s: float, warned: bool, expected: tuple[str, bool]) -> None:

@@ -172,9 +172,9 @@ def test_a_node_that_is_away_is_not_used_and_said_to_be_away() -> None:
     ("run", "nodes", "sentence"),
     [
         (wanted("r1"), [], "no node has joined this server yet"),
-        (wanted("r1", pool="x"), [node("n1", H100=1)], "pool 'x' has no nodes; pools that have: default"),
-        (wanted("r1"), [node("n1", A10=4), node("n2", A10=2)], "no node has H100; there is 6 A10"),
-        (wanted("r1"), [node("n1", CPU=4)], "no node has H100; there is no GPU"),
+        (wanted("r1", pool="x"), [node("n1", H100=1)], "pool 'x' has no nodes; pools with nodes: default"),
+        (wanted("r1"), [node("n1", A10=4), node("n2", A10=2)], "no node has H100; the nodes have 6 A10"),
+        (wanted("r1"), [node("n1", CPU=4)], "no node has H100; the nodes have no GPU"),
         (wanted("r1", 1, None), [node("n1", CPU=4)], 'no node has a GPU; gpu_type="CPU" runs on CPU slots'),
         (
             wanted("r1", 1, None),
@@ -199,7 +199,7 @@ def test_a_node_that_is_away_is_not_used_and_said_to_be_away() -> None:
         (
             wanted("r1", platform="linux-aarch64"),
             [Node(id="a", name="n1", platform="linux-x86_64", total={"H100": 1})],
-            "made on linux-aarch64, and the nodes are linux-x86_64",
+            "the run needs linux-aarch64, and the nodes are linux-x86_64",
         ),
         (
             wanted("r1", platform="linux-x86_64", pool="a"),
@@ -207,7 +207,7 @@ def test_a_node_that_is_away_is_not_used_and_said_to_be_away() -> None:
                 Node(id="a", name="n1", pool="a", platform="linux-aarch64", total={"H100": 1}),
                 Node(id="b", name="n2", pool="b", platform="linux-x86_64", total={"H100": 1}),
             ],
-            "no node of pool 'a' is what it needs (linux-x86_64)",
+            "no node of pool 'a' is suitable: the run needs linux-x86_64",
         ),
     ],
 )
@@ -220,10 +220,10 @@ def test_F82_who_is_not_let_into_a_reserved_pool_reads_who_is_and_who_is_lent_so
     made = planner(nodes, [wanted("r1"), wanted("r2", priority=BEST_EFFORT)])
     made.apply([PoolSeen(Pool(name="gold", reserved=True)), PoolSeen(Pool(name="lab", reserved=True))])
     decided = Decided(made)
-    closed = "every node is in a reserved pool, which has to be named: gold, lab"
+    closed = "every node is in a reserved pool, which the run must name: gold, lab"
     assert [decided.said(run_id) for run_id in ("r1", "r2")] == [closed, closed]
     made.apply([PoolSeen(Pool(name="gold", reserved=True, lends=True))])
-    lent = f"{closed}; runs of BEST_EFFORT with resume=True or a short timeout= are lent devices of gold"
+    lent = f"{closed}; runs of BEST_EFFORT with resume=True or a short timeout= may borrow devices of gold"
     assert [Decided(made).said(run_id) for run_id in ("r1", "r2")] == [lent, lent]
 
 

@@ -85,7 +85,7 @@ _NEEDS = "needs 8 H100 on one node; "
         (wait(count=16, one_node=False, node="", free=0), "needs 16 H100; none free; you are 2nd"),
         (
             wait(free=2, outside=2, place=1),
-            _NEEDS + "2 free on n3; 2 of it used by others than this server, or in quarantine; you are 1st",
+            _NEEDS + "2 free on n3; 2 in use outside of this server, or in quarantine; you are 1st",
         ),
         (
             wait(free=0, holders=tuple(holder(f"bob/{number}", 1) for number in range(6)), place=1),
@@ -110,9 +110,9 @@ _NEEDS = "needs 8 H100 on one node; "
             "needs 2 H100 on one node; 5 free on n3, kept for dave/llm, which is ahead, from 14:20 on; "
             "with timeout= of at most 2 h 20 min it would start now; you are 2nd",
         ),
-        (wait(WaitReason.RESERVED), _NEEDS + "5 free on n3, kept for others that are ahead; you are 2nd"),
-        (wait(WaitReason.TURN), _NEEDS + "5 free on n3, and others are ahead; you are 2nd"),
-        (wait(WaitReason.TURN, node="", free=0), _NEEDS + "it was not looked at yet; you are 2nd"),
+        (wait(WaitReason.RESERVED), _NEEDS + "5 free on n3, kept for runs that are ahead; you are 2nd"),
+        (wait(WaitReason.TURN), _NEEDS + "5 free on n3, and other runs are ahead; you are 2nd"),
+        (wait(WaitReason.TURN, node="", free=0), _NEEDS + "the scheduler has not examined the run yet; you are 2nd"),
         (
             wait(WaitReason.MAKING_ROOM, holders=(holder("bob/sweep", 3, "14:20", is_leaving=True),), place=1),
             _NEEDS + "5 free on n3; bob/sweep was asked to give back its 3 by about 14:20; you are 1st",
@@ -123,12 +123,11 @@ _NEEDS = "needs 8 H100 on one node; "
         ),
         (
             wait(holders=(holder("bob/be", 3, asked_ns=at("14:20")),), place=1),
-            _NEEDS + "5 free on n3; bob/be holds 3 and is asked to make room at 14:20; you are 1st",
+            _NEEDS + "5 free on n3; bob/be holds 3 and is preempted at 14:20; you are 1st",
         ),
         (
             wait(holders=(holder("bob/be", 3, "14:50", is_bound=True, asked_ns=at("14:20")),), place=1),
-            _NEEDS + "5 free on n3; bob/be holds 3 until 14:50 at the latest, and is asked to make room at 14:20; "
-            "you are 1st",
+            _NEEDS + "5 free on n3; bob/be holds 3 until 14:50 at the latest, and is preempted at 14:20; you are 1st",
         ),
         (
             wait(holders=(holder("bob/be", 3, "14:10", asked_ns=at("14:20")),), place=1),
@@ -142,7 +141,7 @@ _NEEDS = "needs 8 H100 on one node; "
         (
             wait(WaitReason.CALENDAR, free=8, owner="alice", turns_ns=at("07:00")),
             _NEEDS
-            + "8 free on n3, which is alice's from 07:00 on: only what ends before that may start there; you are 2nd",
+            + "8 free on n3, which is alice's from 07:00 on: only runs that end before may start there; you are 2nd",
         ),
         (
             wait(WaitReason.AWAY, node="", free=0, words="n1 has been silent since 12:03:05", place=1),
@@ -153,10 +152,10 @@ _NEEDS = "needs 8 H100 on one node; "
             "it is tried again at 12:00:05",
         ),
         (
-            wait(WaitReason.UNSATISFIABLE, words="no node has H100; there is 6 A10", place=0),
-            "no node has H100; there is 6 A10",
+            wait(WaitReason.UNSATISFIABLE, words="no node has H100; the nodes have 6 A10", place=0),
+            "no node has H100; the nodes have 6 A10",
         ),
-        (Wait(run_id="r1", reason=WaitReason.CAPACITY), "it was not looked at yet"),
+        (Wait(run_id="r1", reason=WaitReason.CAPACITY), "the scheduler has not examined the run yet"),
         (wait(words="the rest is in pool search"), _NEEDS + "5 free on n3; the rest is in pool search; you are 2nd"),
     ],
 )

@@ -257,8 +257,8 @@ def test_a_run_that_never_started_costs_nothing_and_says_why(tmp_path: Path) -> 
     account = AttemptAccount(launch(tmp_path), FakeClock())
     ended = msgspec.structs.replace(ENDED, state=State.FAILED, reason=Reason.START_FAILED)
     receipt = account.receipt(ended, (), {}, ())
-    assert (receipt.reason, receipt.gpu_ms, receipt.gpus, receipt.gate) == ("start_failed", 0, (), "nothing was taken")
-    assert (receipt.warm, receipt.warm_reason, receipt.peak_memory_bytes) == (False, "no stem came", None)
+    assert (receipt.reason, receipt.gpu_ms, receipt.gpus, receipt.gate) == ("start_failed", 0, (), "no device was reserved")
+    assert (receipt.warm, receipt.warm_reason, receipt.peak_memory_bytes) == (False, "no stem arrived", None)
     assert set(msgspec.structs.asdict(receipt.segments).values()) == {None}
 
 
@@ -332,7 +332,7 @@ HELD = Verdict(ok=False, evidence="pid 7 still holds 2.0 GiB")
 @pytest.mark.parametrize(
     ("count", "verdicts", "kind", "sentence"),
     [
-        (0, {}, DeviceKind.GPU, "nothing was taken"),
+        (0, {}, DeviceKind.GPU, "no device was reserved"),
         (1, {"a": Verdict(ok=True, evidence="no process")}, DeviceKind.GPU, "1 GPU verified free: no process"),
         (
             2,

@@ -120,8 +120,8 @@ def test_the_table_of_the_configuration(tmp_path: Path, table: str, policy: Poli
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("days = -1", "days must be a number from 0 on, not -1.0"),
-        ("gib = nan", "gib must be a number from 0 on, not nan"),
+        ("days = -1", "days must be a number of at least 0, not -1.0"),
+        ("gib = nan", "gib must be a number of at least 0, not nan"),
         ("weeks = 2", "Object contains unknown field `weeks`"),
         ("days = '7'", "Expected `float`, got `str` - at `$.days`"),
     ],

@@ -42,13 +42,13 @@ GATE_CASES = {
         IDLE,
         Usage((), 3 * MIB, False),
         True,
-        "memory only: 3 MiB used (baseline 3 MiB), processes are not visible from here",
+        "memory only: 3 MiB used (baseline 3 MiB), processes are not visible here",
     ),
     "hidden, held": (
         IDLE,
         Usage((), 2 * GIB, False),
         False,
-        "memory only: 2.0 GiB used (baseline 3 MiB), processes are not visible from here",
+        "memory only: 2.0 GiB used (baseline 3 MiB), processes are not visible here",
     ),
     "no baseline, idle": (
         None,
@@ -74,7 +74,7 @@ GATE_CASES = {
         Usage((LEFTOVER,), 2 * GIB, True),
         Usage((LEFTOVER,), 2 * GIB, True),
         True,
-        "no process beside pid 4242 (python), 2.0 GiB used (baseline 2.0 GiB)",
+        "no process except pid 4242 (python), 2.0 GiB used (baseline 2.0 GiB)",
     ),
     "same pid, another program": (
         Usage((GpuProcess(4242, 2 * GIB, "bash"),), 2 * GIB, True),
@@ -92,7 +92,7 @@ GATE_CASES = {
         Usage((DISPLAY,), 203 * MIB, True),
         Usage((GpuProcess(900, 500 * MIB, "Xorg", True), GpuProcess(901, 300 * MIB, "firefox", True)), 803 * MIB, True),
         True,
-        "no process beside pid 900 (Xorg), pid 901 (firefox), 803 MiB used (baseline 203 MiB)",
+        "no process except pid 900 (Xorg), pid 901 (firefox), 803 MiB used (baseline 203 MiB)",
     ),
     "renderer left behind": (
         IDLE,
@@ -154,7 +154,7 @@ FOREIGN_CASES = {
     "process without memory": (Usage((GpuProcess(7, 0),), 3 * MIB, True), "pid 7 holds 0 MiB"),
     "memory only": (
         Usage((), 2 * GIB, False),
-        "2.0 GiB used by processes that are not visible from here (memory only)",
+        "2.0 GiB used by processes that are not visible here (memory only)",
     ),
     "display": (Usage((DISPLAY, GpuProcess(901, 300 * MIB, "firefox", True)), 510 * MIB, True), None),
     "large renderer": (Usage((GpuProcess(5, 2 * GIB, "r", True),), 2 * GIB, True), "pid 5 (r) holds 2.0 GiB"),
@@ -213,7 +213,7 @@ def test_gate_does_not_pause_when_everything_is_clean() -> None:
 
 def test_device_that_the_provider_forgets_is_not_clean() -> None:
     verdicts = verify(Script(), ["a"], {"a": IDLE}, GatePolicy(pauses_s=()), lambda _: None)
-    assert verdicts == {"a": Verdict(False, "nothing is known about this device")}
+    assert verdicts == {"a": Verdict(False, "no usage is known for this device")}
 
 
 def test_a_gate_without_patience_or_with_a_negative_pause() -> None:

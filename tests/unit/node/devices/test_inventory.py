@@ -62,7 +62,7 @@ def test_F23_broken_gpu_is_listed_with_its_reason_and_the_others_stay(error: Fak
     provider, _ = nvml_provider(Card("GPU-a", 1), Card("GPU-b", 2, broken=error), Card("GPU-c", 3))
 
     assert [(device.index, device.uuid) for device in provider.devices()] == [(0, "GPU-a"), (1, "GPU-c")]
-    assert provider.unavailable() == (Unavailable("GPU 1 as the driver counts", f"NVML: {error}"),)
+    assert provider.unavailable() == (Unavailable("GPU 1 in the driver's order", f"NVML: {error}"),)
 
 
 def test_gpu_cut_into_slices_is_not_lent() -> None:

@@ -337,7 +337,7 @@ def test_an_exception_over_the_size_limit_is_told_in_words(tmp_path: Path) -> No
         (SystemExit(0), Reason.SYSTEM_EXIT, "rank 1 called sys.exit before it returned a result: exit code 0\n"),
         (SystemExit("no data"), Reason.SYSTEM_EXIT, "exit code 1 (no data)"),
         (KeyboardInterrupt(), Reason.RANK_INTERRUPTED, "rank 1 raised KeyboardInterrupt"),
-        (asyncio.CancelledError("stop"), Reason.RANK_CANCELLED, "was cancelled from inside"),
+        (asyncio.CancelledError("stop"), Reason.RANK_CANCELLED, "raised a cancellation"),
     ],
 )
 def test_F07_what_would_end_the_caller_becomes_a_run_error(

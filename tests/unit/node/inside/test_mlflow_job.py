@@ -365,7 +365,7 @@ def test_F44_what_ranks_log_while_the_server_does_not_answer_arrives_when_it_doe
     in_background(lambda: there.log_batch("r1", [100], [], []))
     assert there.points[-1] == 100, "at once, as before"
     said = capsys.readouterr().err
-    assert said.count("MLflow does not answer; what ranks log meanwhile is sent once it does") == 1
+    assert said.count("MLflow does not answer. Each rank holds its newest") == 1
     assert said.count("MLflow answers again") == 1
 
 

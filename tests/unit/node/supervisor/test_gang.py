@@ -76,7 +76,7 @@ def test_F45_a_cluster_that_memory_ended_is_told_as_that(
     [event] = line.hear(event="failed", failure={"kind": kind, "message": "Ray on node n1 is gone"})
     assert isinstance(event, RankFailed)
     assert event.failure.reason is Reason.HOST_OOM
-    assert event.failure.detail.startswith("ended by the kernel because host memory ran out")
+    assert event.failure.detail.startswith("killed by the kernel because host memory ran out")
     [event] = line.hear(event="failed", failure={"kind": "exception", "type": "E", "message": "m"})
     assert isinstance(event, RankFailed)
     assert event.failure.reason is Reason.RANK_RAISED

@@ -14,8 +14,8 @@ from tests.support.golden import golden
 
 RUNNING = Attempt(run_id="r", fence=1, world_size=2, limits=Limits(), state=State.RUNNING)
 WARNING = (
-    "no device has done anything for 48 min 00 s: the run is stopped in 12 min 00 s (idle_timeout); "
-    "work, output or `attach` keeps it"
+    "no device has been busy for 48 min 00 s: the run will stop in 12 min 00 s (idle_timeout); "
+    "work, output or `attach` keeps it running"
 )
 
 
@@ -52,7 +52,7 @@ def test_idle_devices_are_warned_of_and_then_the_run_is_stopped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("work", "told"), [(True, ["the devices work again", ""]), (False, ["the run gets on again", ""])]
+    ("work", "told"), [(True, ["the devices work again", ""]), (False, ["the run makes progress again", ""])]
 )
 def test_work_output_and_visits_take_a_warning_back(work: bool, told: list[str]) -> None:
     scene = Scene()
@@ -92,7 +92,7 @@ def test_a_crew_of_several_says_how_far_it_is_and_warns_and_stops_nothing_by_its
     assert scene.live(4000) == [] and scene.told == []
     assert levels == [IdleVerdict.WARN, IdleVerdict.STOP]
     scene.watch.judged(IdleVerdict.WARN)
-    assert scene.told[0].startswith("no device of any node has done anything for 1 h 0")
+    assert scene.told[0].startswith("no device of any node has been busy for 1 h 0")
     scene.watch.judged(IdleVerdict.GO_ON)
     assert scene.told[1:] == [golden("node.idleness.devices-run-work"), ""]
     scene.live(5, busy=True)

@@ -120,7 +120,7 @@ def test_a_variable_turns_a_switch_on_or_off(tmp_path: Path, name: str, text: st
         ("SGPU_PARTITION_GRACE", "1s", "SGPU_PARTITION_GRACE: partition_grace is 1s"),
         ("SGPU_TLS_CERT", "a.pem", "SGPU_TLS_CERT: tls_cert comes without tls_key"),
         ("SGPU_BEHIND_PROXY", "10.0.0.9,proxy.internal", "SGPU_BEHIND_PROXY: behind_proxy: 'proxy.internal' does not"),
-        ("SGPU_BEHIND_PROXY", "0.0.0.0/0", "which is everybody"),
+        ("SGPU_BEHIND_PROXY", "0.0.0.0/0", "which includes every address"),
     ],
 )
 def test_what_is_wrong_in_a_variable_is_said_with_its_name(tmp_path: Path, variable: str, text: str, says: str) -> None:

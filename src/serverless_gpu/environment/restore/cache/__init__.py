@@ -1,5 +1,6 @@
-"""The cache of units on a node: fetched, unpacked, verified, locked, evicted.
+"""The cache of units on a node: fetches, unpacks, verifies, locks and evicts them.
 
-Restore and garbage collection call `unit_cache.py`. Failure cases: a unit altered on disk is found by its seal
-(`unit_integrity.py`) and fetched again; a full disk evicts first (`eviction.py`).
+Restore and garbage collection call `unit_cache.py`. Failure cases: a unit was changed on the disk, or the disk is full.
+`unit_integrity.py` finds a changed unit by its seal, and the cache fetches the unit again. `eviction.py` makes space on
+a full disk.
 """

@@ -1,27 +1,27 @@
-"""The cache's directory `<home>/environments`: paths, documents, locks, and the disk that it is on.
+"""The cache's directory `<home>/environments`: its paths, documents, locks and disk.
 
-    units/<aa>/<address>/   site/ prefix/  the unit, read-only · unit, outline: its documents · note: how it came, and
-                            its seal · bytecode: identities of what was compiled
-    units/<aa>/.new-*       being unpacked, by the holder of the unit's lock
-    trees/<address>/        members: its units · used, looked: when last · snapshot · overlay/ or tree/: what restore
-                            made
-    */.old-*                replaced or evicted, not deleted yet because a reader may use it
-    locks/<address>         shared by all who use the environment · <address>.making · units/<address> · evicting
-    interpreters            what those of this machine have said they are
-    layers/                 short names of units' directories, for mounts (`unit_metadata.py`)
-    linked                  there if trees may have links to files of units (`unit_integrity.py`)
-    view                    where overlays are mounted, in the namespaces of those who use them
+    units/<aa>/<address>/   site/ prefix/: the unit, read-only · unit, outline: its documents · note: its arrival and
+                            its seal · bytecode: identities of compiled files
+    units/<aa>/.new-*       a unit that the holder of its lock is unpacking
+    trees/<address>/        members: its units · used, looked: times of the last use and check · snapshot · overlay/ or
+                            tree/: the result of the restore
+    */.old-*                a replaced or evicted directory that a reader may still use
+    locks/<address>         shared by all users of the environment · <address>.making · units/<address> · evicting
+    interpreters            descriptions of this machine's interpreters
+    layers/                 short names of unit directories, for mounts (`unit_metadata.py`)
+    linked                  exists if trees may have links to files of units (`unit_integrity.py`)
+    view                    mount point of overlays, in the namespaces of their users
 
-What has no dot at its front is whole: it came there by a rename. Nothing in a cache is written to the disk before it is
-used (30,000 files would take seconds), so what an earlier boot of this machine left is read again before it is
-believed.
+An entry whose name has no leading dot is complete, because a rename put it there. The cache does not sync files to the
+disk before their first use, because syncing 30,000 files takes seconds. So after a reboot the cache reads unsynced
+files again before it trusts them.
 
-Locks are files with a flock, which the kernel releases when their holder dies. A lock file may be removed by the
-process that holds it exclusively, so a process that gets a lock looks whether the file is still the one that has the
-name, and tries again if not. Programs that are executed inherit no descriptor, unless it is handed on.
+Locks are files with a flock. The kernel releases a lock when its holder dies. The exclusive holder of a lock may remove
+the lock file. So a process that gets a lock checks that the path still names its file, and tries again if not. Executed
+programs inherit no lock descriptor unless the caller passes one on.
 
-Failure cases, all `StorageError`: a holder that keeps a lock for longer than the bound, a directory that cannot be
-written, a full disk (`DiskFull`).
+Failure cases, all `StorageError`: a process holds a lock for too long, a directory cannot be written, or the disk is
+full (`DiskFull`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from serverless_gpu.json_codec import from_msgpack
 from serverless_gpu.units import format_bytes
 
 LINKED = "linked"
-"""Below the root: links lead to files of units, so these are looked at before each use."""
+"""A marker file in the root: links lead to files of units, so the cache checks these files before each use."""
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _Value = TypeVar("_Value")
@@ -57,19 +57,19 @@ _FILES_MIN = 1000
 
 
 class UnitNote(msgspec.Struct, frozen=True, kw_only=True):
-    """How a unit came into the cache."""
+    """The record of a unit's arrival in the cache and of its last check."""
 
-    size: int  # bytes it takes
+    size: int  # disk space of the unit, in bytes
     boot: str
     settled: bool = False
-    looked_ns: int = 0  # when it was last looked at, since that boot
-    # its seal (`unit_integrity.py`), when its bytes were last known to be right; b"" before it had one
+    looked_ns: int = 0  # Time of the last check, on the clock of that boot.
+    # Seal (`unit_integrity.py`) from the last time that the unit's bytes were verified; b"" before the first seal.
     files: bytes = b""
     documents: bytes = b""
 
 
 class LastLook(msgspec.Struct, frozen=True, kw_only=True):
-    """When all units of an environment were last looked at: in which boot, and when since then."""
+    """The last check of all units of an environment: the boot, and the time on the clock of that boot."""
 
     boot: str
     at_ns: int
@@ -86,10 +86,10 @@ class CachePaths:
         self.view = root / "view"
         self.linked = root / LINKED
         self.layers = root / "layers"
-        self._known: dict[str, Path] = {}  # a path costs more to make than to look up, and an environment has hundreds
+        self._known: dict[str, Path] = {}  # Making a path costs more than a lookup, and an environment has hundreds.
 
     def unit(self, address: str) -> Path:
-        """Return where a unit is, or would be."""
+        """Return the directory of a unit, which need not exist."""
         known = self._known.get(address)
         if known is None:
             known = self._known[address] = self.units / address[:2] / address
@@ -100,11 +100,11 @@ class CachePaths:
         return self.locks / "units" / address
 
     def environment(self, address: str) -> Path:
-        """Return where what was made of a snapshot is."""
+        """Return the directory of everything that restore made of a snapshot."""
         return self.trees / address
 
     def use_lock(self, address: str) -> Path:
-        """Return the lock that all who use an environment share."""
+        """Return the lock that all users of an environment share."""
         return self.locks / address
 
     def making_lock(self, address: str) -> Path:
@@ -112,19 +112,19 @@ class CachePaths:
         return self.locks / f"{address}.making"
 
     def note(self, address: str) -> UnitNote | None:
-        """Return how a unit came here; None when it is not here."""
+        """Return the record of a unit; None when the cache does not have the unit."""
         return read_document(self.unit(address) / "note", UnitNote)
 
     def looked(self, address: str) -> Path:
-        """Return the file that says when the units of an environment were last looked at."""
+        """Return the file with the time of the last check of an environment's units."""
         return self.environment(address) / "looked"
 
     def compiling_lock(self) -> Path:
-        """Return the lock that all who compile share, so that a look does not take their files for altered ones."""
+        """Return the lock that compiling processes share, so that a check does not remove their new files."""
         return self.locks / "compiling"
 
     def write_note(self, address: str, note: UnitNote) -> None:
-        """Write how a unit came here, and keep when that was."""
+        """Write the record of a unit, and keep its file time, which is the time of the fetch."""
         path = self.unit(address) / "note"
         before = path.stat().st_mtime_ns
         write_document(path, note)
@@ -132,7 +132,7 @@ class CachePaths:
 
 
 def read_document(path: Path, kind: type[_Value]) -> _Value | None:
-    """Return a document of ours; None when it is not there or cannot be read."""
+    """Return a document of the cache; None when it is missing or not valid."""
     try:
         return from_msgpack(path.read_bytes(), kind)
     except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
@@ -140,7 +140,7 @@ def read_document(path: Path, kind: type[_Value]) -> _Value | None:
 
 
 def write_document(path: Path, value: object) -> None:
-    """Write a document of ours, at once or not at all."""
+    """Write a document of the cache atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(msgspec.msgpack.encode(value))
@@ -151,14 +151,14 @@ def write_document(path: Path, value: object) -> None:
 
 
 def make_public(directory: Path) -> None:
-    """Make a directory others may look into, whatever the umask is."""
+    """Make a directory that other users can read, whatever the umask is."""
     directory.mkdir(mode=0o755, parents=True, exist_ok=True)
     if directory.stat().st_mode & 0o555 != 0o555:
         directory.chmod(0o755)
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Let two directories trade places, so that there is always one of them; where that is not possible, nearly."""
+    """Exchange two directories atomically where the kernel supports it, else by three renames."""
     libc = ctypes.CDLL(None, use_errno=True)
     rename = getattr(libc, "renameat2", None)
     names = os.fsencode(one), os.fsencode(other)
@@ -170,25 +170,25 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def put_aside(directory: Path) -> Path:
-    """Give a directory a name that says it is to be deleted, and return that."""
+    """Rename a directory so that a sweep deletes it, and return the new path."""
     aside = directory.with_name(f".old-{directory.name.removeprefix('.new-')}-{os.urandom(4).hex()}")
     directory.rename(aside)
     return aside
 
 
 def delete(directory: Path) -> None:
-    """Delete a directory with everything in it; what another process deletes at the same time is no error."""
+    """Delete a directory tree; ignore entries that another process deletes at the same time."""
     with contextlib.suppress(FileNotFoundError):
         try:
             shutil.rmtree(directory)
-        except PermissionError:  # trees of links cannot be written, also not by their owner
+        except PermissionError:  # Directories of link trees are read-only, also for their owner.
             for here, _, _ in os.walk(directory):
                 os.chmod(here, 0o700)
             shutil.rmtree(directory)
 
 
 def write_to_disk(directory: Path) -> None:
-    """Wait until everything on the file system of a directory is on its disk."""
+    """Sync the file system of a directory to its disk, and wait for the end."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -199,7 +199,7 @@ def write_to_disk(directory: Path) -> None:
 
 
 def try_lock(path: Path, *, shared: bool = False) -> int | None:
-    """Return a descriptor that holds the lock, or None when another process has it."""
+    """Return a descriptor that holds the lock, or None while another process holds it."""
     for _ in range(_TRIES):
         fd = _open(path)
         try:
@@ -210,22 +210,22 @@ def try_lock(path: Path, *, shared: bool = False) -> int | None:
         except OSError as error:
             os.close(fd)
             raise StorageError(f"The file {path} cannot be locked: {error.strerror}.") from error
-        with contextlib.suppress(FileNotFoundError):  # its last holder may have removed the file
+        with contextlib.suppress(FileNotFoundError):  # The last holder may have removed the file.
             if os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd)):
                 return fd
         os.close(fd)
-    raise StorageError(f"The lock file {path} is removed again and again.")
+    raise StorageError(f"Other processes remove the lock file {path} again and again.")
 
 
 def lock(path: Path, *, shared: bool = False, wait_s: float) -> int:
-    """Return a descriptor that holds the lock, once it is free."""
+    """Wait for the lock, and return a descriptor that holds it."""
     deadline = time.monotonic() + wait_s
     pause = _PAUSE_S
     while (fd := try_lock(path, shared=shared)) is None:
         if time.monotonic() > deadline:
             raise StorageError(
-                f"The lock {path} has been held for more than {wait_s:.0f} s.",
-                hint=f"find out who holds it: fuser {path}",
+                f"Another process has held the lock {path} for more than {wait_s:.0f} s.",
+                hint=f"find the process that holds it: fuser {path}",
             )
         time.sleep(pause)
         pause = min(2 * pause, _PAUSE_S_MAX)
@@ -234,7 +234,7 @@ def lock(path: Path, *, shared: bool = False, wait_s: float) -> int:
 
 @contextlib.contextmanager
 def locked(path: Path, *, shared: bool = False, wait_s: float) -> Iterator[None]:
-    """Hold a lock for as long as the block runs; see `lock`."""
+    """Hold a lock while the block runs; see `lock`."""
     fd = lock(path, shared=shared, wait_s=wait_s)
     try:
         yield
@@ -255,23 +255,23 @@ def _open(path: Path) -> int:
 
 
 class DiskFull(StorageError):
-    """A disk has no room for an environment."""
+    """A disk has no space for an environment."""
 
 
 def free_bytes(directory: Path) -> int:
-    """Return how much an ordinary user can still write there."""
+    """Return how many bytes an ordinary user can still write to the disk of a directory."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
 
 
 def total_bytes(directory: Path) -> int:
-    """Return how large the disk is."""
+    """Return the size of the disk of a directory, in bytes."""
     status = os.statvfs(directory)
     return status.f_blocks * status.f_frsize
 
 
 def disk_of(directory: Path) -> Path:
-    """Return where the disk of a directory is mounted."""
+    """Return the mount point of a directory's disk."""
     place = Path(os.path.realpath(directory))
     device = os.stat(place).st_dev
     while place != place.parent and os.stat(place.parent).st_dev == device:
@@ -280,30 +280,30 @@ def disk_of(directory: Path) -> Path:
 
 
 def occupied_bytes(size: int, files: int) -> int:
-    """Return about how much files take on a disk: half a block more each than they hold, and their entries."""
+    """Estimate the disk space of files: their content, half a block each, and their directory entries."""
     return size + files * (_BLOCK_BYTES // 2 + 256)
 
 
 def is_full(error: OSError) -> bool:
-    """Return whether this error means that the disk, or the user's share of it, is full."""
+    """Return whether an error means that the disk, or the user's quota, is full."""
     return error.errno in _FULL
 
 
 def full(directory: Path, needed: int, floor: int) -> DiskFull:
-    """Return the error that says a disk is full.
+    """Return the error for a full disk.
 
-    `needed` bytes were to be written, and `floor` bytes have to stay free.
+    `needed` bytes were to be written. `floor` bytes must stay free.
     """
     status = os.statvfs(directory)
     if status.f_files and status.f_favail < _FILES_MIN:
         return DiskFull(
             f"The disk at {disk_of(directory)} is full: no more files can be made in {directory}, "
             f"though {format_bytes(free_bytes(directory))} are free.",
-            hint="delete files there, or let SERVERLESS_GPU_HOME name a directory on a disk with more inodes",
+            hint="delete files there, or set SERVERLESS_GPU_HOME to a directory on a disk with more inodes",
         )
-    kept = f", and {format_bytes(floor)} of it stay free" if floor else ""
+    kept = f", and {format_bytes(floor)} of it must stay free" if floor else ""
     return DiskFull(
         f"The disk at {disk_of(directory)} is full: {format_bytes(free_bytes(directory))} are free{kept}; "
         f"the environment needs {format_bytes(needed)} more in {directory}.",
-        hint="make space there, or let SERVERLESS_GPU_HOME name a directory on a larger disk",
+        hint="make space there, or set SERVERLESS_GPU_HOME to a directory on a larger disk",
     )

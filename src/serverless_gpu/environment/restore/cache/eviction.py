@@ -1,13 +1,13 @@
-"""Removes units from the cache when it is too large or the disk too full, and what killed processes left behind.
+"""Removes units when the cache is too large or the disk too full, and leftovers of killed processes.
 
-    evicting (exclusive) ─ look at everything · for each unit: lock and move aside the environments made of it, then it
-    released             ─ delete what was moved aside
+    evicting (exclusive) ─ list everything · for each unit: lock it, move its environments aside, then the unit
+    released             ─ delete the directories that were moved aside
 
-A unit was last used when the last environment that holds it was restored, or when it was fetched. The unit that has not
-been used for longest goes first, together with the environments made of it; a unit in use never goes.
+The last use of a unit is its fetch, or the last restore of an environment that contains it. The cache evicts the least
+recently used unit first, together with the environments that contain it. It never evicts a unit in use.
 
-A restore writes down which units it is going to use while it holds `evicting` shared, and the lock of its environment:
-so either it is seen here, or it starts when this is done and finds what is missing missing.
+A restore records the units that it will use while it shares the lock `evicting` and holds the lock of its environment.
+So either the eviction sees this record, or the restore starts after the eviction and finds the removed units missing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LEFT = re.compile(r"\.(?P<what>new|old)-(?P<address>[0-9a-f]{64})(-[0-9a-f]{8})
 
 
 def evict(places: CachePaths, excess: int, keep: Collection[str] = ()) -> int:
-    """Remove units, and what was made of them, until so many bytes are gone or nothing more may go."""
+    """Remove units and their environments until `excess` bytes are gone or no other unit may go."""
     gone: list[Path] = []
     freed = 0
     with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):
@@ -53,7 +53,7 @@ def evict(places: CachePaths, excess: int, keep: Collection[str] = ()) -> int:
 
 
 def forget(places: CachePaths, keep: int) -> None:
-    """Remove environments that are not in use, without their units; keep those used last."""
+    """Remove environments that are not in use, but not their units; keep the most recently used ones."""
     gone: list[Path] = []
     with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):
         unused = [each for each in environments(places) if not each.held]
@@ -64,8 +64,9 @@ def forget(places: CachePaths, keep: int) -> None:
 
 
 def sweep(places: CachePaths) -> None:
-    """Delete what was being made by processes that died, and what was replaced and is not looked at any more."""
-    with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):  # who looks at the same time would find all in use
+    """Delete unfinished directories of dead processes, and replaced directories that no process uses."""
+    # A process that tries the same locks at the same time would find all in use.
+    with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):
         in_use = frozenset[str]().union(*(seen.units for seen in environments(places) if seen.held))
     for parent in (*_directories(places.units), places.trees):
         for directory in _directories(parent):
@@ -80,7 +81,7 @@ def sweep(places: CachePaths) -> None:
 
 
 def evicting_lock(places: CachePaths) -> Path:
-    """Return the lock of an eviction; a restore holds it shared while it writes down its units."""
+    """Return the lock of an eviction; a restore shares it while it records its units."""
     return places.locks / "evicting"
 
 
@@ -98,7 +99,7 @@ def units(places: CachePaths) -> list[CachedUnit]:
 
 
 def environments(places: CachePaths) -> list[CachedEnvironment]:
-    """Return all environments that were restored here, and whether they are in use."""
+    """Return all environments that this node has restored, and whether they are in use."""
     found = []
     for directory in _directories(places.trees):
         members = read_document(directory / "members", list[str]) if _ADDRESS.fullmatch(directory.name) else None
@@ -118,7 +119,7 @@ def environments(places: CachePaths) -> list[CachedEnvironment]:
 
 
 class CachedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """An environment that was restored: its units, when it was last asked for, and whether it is in use now."""
+    """A restored environment: its units, the time of its last use, and whether it is in use now."""
 
     address: str
     units: frozenset[str]
@@ -127,7 +128,7 @@ class CachedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CachedUnit(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit in the cache: the bytes it takes, and when it was fetched."""
+    """A unit in the cache: its size on the disk, and the time of its fetch."""
 
     address: str
     size: int
@@ -135,7 +136,7 @@ class CachedUnit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvictionStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One unit to remove, after the environments that were made of it."""
+    """One unit to remove, after the environments that contain it."""
 
     unit: str
     environments: tuple[str, ...]
@@ -145,7 +146,7 @@ class EvictionStep(msgspec.Struct, frozen=True, kw_only=True):
 def plan_eviction(
     environments: Sequence[CachedEnvironment], units: Sequence[CachedUnit], *, excess: int, keep: Collection[str] = ()
 ) -> tuple[EvictionStep, ...]:
-    """Return what to remove, in this order, until enough is gone."""
+    """Return the units to remove, in order, until `excess` bytes are gone."""
     pinned = set(keep)
     used = {unit.address: unit.used_ns for unit in units}
     holders: dict[str, list[str]] = {}
@@ -167,7 +168,10 @@ def plan_eviction(
 
 
 def _carry_out(places: CachePaths, step: EvictionStep) -> list[Path]:
-    """Move a unit aside, after what was made of it; return what was moved, the unit last if it could be."""
+    """Move a unit's environments aside, then the unit, and return the moved directories.
+
+    An environment that came into use ends the step early. The unit's directory is the last one if it was moved.
+    """
     aside: list[Path] = []
     for address in step.environments:
         moved = _put_environment_aside(places, address)
@@ -186,7 +190,7 @@ def _carry_out(places: CachePaths, step: EvictionStep) -> list[Path]:
 
 
 def _put_environment_aside(places: CachePaths, address: str) -> list[Path] | None:
-    """Move what was made of a snapshot aside, and remove its locks; None when a process came to use it just now."""
+    """Move an environment aside and remove its locks; return None when a process has begun to use it."""
     moved: list[Path] = []
     lock = try_lock(places.use_lock(address))
     if lock is None:
@@ -205,7 +209,10 @@ def _put_environment_aside(places: CachePaths, address: str) -> list[Path] | Non
 
 
 def _delete_with_links(places: CachePaths, directory: Path) -> None:
-    """Delete a directory; units that were right before are known to be so after links to their files are gone."""
+    """Delete a directory, and mark the unchanged units that its links led to.
+
+    Removing a link moves the change time of the file, which would otherwise make its unit suspicious.
+    """
     match = _LEFT.fullmatch(directory.name)
     if directory.parent != places.trees or match is None:
         delete(directory)
@@ -213,9 +220,7 @@ def _delete_with_links(places: CachePaths, directory: Path) -> None:
     members = read_document(directory / "members", list[str])
     members = members or read_document(places.environment(match["address"]) / "members", list[str]) or []
     lock = try_lock(linking_lock(places))
-    if (
-        lock is None
-    ):  # another process makes links, or we look at them ourselves: files whose links go now are read again later
+    if lock is None:  # Another process makes or checks links; the next check reads the files whose links go now.
         delete(directory)
         return
     try:

@@ -1,27 +1,28 @@
-"""The units of a node: each unpacked once, verified before its first use, shared read-only by all environments.
+"""The units of a node: unpacked once, verified before use, and shared read-only by all environments.
 
-    ensure ─ there, and looked at in this boot of the machine, not long ago? nothing to do
-           ├ its lock is free: fetch it   (many processes at once: each takes what no other fetches yet)
-           └ another fetches it: wait until it is there, or until they died and it is ours to fetch
-    look   ─ one sweep over its files: has anybody written to them? (`unit_integrity.py`) then every byte is read
-    verify ─ what is on the disk against its rows; a damaged unit is replaced by a rename, a reader of the old one
-             keeps seeing it
-    evict  ─ what was not used for longest goes; never what is in use
+    ensure ─ present, and checked in this boot of the machine a short time ago? nothing to do
+           ├ its lock is free: fetch it   (many processes at once: each takes units that no other process fetches)
+           └ another process fetches it: wait until it is present, or until that process has died
+    look   ─ one sweep over its files: was a file written to? (`unit_integrity.py`) then read every byte
+    verify ─ compare the disk with the unit's rows; a rename replaces a damaged unit, and its present readers
+             keep the old one
+    evict  ─ remove the least recently used units; never a unit in use
 
 `UnitFetch` brings units from a store:
 
-    all missing units ─ room for them above the floor of free disk; what was not used for longest goes first
-      each: its lock is free? ─ .new-<address>, every byte verified ─▶ <address>, from here on anybody may use it
-            another fetches it? look at it again when the others are done; the report says which is waited for
+    all missing units ─ make space above the minimum of free disk; the least recently used units go first
+      each: its lock is free? ─ .new-<address>, every byte verified ─▶ <address>, from here on any process may use it
+            another process fetches it? check it again after the others; the report names the awaited unit
 
-One stream unpacks them all (`unpack_each`), so a small unit does not wait for its own round trip. A killed process
-leaves `.new-<address>` and a lock that the kernel has freed: the next process that gets the lock begins again.
+One stream unpacks all units (`unpack_each`), so a small unit does not wait for its own round trip. A killed process
+leaves `.new-<address>` and a lock that the kernel has freed. The next process that gets the lock starts the unit again.
 
-`cache_directory.py` says where things lie, `unit_integrity.py` looks, `eviction.py` removes.
+`cache_directory.py` defines the paths, `unit_integrity.py` checks units, and `eviction.py` removes them.
 
-Failure cases: disk full (StorageError naming it; nothing half-visible, F27), a unit damaged on the disk (refetched,
-F29), a process killed at any point (the next one goes on from what is whole), a unit altered on its way or in the store
-(asked for once more, then EnvironmentCorrupt), another process that fetches one unit for an hour (StorageError).
+Failure cases: the disk is full, so StorageError names it, and no half-written unit becomes visible (F27). A unit is
+damaged on the disk, and the cache fetches it again (F29). A process is killed, and the next one continues from the
+finished units. A unit is altered in transit or in the store: the cache asks once more, then raises EnvironmentCorrupt.
+Another process fetches one unit for over an hour (StorageError).
 """
 
 from __future__ import annotations
@@ -80,27 +81,27 @@ from serverless_gpu.errors import EnvironmentCorrupt, StorageError
 from serverless_gpu.units import format_bytes
 
 CACHE_BYTES_MAX = 100 * 10**9
-"""What units may take on a node, unless said otherwise."""
+"""Limit of the disk space of all units on a node, unless configured."""
 ENVIRONMENTS_MAX = 32
-"""How many that are not in use stay assembled; each is a directory, with links a tree of all files."""
+"""Number of unused environments that stay assembled. Each is a directory; with links it is a tree of all files."""
 FLOOR_BYTES_MAX = 10**9
-_FLOOR_SHARE = 20  # of a small disk, a twentieth stays free
+_FLOOR_SHARE = 20  # One twentieth of a small disk stays free.
 _READERS = 8
-WAIT_S = 3600.0  # a fetch of one unit that takes longer hangs
+WAIT_S = 3600.0  # A fetch of one unit that takes longer is considered hung.
 _PAUSE_S = 0.02
 _TRIES = 2
 _SMALL_FILE_BYTES = 4 * 1024 * 1024
-_ROW_BYTES = 250  # a row in the documents of the cache
+_ROW_BYTES = 250  # size of one row in the documents of the cache
 
 _Document = TypeVar("_Document", bound=msgspec.Struct)
 MakeSpace = Callable[[int], None]
-"""Frees what is needed, or raises the StorageError that says how much is missing."""
+"""Frees the given number of bytes, or raises a StorageError with the missing bytes."""
 IsGood = Callable[[str], bool]
-"""Whether a unit, whose lock is held, is there already."""
+"""Returns True if the cache already has an intact unit. The caller holds the unit's lock."""
 
 
 class EnsuredUnits(msgspec.Struct, frozen=True, kw_only=True):
-    """Units that are in the cache now: where each is, how many this call fetched, and with how many bytes."""
+    """Units that are in the cache now: their directories, and the units and bytes that this call fetched."""
 
     directories: dict[str, Path]
     fetched: int = 0
@@ -110,7 +111,7 @@ class EnsuredUnits(msgspec.Struct, frozen=True, kw_only=True):
 class UnitCache(CachePaths):
     """The units and trees of a node.
 
-    `floor_bytes` stay free on the disk: None means 1 GB, or a twentieth of a smaller disk.
+    `floor_bytes` stay free on the disk. None means 1 GB, or a twentieth of a smaller disk.
     """
 
     def __init__(
@@ -128,16 +129,16 @@ class UnitCache(CachePaths):
         self.boot = self.clock.boot_id()
 
     def hold(self, snapshot: str) -> int:
-        """Return a descriptor that keeps an environment, and its units, from being evicted while it is open.
+        """Return a descriptor that protects an environment and its units from eviction while it is open.
 
-        It need not have been restored yet.
+        The environment need not be restored yet.
         """
         make_public(self.root)
         make_public(self.locks)
         return lock(self.use_lock(snapshot), shared=True, wait_s=LOCK_WAIT_S)
 
     def register(self, snapshot: Snapshot) -> None:
-        """Write down which units an environment uses, before they are ensured; the caller holds the environment."""
+        """Record the units of an environment before they are fetched. The caller holds the environment."""
         place = self.environment(snapshot.address)
         make_public(self.trees)
         with locked(evicting_lock(self), shared=True, wait_s=LOCK_WAIT_S):
@@ -147,7 +148,7 @@ class UnitCache(CachePaths):
             self.touch(snapshot.address)
 
     def touch(self, snapshot: str) -> None:
-        """Note that an environment was used now."""
+        """Record that an environment is used now."""
         now = self.clock.wall_ns()
         stamp = self.environment(snapshot) / "used"
         stamp.touch()
@@ -169,14 +170,14 @@ class UnitCache(CachePaths):
         *,
         accept: Callable[[Unit], None] = lambda unit: None,
     ) -> EnsuredUnits:
-        """Have units in the cache.
+        """Check units in the cache, and fetch the missing ones.
 
-        The caller holds an environment made of them. `accept` raises when a unit is not as it should be; it is asked
-        before a byte of it is fetched.
+        The caller holds an environment that contains the units. `accept` raises when a unit does not match its
+        snapshot. It runs before the first byte is fetched.
 
         Raises:
-            StorageError: there is no space, also after what was not used for longest had gone.
-            EnvironmentCorrupt: what the store has is altered.
+            StorageError: there is no space, even after the eviction of unused units.
+            EnvironmentCorrupt: the store's copy was altered.
             EnvironmentMissing: the store does not have a unit.
         """
         wanted = tuple(dict.fromkeys(addresses))
@@ -202,7 +203,7 @@ class UnitCache(CachePaths):
     def verify(self, address: str, blobs: StoreBlobs, report: Report = ignore_progress, *, read: bool = True) -> str:
         """Compare a unit with its rows, and replace it when it is damaged.
 
-        Returns what was wrong, or "". Without `read` only what the file system says of each file is compared.
+        Return what was wrong, or "". Without `read`, compare only the metadata of each file.
         """
         with locked(self.unit_lock(address), wait_s=WAIT_S):
             wrong = self._damage(address, read=read)
@@ -217,7 +218,8 @@ class UnitCache(CachePaths):
                 fresh = fetch.bring(blobs.read_unit(address))
             except BaseException:
                 if place.exists():
-                    put_aside(place)  # no process may begin to use it, and those that do keep it until the next sweep
+                    # No process may start to use the damaged unit. Its present users keep it until the next sweep.
+                    put_aside(place)
                 raise
             if place.exists():
                 exchange(fresh, place)
@@ -228,10 +230,9 @@ class UnitCache(CachePaths):
         return wrong
 
     def evict(self, max_bytes: int | None = None, free_floor_bytes: int | None = None) -> int:
-        """Remove what was not used for longest, until the cache is small enough and the disk has its floor free.
+        """Remove the least recently used units until the cache and the disk are within their limits.
 
-        Call it after a restore, not just before: some file systems are slow to create files right after so many were
-        deleted.
+        Call it after a restore, not just before: some file systems create files slowly after many deletions.
         """
         eviction.sweep(self)
         eviction.forget(self, ENVIRONMENTS_MAX)
@@ -242,9 +243,9 @@ class UnitCache(CachePaths):
         return eviction.evict(self, excess) if excess > 0 else 0
 
     def make_space(self, needed: int, *, keep: Collection[str]) -> None:
-        """Make room above the floor of free disk, by removing what was not used for longest.
+        """Make `needed` bytes of space above the minimum of free disk, by removing unused units.
 
-        Raises StorageError: there is no room, and nothing more may go.
+        Raises StorageError: there is no space, and no other unit may go.
         """
         if short := room(self, needed, self.floor_bytes):
             eviction.sweep(self)
@@ -253,7 +254,10 @@ class UnitCache(CachePaths):
                 raise full(self.units, needed, self.floor_bytes)
 
     def settle(self, addresses: Iterable[str]) -> None:
-        """Write units to the disk, so that a later boot need not read them all; at idle, it may take seconds."""
+        """Sync units to the disk, so that the next boot need not read them all.
+
+        Call it while the node is idle, because it may take seconds.
+        """
         notes = {address: note for address in addresses if (note := self.note(address)) and not note.settled}
         if notes:
             write_to_disk(self.units)
@@ -262,22 +266,22 @@ class UnitCache(CachePaths):
                 self.write_note(address, msgspec.structs.replace(note, settled=True))
 
     def sizes(self) -> tuple[int, int]:
-        """Return how many units there are, and the bytes they take."""
+        """Return the number of units in the cache, and the bytes that they occupy."""
         units = eviction.units(self)
         return len(units), sum(unit.size for unit in units)
 
     @property
     def floor_bytes(self) -> int:
-        """Return what has to stay free on the disk."""
+        """Return how many bytes must stay free on the disk."""
         if self._floor_bytes is not None:
             return self._floor_bytes
         return min(FLOOR_BYTES_MAX, total_bytes(self.root) // _FLOOR_SHARE)
 
     def look(self, snapshot: Snapshot) -> tuple[str, ...]:
-        """Look at the units of an environment, and put those aside that were written to.
+        """Check the units of an environment, and put modified units aside.
 
-        Each is looked at once in a boot of this machine, and again after `LOOK_S`; units that links lead to are looked
-        at by `trees.py`, before each use.
+        The cache checks each unit once per boot of this machine, and again after `LOOK_S`. `trees.py` checks units with
+        links before each use.
 
         The caller holds the environment.
         """
@@ -305,13 +309,13 @@ class UnitCache(CachePaths):
         return made
 
     def expose(self, addresses: Iterable[str]) -> None:
-        """Note that links to the files of units were made until now; the caller is the only one who does."""
+        """Record that links to the files of units were made until now. The caller holds the linking lock."""
         for address in addresses:
             expose(self.unit(address))
         self.linked.touch()
 
     def forget_made_of(self, address: str) -> None:
-        """Have what was made of a damaged unit made again for the next user."""
+        """Invalidate the trees and overlays of a damaged unit, so that their next user makes them again."""
         for environment in eviction.environments(self):
             if address in environment.units:
                 place = self.environment(environment.address)
@@ -322,8 +326,8 @@ class UnitCache(CachePaths):
         value = read_document(self.unit(address) / name, kind)
         if value is None:
             raise EnvironmentCorrupt(
-                f"unit {address[:12]} in the cache {self.units} lacks what describes it",
-                hint=f"remove {self.unit(address)}; it is fetched again",
+                f"unit {address[:12]} in the cache {self.units} lacks its documents",
+                hint=f"remove {self.unit(address)}; the next restore fetches it again",
             )
         return value
 
@@ -340,24 +344,24 @@ class UnitCache(CachePaths):
         return 0 <= self.clock.boottime_ns() - looked_ns < LOOK_S * 10**9
 
     def _is_known(self, note: UnitNote) -> bool:
-        """Return whether a unit was looked at in this boot, and not long ago."""
+        """Return whether a unit was checked in this boot, and within `LOOK_S`."""
         return note.boot == self.boot and self._is_fresh(note.looked_ns)
 
     def _survived(self, address: str) -> bool:
-        """Return whether a unit, whose lock is held, is there and right."""
+        """Return whether the cache has an intact unit. The caller holds the unit's lock."""
         return self.note(address) is not None and not self._look(address)
 
     def _look(self, address: str) -> str:
-        """Look at a unit whose lock is held; put it aside when it is wrong, and return what is."""
+        """Check a unit whose lock is held. Put it aside when it is wrong, and return what is wrong."""
         note, unit = self.note(address), self.unit(address)
         if note is None or self._is_known(note):
             return ""
         if note.boot != self.boot and not note.settled:
-            drop_bytecode(unit)  # what was not written to the disk then may be empty now
+            drop_bytecode(unit)  # After a reboot, files that were never synced may be empty.
         try:
             seal = sweep_unit(unit)
         except FileNotFoundError:
-            wrong = "what describes it is missing"
+            wrong = "its documents are missing"
         else:
             wrong = self._changed(address, note, seal)
         if wrong:
@@ -378,32 +382,32 @@ class UnitCache(CachePaths):
         return changed
 
     def _changed(self, address: str, note: UnitNote, seal: Sweep) -> str:
-        """Return what is wrong with a unit; all of it is read when its seal is another one, or proves nothing."""
+        """Return what is wrong with a unit. Read all of it when its seal differs or proves nothing."""
         is_new_boot = note.boot != self.boot
-        if exposed_since(self.unit(address)):  # links move times, too
+        if exposed_since(self.unit(address)):  # Making a link also moves the change time of a file.
             return self._damage(address, read=not note.settled) if is_new_boot else ""
         if (seal.files, seal.documents) == (note.files, note.documents) and not (is_new_boot and not note.settled):
             return ""
         wrong = self._damage(address, read=True)
         if not wrong and note.documents and seal.documents != note.documents:
-            wrong = "what describes it was written to"
+            wrong = "its documents were written to"
         return wrong
 
     def _mend_bytecode(self, address: str, seal: Sweep) -> str:
-        """Remove bytecode that was not noted when it was compiled, or was written to since; name the first of these.
+        """Remove bytecode that was never recorded or was modified later; return the first modified path.
 
-        Bytecode is not noted where an earlier version compiled it, or a process was killed meanwhile.
+        Bytecode stays unrecorded when an earlier version or a killed process compiled it.
         """
         unit = self.unit(address)
         known = known_bytecode(unit)
         wrong = sorted(path for path, is_now in seal.bytecode.items() if known.get(path) != is_now)
         lock = try_lock(self.compiling_lock()) if wrong else None
         if lock is None:
-            return ""  # it is right; or another process compiles at this moment, and the next look tells
+            return ""  # The bytecode is right. Or another process compiles now, and the next check decides.
         try:
             for path in wrong:
                 (unit / path).unlink(missing_ok=True)
-            self.forget_made_of(address)  # so that what is needed is compiled again
+            self.forget_made_of(address)  # The next user then compiles the needed files again.
         finally:
             os.close(lock)
         return next((f"{path} was written to" for path in wrong if path in known), "")
@@ -411,16 +415,16 @@ class UnitCache(CachePaths):
     def _damage(self, address: str, *, read: bool) -> str:
         unit = read_document(self.unit(address) / "unit", Unit)
         if unit is None or read_document(self.unit(address) / "outline", UnitOutline) is None:
-            return "what describes it is missing"
+            return "its documents are missing"
         if read and unit_address(unit.rows) != address:
-            return "its rows are not what its address says"
+            return "its rows do not match its address"
         return damage(self.unit(address), unit.rows, read=read)
 
 
 class UnitFetch:
-    """One call that fetches units, beside other processes that do.
+    """Fetches units for one call, while other processes may fetch too.
 
-    `make_space` is called with the bytes needed, before the first byte and before each unit.
+    The fetch calls `make_space` with the needed bytes, once at the start and before each unit.
     """
 
     def __init__(
@@ -444,9 +448,9 @@ class UnitFetch:
         self.fetched: list[Unit] = []
 
     def run(self, units: Iterable[Unit], is_good: IsGood) -> None:
-        """Have all of them in the cache; `fetched` says which this call brought.
+        """Fetch all units into the cache; `fetched` lists those that this call brought.
 
-        `is_good` is asked when a unit's lock is held.
+        The fetch calls `is_good` while it holds the unit's lock.
         """
         self._waiting = {unit.address: unit for unit in units}
         self._total = totals(self._waiting.values())
@@ -461,7 +465,7 @@ class UnitFetch:
                 address = next(iter(self._waiting))
                 raise StorageError(
                     f"Another process has been fetching unit {address[:12]} for more than an hour.",
-                    hint=f"find out which: fuser {self._places.unit_lock(address)}",
+                    hint=f"find that process: fuser {self._places.unit_lock(address)}",
                 )
             if self._waiting:
                 if len(self._waiting) < count or not self._waits_for:
@@ -471,7 +475,7 @@ class UnitFetch:
                 time.sleep(_PAUSE_S)
 
     def bring(self, unit: Unit) -> Path:
-        """Unpack one unit, whose lock the caller holds, beside its place, and return where."""
+        """Unpack one unit beside its final directory, and return the path. The caller holds the unit's lock."""
 
         def once() -> None:
             for directory in unpack_each(self._prepared(unit), self._blobs, report=self._report):
@@ -481,7 +485,7 @@ class UnitFetch:
         return self._fresh(unit.address)
 
     def _try(self, work: Callable[[], None]) -> None:
-        """Do it, and once more when that may help: bytes altered on their way, a disk that others filled."""
+        """Run `work`, and once more if bytes were altered in transit or other processes filled the disk."""
         for left in range(_TRIES - 1, -1, -1):
             try:
                 return work()
@@ -562,7 +566,7 @@ class UnitFetch:
         return self._places.unit(address).with_name(f".new-{address}")
 
     def _tell(self, progress: ProgressPoint) -> None:
-        """Add what earlier rounds brought to what this one says, and for what it waits."""
+        """Report this progress plus the totals of earlier rounds, and the awaited unit."""
         before = self._before
         self._report(
             msgspec.structs.replace(
@@ -576,7 +580,7 @@ class UnitFetch:
 
 
 def totals(units: Iterable[Unit]) -> ProgressPoint:
-    """Return what fetching units comes to, all of it done."""
+    """Return the progress of a complete fetch of these units."""
     size = files = moved = 0
     for unit in units:
         size += sum(row.size for row in unit.rows)
@@ -588,17 +592,17 @@ def totals(units: Iterable[Unit]) -> ProgressPoint:
 
 
 def size_of(unit: Unit) -> int:
-    """Return about how many bytes a unit takes on the disk, its documents included."""
+    """Estimate the disk space of a unit with its documents, in bytes."""
     return occupied_bytes(sum(row.size for row in unit.rows) + _ROW_BYTES * len(unit.rows), len(unit.rows))
 
 
 def moved_bytes(unit: Unit) -> int:
-    """Return how many bytes come from the store for a unit."""
+    """Return how many bytes the store sends for a unit."""
     return sum(block.length for block in unit.blocks)
 
 
 def room(places: CachePaths, needed: int, floor: int) -> int:
-    """Return how many bytes are missing to write so many and keep the floor free; 0 when there is room."""
+    """Return how many bytes of free disk are missing for `needed` plus the minimum; 0 if there are enough."""
     return max(0, needed + floor - free_bytes(places.root))
 
 

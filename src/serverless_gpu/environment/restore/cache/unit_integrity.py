@@ -1,29 +1,29 @@
-"""Finds units that were written to: seals of mounted units, link times of linked ones, and a look at every file.
+"""Finds modified units: seals of mounted units, link times of linked units, and a check of each file.
 
     unit unpacked, every byte verified ─ seal ─▶ note
-    later: one sweep over the unit ─▶ the same seal? nothing was written to
-                                    └ another one ─▶ every byte is read (`damage`)
+    later: one sweep over the unit ─▶ the same seal? no file was written to
+                                    └ another seal ─▶ read every byte (`damage`)
 
     unit ─ linked into a tree: `linked` is touched ─ a rank writes through the tree, as root or after chmod
                                                      └▶ the file has another time, or changed after `linked`
 
-A seal is what the file system said of every file when its bytes were last known to be right. A mounted unit cannot be
-written through its mount, but its owner can reach the files by their path below the cache. A write that keeps the size
-and puts the modification time back still moves the inode's change time, which cannot be set; a file or directory that
-is moved in from elsewhere has another inode. So a sweep finds both without reading a byte.
+A seal is a digest of the metadata of all files, taken when their bytes were verified. A rank cannot write to a unit
+through a mount. But the cache's owner can reach the files by their path below the cache. A write that keeps the size
+and restores the modification time still moves the inode's change time, which no call can set. A file or directory that
+was moved in has another inode. So a sweep finds both without reading a byte.
 
-A link is the file itself: its owner can change it, for every environment that has the unit. So a unit that was ever
-linked is looked at before each use, file by file (`suspects`). An ordinary write moves a file's time, which is the same
-for all files of units. A change that puts the time back moves the change time; so does every link made or removed,
-which is why `linked` is touched again after ours. What changed after it is read. `link_tree.py` looks at each file
-right before it links it: the directories are listed once for both.
+A hard link is the file itself. Its owner can change it for every environment that contains the unit. So the cache
+checks a unit that was ever linked before each use, file by file (`suspects`). All files of units have the same
+modification time, and an ordinary write moves it. A change that restores this time moves the change time, as does every
+link that is made or removed. So the cache touches `linked` again after its own links, and reads every file that changed
+later. `link_tree.py` checks each file right before it links the file. One listing of the directories serves both.
 
-Bytecode comes later and has times of its own: each file is written down when it has been compiled, and of a linked unit
-it is suspicious when it was written to after it was linked. What `unit_metadata.py` adds may have come since, too.
-`unit_cache.py` decides what happens to a unit that was changed.
+Bytecode comes later and has its own times. The cache records each file after its compilation. Bytecode of a linked unit
+is suspicious when it was written to after the link. Files that `unit_metadata.py` adds may also come later.
+`unit_cache.py` decides what happens to a modified unit.
 
-Failure cases: a process of the cache's owner that also rewrites what is noted here is not found (separate users need
-separate uids); a clock that is set back hides a change of a linked unit that also puts the file's time back.
+Failure cases: a process of the cache's owner can also rewrite the records, and its changes stay undetected. Separate
+users need separate uids. A clock that is set back hides a change of a linked unit that also restores the file's time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from serverless_gpu.environment.restore.cache.unit_metadata import is_added
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
 
 LOOK_S = 600
-"""How long a unit that was looked at in this boot of the machine is not looked at again."""
+"""Seconds for which a checked unit needs no other check in the same boot of the machine."""
 BYTECODE = "bytecode"
 _DOCUMENTS = ("unit", "outline")
 _ADDED_ENDINGS = ("RECORD", "INSTALLER", ".sgpu")
@@ -60,15 +60,15 @@ _READ_BYTES = 1024 * 1024
 
 
 class Sweep(NamedTuple):
-    """One look at all files of a unit."""
+    """The metadata of all files of a unit at one time."""
 
-    files: bytes  # digest of the identities of its own files, links and directories
+    files: bytes  # digest of the identities of the unit's own files, links and directories
     documents: bytes
     bytecode: dict[str, Identity]  # identity of each compiled file, by its path in the unit
 
 
 def sweep_unit(unit: Path) -> Sweep:
-    """Return what the file system says of a unit."""
+    """Collect the metadata of all files of a unit."""
     top = str(unit)
     digest = blake3()
     bytecode: dict[str, Identity] = {}
@@ -98,9 +98,9 @@ def sweep_unit(unit: Path) -> Sweep:
 
 
 def note_bytecode(unit: Path, targets: Iterable[str]) -> None:
-    """Write down bytecode that was compiled just now; the caller holds the unit's lock.
+    """Record bytecode that was just compiled. The caller holds the unit's lock.
 
-    `targets` are absolute paths; those that are not there were not compiled.
+    `targets` are absolute paths. A missing file was not compiled.
     """
     known = dict(known_bytecode(unit))
     for target in targets:
@@ -112,14 +112,14 @@ def note_bytecode(unit: Path, targets: Iterable[str]) -> None:
 
 
 def known_bytecode(unit: Path) -> dict[str, Identity]:
-    """Return what was written down of a unit's bytecode."""
+    """Return the recorded bytecode of a unit."""
     return read_document(unit / BYTECODE, dict[str, Identity]) or {}
 
 
 def _bytes(here: str, seen: list[str | Identity | int]) -> bytes:
     try:
         return msgspec.msgpack.encode((here, seen))
-    except UnicodeEncodeError:  # no unit has such a name, so this seal is none that was noted
+    except UnicodeEncodeError:  # No unit has such a name, so this seal equals no recorded seal.
         return ascii((here, seen)).encode()
 
 
@@ -128,26 +128,29 @@ def _identity(status: os.stat_result) -> Identity:
 
 
 def linking_lock(places: CachePaths) -> Path:
-    """Return the lock for making links to units, removing them, or looking at what they lead to."""
+    """Return the lock for making, removing or checking links to units."""
     return places.locks / "linking"
 
 
 @contextlib.contextmanager
 def linking(places: CachePaths) -> Iterator[None]:
-    """Be the only one who makes links to units, or decides what a changed time means, while the block runs."""
+    """Hold the linking lock while the block runs.
+
+    Only its holder makes links to units, or decides what a changed time means.
+    """
     with locked(linking_lock(places), wait_s=_LINKING_S_MAX):
         yield
 
 
 def expose(unit: Path) -> None:
-    """Note that links to a unit's files were made, or looked at and found right, until now."""
+    """Record that links to a unit's files were made, or found right, until now."""
     with contextlib.suppress(FileNotFoundError):
         os.close(os.open(unit / "linked", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         os.utime(unit / "linked")
 
 
 def exposed_since(unit: Path) -> int:
-    """Return when a unit's links were last known to be right, in the file system's time; 0 when it never had one."""
+    """Return the file system's time of a unit's last `expose`; 0 when the unit was never linked."""
     try:
         return os.lstat(unit / "linked").st_ctime_ns
     except FileNotFoundError:
@@ -155,7 +158,7 @@ def exposed_since(unit: Path) -> int:
 
 
 def suspects(unit: Path, since_ns: int) -> tuple[list[str], list[str]]:
-    """Return the files of a unit that may have been written to, by path: its own, and bytecode."""
+    """Return the paths of files of a unit that may have been modified: its own, and bytecode."""
     own: list[str] = []
     bytecode: list[str] = []
     waiting = [f"{unit}/{area}" for area in ("site", "prefix")]
@@ -181,9 +184,9 @@ def suspects(unit: Path, since_ns: int) -> tuple[list[str], list[str]]:
 
 
 def is_suspect(folder: str, name: str, status: os.stat_result, since_ns: int) -> bool:
-    """Return whether a file of a unit may have been written to.
+    """Return whether a file of a unit may have been modified.
 
-    Only the last names of `folder` count; `since_ns` is from `exposed_since`.
+    Only the last names of `folder` count. `since_ns` comes from `exposed_since`.
     """
     if folder.endswith("/__pycache__"):
         return status.st_mtime_ns > since_ns and status.st_nlink > 1
@@ -194,9 +197,9 @@ def is_suspect(folder: str, name: str, status: os.stat_result, since_ns: int) ->
 
 
 def damage(directory: Path, rows: Sequence[FileRow], *, read: bool) -> str:
-    """Return what is wrong with a unit, one sentence about the first thing found, or "".
+    """Return the first thing that is wrong with a unit as a sentence, or "".
 
-    With `read` every file is read; else its kind, size, time and mode are looked at.
+    With `read`, read every file. Otherwise compare only kind, size, time and mode.
     """
     expected = {row.path: row for row in rows}
     directories = _directories(rows)
@@ -242,12 +245,12 @@ def _directories(rows: Iterable[FileRow]) -> set[str]:
 def _difference(directory: Path, path: str, status: os.stat_result, row: FileRow) -> str:
     mode = status.st_mode
     if row.kind == "d":
-        return "" if stat.S_ISDIR(mode) else "is no directory"
+        return "" if stat.S_ISDIR(mode) else "is not a directory"
     if row.kind == "l":
         same = stat.S_ISLNK(mode) and os.readlink(directory / path) == row.target
         return "" if same else f"is not the link to {row.target}"
     if not stat.S_ISREG(mode):
-        return "is no file"
+        return "is not a file"
     if status.st_size != row.size:
         return f"has {status.st_size} bytes instead of {row.size}"
     if status.st_mtime_ns != MTIME_S * 10**9:
@@ -266,7 +269,7 @@ def _surplus(path: str, status: os.stat_result, directories: set[str]) -> str:
 
 def _is_bytecode(path: str) -> bool:
     folder, _, name = path.rpartition("/")
-    return folder.endswith("/__pycache__") and ".pyc" in name  # half-written ones end in a number
+    return folder.endswith("/__pycache__") and ".pyc" in name  # The name of a half-written file ends in a number.
 
 
 def _unequal(directory: Path, rows: Sequence[FileRow]) -> str:

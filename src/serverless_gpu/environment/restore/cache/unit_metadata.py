@@ -1,25 +1,25 @@
-"""Metadata of units: the outline that assembling needs, scripts in `bin`, and what is added to units for later trees.
+"""Metadata of units: the outline for assembling trees, scripts in `bin`, and files for later trees.
 
-    unpacked ─▶ outline: RECORD from rows, entry points, scripts of any Python   no row is read again
-    assembled ─▶ units/<aa>/<address>/site/<name>.dist-info/{RECORD,INSTALLER}   as the first environment wanted them
-                 units/<aa>/<address>/added                                      path → digest of what was added
-                 layers/<7 characters> → ../units/<aa>/<address>/<area>          the name of a layer of a mount
+    unpacked ─▶ outline: RECORD from rows, entry points, scripts of any Python   assembling reads no rows
+    assembled ─▶ units/<aa>/<address>/site/<name>.dist-info/{RECORD,INSTALLER}   as the first environment needed them
+                 units/<aa>/<address>/added                                      path → digest of each added file
+                 layers/<7 characters> → ../units/<aa>/<address>/<area>          the name of a mount's layer
 
     [console_scripts] in entry_points.txt → bin/<name>, the text that pip writes
     #!python in a script of a wheel       → #!<interpreter of this tree>
 
-RECORD is made of rows, so that `importlib.metadata` and pip see the files; its lines for scripts differ on each tree
-and are added when a tree is assembled. A new file costs more than anything else in preparing mounts, most of all on a
-disk where many were deleted lately. With what was added an environment of 200 distributions needs a hundred, most of
-them scripts, and not a thousand. Where an environment wants something else than a unit has, its own generated file lies
-above the unit's.
+The outline generates RECORD from the unit's rows, so that `importlib.metadata` and pip see the files. The lines for
+scripts differ in each tree, and assembling adds them. Creating files is the largest cost of preparing mounts, above all
+on a disk with many recent deletions. With these additions, an environment of 200 distributions needs a hundred
+generated files, mostly scripts, not a thousand. When an environment needs other content than a unit has, its own
+generated file lies above the unit's file.
 
-The kernel takes 127 bytes of a first line and splits at spaces. Where the interpreter's path does not fit, the script
-starts as one of /bin/sh that Python reads as a string, as pip does it.
+The kernel reads 127 bytes of a script's first line and splits it at spaces. A script whose interpreter path does not
+fit starts as a /bin/sh script. Python reads these first lines as a string. pip uses the same technique.
 
-Failure cases: a disk that is full, a unit that another process works on (its files are generated beside it, as if it
-could have none); two units whose names begin alike (the second has a name from further on in its address); entry points
-that are no text, or whose names are no file names, are left out; nothing is written where the interpreter lies.
+Failure cases: the disk is full. Another process works on a unit, so its files are generated in the environment instead.
+Two addresses begin alike, so the second unit gets a name from later characters of its address. Entry points that are
+not text, or whose names are not file names, are left out. Nothing is written to the interpreter's own directory.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class UnitOutline(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit in short."""
+    """A summary of a unit, from which trees are assembled."""
 
     size: int  # content bytes
     files: int
     areas: tuple[str, ...]
-    dist_info: str = ""  # name of its metadata directory, or ""
+    dist_info: str = ""  # name of the unit's `.dist-info` directory, or ""
     record: str = ""
     points: dict[str, str] = {}
     generic: dict[str, bytes] = {}
@@ -113,7 +113,7 @@ def outline(unit: Unit, read: Read) -> UnitOutline:
 
 
 def record_line(row: FileRow, dist_info: str) -> str:
-    """Return the line of RECORD for one file; paths are relative to the site area."""
+    """Return the RECORD line of one file, with its path relative to the site area."""
     area, _, path = row.path.partition("/")
     if path == f"{dist_info}/RECORD" and area == "site":
         return ""
@@ -125,7 +125,7 @@ def record_line(row: FileRow, dist_info: str) -> str:
 
 
 def record_row(path: str, content: bytes) -> FileRow:
-    """Return the row a generated file would have."""
+    """Return the row that a generated file would have."""
     return FileRow(path=path, size=len(content), sha256=hashlib.sha256(content).digest())
 
 
@@ -133,26 +133,26 @@ Outlines = Mapping[str, UnitOutline]
 
 
 class SharedMetadata:
-    """Additions to the units of a cache."""
+    """Adds generated metadata to the units of a cache, for all environments that contain them."""
 
     def __init__(self, places: CachePaths) -> None:
         self._places = places
 
     def without_added(self, number: int, snapshot: Snapshot, wanted: dict[str, bytes], outlines: Outlines) -> Files:
-        """Return the generated files of a root's site area that its units do not have already."""
+        """Return the generated files of a root's site area that its units lack."""
         files = dict(wanted)
         for address, _ in _notes_directories(number, snapshot, outlines):
             added = read_document(self._places.unit(address) / "added", dict[str, bytes]) or {}
             for path, digest in added.items():
                 content = files.get(path)
                 if content is None:
-                    files[path] = b""  # another environment's is there, and must not be seen in this one
+                    files[path] = b""  # Another environment added this file; an empty file hides it here.
                 elif digest == _digest(content):
                     del files[path]
         return files
 
     def add(self, number: int, snapshot: Snapshot, wanted: Mapping[str, bytes], outlines: Outlines) -> None:
-        """Add metadata to units that have none added."""
+        """Add metadata to units that have none."""
         for address, notes in _notes_directories(number, snapshot, outlines):
             paths = [f"{notes}/{name}" for name in ADDED_NAMES if f"{notes}/{name}" in wanted]
             unit = self._places.unit(address)
@@ -162,7 +162,7 @@ class SharedMetadata:
                 self._add(address, {path: wanted[path] for path in paths})
 
     def layer(self, address: str, area: str) -> str:
-        """Return the name of a unit's area in `layers`; made when needed."""
+        """Return the name of a unit's area in `layers`, and create it if needed."""
         target = f"../units/{address[:2]}/{address}/{area}"
         text = base64.urlsafe_b64encode(bytes.fromhex(address)).decode().rstrip("=")
         for start in range(len(text) - _NAME_LENGTH):
@@ -176,7 +176,7 @@ class SharedMetadata:
                     os.symlink(target, place)
                 if os.readlink(place) == target:
                     return name
-        raise OSError(f"there is no name left for unit {address[:12]} in {self._places.layers}")
+        raise OSError(f"no free name for unit {address[:12]} is left in {self._places.layers}")
 
     def _add(self, address: str, files: Mapping[str, bytes]) -> None:
         lock = try_lock(self._places.unit_lock(address))
@@ -194,7 +194,7 @@ class SharedMetadata:
 
 
 def sweep_layers(places: CachePaths) -> None:
-    """Remove names of units that are gone."""
+    """Remove the names of units that no longer exist."""
     with contextlib.suppress(FileNotFoundError), os.scandir(places.layers) as entries:
         for entry in entries:
             if entry.is_symlink() and not os.path.exists(entry.path):
@@ -203,7 +203,7 @@ def sweep_layers(places: CachePaths) -> None:
 
 
 def make_layers(places: CachePaths) -> None:
-    """Make the directory of names, with an empty layer for mounts that would have one only."""
+    """Create the directory of layer names, with an empty layer for mounts that would have only one."""
     make_public(places.layers)
     make_public(places.layers / "e")
 
@@ -215,7 +215,7 @@ def _notes_directories(number: int, snapshot: Snapshot, outlines: Outlines) -> I
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file at once or not at all; what a killed process left under its temporary name is replaced."""
+    """Write a file atomically; replace a temporary file that a killed process left."""
     temporary = path.with_name(f".{path.name}.sgpu")
     with contextlib.suppress(FileNotFoundError):
         temporary.unlink()
@@ -233,7 +233,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def is_added(path: str) -> bool:
-    """Return whether a path of a unit may be something that was added: `site/<name>.dist-info/RECORD`."""
+    """Return whether a path of a unit may be an addition, such as `site/<name>.dist-info/RECORD`."""
     folder, name = posixpath.split(path)
     return name in (*ADDED_NAMES, *(f".{each}.sgpu" for each in ADDED_NAMES)) and folder.endswith(".dist-info")
 
@@ -255,9 +255,9 @@ def entry_points(text: str) -> dict[str, str]:
 
 
 def script(reference: str, python: str) -> str:
-    """Return the text of the script that an installer makes of an entry point."""
+    """Return the text of the script that an installer writes for an entry point."""
     match = _REFERENCE.fullmatch(reference)
-    assert match is not None, reference  # entry_points lets nothing else through
+    assert match is not None, reference  # `entry_points` accepts no other references.
     function = match["function"]
     body = _TEMPLATE.format(module=match["module"], first=function.partition(".")[0], function=function)
     return shebang(python) + body
@@ -273,12 +273,12 @@ def shebang(python: str) -> str:
 
 
 def is_generic(content: bytes) -> bool:
-    """Return whether a script's first line names any Python at all, as scripts in wheels do."""
+    """Return whether a script's first line names any Python, as in wheels."""
     return _GENERIC.match(content) is not None
 
 
 def specific(content: bytes, python: str) -> bytes:
-    """Return a script with a generic first line, for one interpreter."""
+    """Return a script with a generic first line, changed for one interpreter."""
     return shebang(python).encode() + _GENERIC.sub(b"", content, count=1)
 
 

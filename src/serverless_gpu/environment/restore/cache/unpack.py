@@ -1,21 +1,21 @@
-"""A unit's packs become a directory: our own extractor, which can make files, directories and links and nothing else.
+"""Extracts the packs of a unit into a directory of files, directories and links, and nothing else.
 
     fetching threads   read packs ahead, a few at a time
-    writing threads    one block each: decompress, check every file against its row while writing it
-    this thread        hands out blocks, makes empty directories, and links last of all
+    writing threads    one block each: decompress it, check every file against its row while writing it
+    this thread        hands out blocks, makes empty directories, and makes links last
 
-Nothing is ever opened through a link: a directory is reached from the fresh root name by name (`openat` with
-O_NOFOLLOW), a file is made where nothing is (O_EXCL), and while files are written there is not one link in the tree.
-Each thread goes through the `WrittenTree` with its own `DirectoryWalk`, which keeps the directories open on the way to
-where it is; rows are in order of their paths, so the next file is nearly always near.
+The extractor never opens a path through a link. It reaches a directory from the new root name by name (`openat` with
+O_NOFOLLOW). It creates a file only where no entry exists (O_EXCL). It makes links only after it has written all files.
+Each thread walks the `WrittenTree` with its own `DirectoryWalk`, which keeps the directories on the way open. Rows are
+ordered by path, so the next file is nearly always near.
 
-Modes are 0444 and 0555, given when a file is made; there is no way to say another. Files have one modification time, so
-that bytecode made from them is valid wherever they are linked to. Until everything is there and right the directory is
-0700; on any failure it is removed. Nothing is synced: the caller syncs the file system before it publishes the
-directory.
+Each file gets mode 0444 or 0555 when it is created; no other mode is possible. All files have the same modification
+time, so that their bytecode is valid wherever they are linked. The directory has mode 0700 until everything in it is
+complete and verified. The extractor removes it on any failure. It syncs nothing; `UnitCache.settle` syncs the file
+system later.
 
-Failure cases: bytes that are not what their address says (`EnvironmentCorrupt`: pack, block or file named), a full or
-read-only disk (`StorageError`), what the store raises.
+Failure cases: bytes do not match their address (`EnvironmentCorrupt` names the pack, block or file). The disk is full
+or read-only (`StorageError`). The store raises an error.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _Result = TypeVar("_Result")
 
 
 def unpack(unit: Unit, blobs: StoreBlobs, directory: Path, *, report: Report = ignore_progress) -> None:
-    """Make a directory of a unit, all of it verified, or leave nothing.
+    """Unpack a unit into a directory and verify all of it, or leave nothing behind.
 
-    The unit follows the rules (`StoreBlobs.read_unit`). The directory does not exist; its parent does, and no other
+    The unit follows the rules (`StoreBlobs.read_unit`). The directory must not exist. Its parent exists, and no other
     process writes to it.
     """
     for _ in unpack_each([(unit, directory)], blobs, report=report):
@@ -71,17 +71,18 @@ def unpack_each(
     report: Report = ignore_progress,
     totals: ProgressPoint | None = None,
 ) -> Iterator[Path]:
-    """Unpack several units as one stream, which is quicker than one after another.
+    """Unpack several units as one stream, which is faster than one unit after another.
 
-    Jobs are taken one after another, when there is room for the next. Yields each directory as soon as it is complete;
-    when this raises, those that were not yielded are gone. Without `totals` of all jobs, each counts when it begins.
+    The stream takes the next job when it has capacity. It yields each directory as soon as it is complete. After an
+    error, the directories that it has not yielded are gone. Without `totals` of all jobs, each job counts when it
+    begins.
     """
     unpacker = _Unpacker(blobs, _Meter(report, totals))
     yield from unpacker.run(jobs)
 
 
 class _Meter:
-    """Counts, and reports from one thread only."""
+    """Counts progress, and reports it from one thread only."""
 
     def __init__(self, report: Report, totals: ProgressPoint | None) -> None:
         self._report = report
@@ -125,7 +126,7 @@ class _Meter:
 
 
 class _Unpacker:
-    """The pipeline: packs ahead, blocks under way, units to be finished."""
+    """The pipeline of an extraction: requested packs, blocks being written, and unfinished units."""
 
     def __init__(self, blobs: StoreBlobs, meter: _Meter) -> None:
         self._blobs = blobs
@@ -165,11 +166,11 @@ class _Unpacker:
         yield from self._complete()
 
     def _steps(self, jobs: Iterator[tuple[Unit, Path]]) -> Iterator[int]:
-        """Ask for one piece of a pack after another, unit after unit."""
+        """Request one piece of a pack after another, unit after unit."""
         for unit, directory in jobs:
             self._meter.begin(unit)
             work = self._open[directory] = _Work(unit, directory)
-            # Blocks that lie in one pack, in their order: a large file waits for no block that comes after it.
+            # Blocks of one pack stay in their order, so that a large file never waits for a later block.
             for _, blocks in itertools.groupby(work.writer.used_blocks, key=lambda index: unit.blocks[index].pack):
                 piece = tuple(blocks)
                 work.outstanding += len(piece)
@@ -178,7 +179,7 @@ class _Unpacker:
             work.asked = True
 
     def _fetch(self, unit: Unit, piece: Sequence[int]) -> dict[int, memoryview]:
-        """Return the frames of some blocks that lie in one pack."""
+        """Return the compressed frames of some blocks of one pack."""
         if self._stop.is_set():
             return {}
         blocks, pack = unit.blocks, unit.blocks[piece[0]].pack
@@ -249,7 +250,7 @@ class _Work:
         self.writer = UnitWriter(unit, self._tree)
 
     def finish(self) -> int:
-        """Make what has no content, and let others look in; return how many empty files were made."""
+        """Make all entries without content, and let other users in; return the number of empty files."""
         with disk_errors(self.directory):
             count = self.writer.finish()
             os.chmod(self.directory, 0o755)
@@ -264,7 +265,7 @@ class _Work:
 
 @contextlib.contextmanager
 def disk_errors(directory: Path) -> Iterator[None]:
-    """Turn what the file system raises into a StorageError that names the directory."""
+    """Convert file system errors into a StorageError that names the directory."""
     try:
         yield
     except OSError as error:
@@ -272,11 +273,11 @@ def disk_errors(directory: Path) -> Iterator[None]:
 
 
 def storage_error(directory: Path, error: OSError) -> StorageError:
-    """Return the error for a directory that could not be written."""
+    """Return the error for a directory that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and lacks_inodes(directory):
         return StorageError(
-            f"no inodes left on the disk of {directory} while a unit was unpacked: it has room, and cannot hold one "
-            "more file",
+            f"no inodes left on the disk of {directory} while a unit was unpacked: the disk has space, but cannot "
+            "hold one more file",
             hint="delete files there, then run again",
         )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -288,25 +289,25 @@ def storage_error(directory: Path, error: OSError) -> StorageError:
 
 
 class WrittenTree:
-    """A fresh directory that several threads fill.
+    """A new directory that several threads fill.
 
-    The directory exists, is empty, and no other process can enter it.
+    The directory exists and is empty, and no other process can enter it.
     """
 
     def __init__(self, directory: Path) -> None:
         self.fd = os.open(directory, _ENTER)
         self._made: set[str] = set()
-        # The umask of a process cannot be read without changing it for a moment, but Linux tells.
+        # A process can read its umask only by changing it for a moment, but Linux reports the umask in /proc.
         self.masked = _umask() & _DIRECTORY_MODE != 0
 
     def enter(self, above: int, name: str, path: str) -> int:
-        """Return a descriptor of a directory, made if needed."""
+        """Return a descriptor of a directory, and create the directory if needed."""
         if path not in self._made:
             try:
                 os.mkdir(name, _DIRECTORY_MODE, dir_fd=above)
                 made = True
             except FileExistsError:
-                made = False  # by another thread; if it is no directory, opening it fails
+                made = False  # Another thread made it. If it is not a directory, `os.open` fails.
             fd = os.open(name, _ENTER, dir_fd=above)
             if made and self.masked:
                 os.fchmod(fd, _DIRECTORY_MODE)
@@ -321,7 +322,7 @@ class WrittenTree:
 
 
 class DirectoryWalk:
-    """One thread's way through a tree: the directories from the root to where it is, open."""
+    """One thread's position in a tree, with open descriptors of the directories above it."""
 
     def __init__(self, tree: WrittenTree) -> None:
         self._tree = tree
@@ -337,7 +338,7 @@ class DirectoryWalk:
             os.close(self._fds.pop())
 
     def go(self, directory: str) -> int:
-        """Return a descriptor of a directory of the tree; it stays open until the next call."""
+        """Return a descriptor of a directory of the tree, which stays open until the next call."""
         if directory == self._at:
             return self._fds[-1] if self._fds else self._tree.fd
         names = directory.split("/")
@@ -373,17 +374,15 @@ class UnitWriter:
         self._unit = unit
         self._tree = tree
         self._what = f"unit {unit.address[:12]}"
-        self._small: dict[int, list[tuple[int, FileRow]]] = defaultdict(
-            list
-        )  # block → where files start in it, in order
-        self._large: dict[int, tuple[_LargeFile, int]] = {}  # block → the file it is a part of, and from where
+        self._small: dict[int, list[tuple[int, FileRow]]] = defaultdict(list)  # block → its files by start offset
+        self._large: dict[int, tuple[_LargeFile, int]] = {}  # block → its large file, and its offset in that file
         self._plan()
         self.used_blocks = sorted([*self._small, *self._large])
 
     def write(self, index: int, frame: memoryview) -> tuple[int, int]:
-        """Write what is in one block.
+        """Write the files of one block, and return how many bytes and files it completes.
 
-        Returns how many bytes and files are done by it; EnvironmentCorrupt when it is not what the rows say.
+        Raise EnvironmentCorrupt when the content does not match the rows.
         """
         size = self._unit.blocks[index].size
         content = pieces(frame, size)
@@ -396,7 +395,7 @@ class UnitWriter:
             raise EnvironmentCorrupt(f"{self._what}, block {index}: {error.message}") from None
 
     def finish(self) -> int:
-        """Make empty files and directories, then links; return how many files."""
+        """Make empty files and directories, then links; return the number of files."""
         with DirectoryWalk(self._tree) as walk:
             empty = [row for row in self._unit.rows if row.has_content and not row.size]
             for row in empty:
@@ -415,7 +414,7 @@ class UnitWriter:
         return len(empty)
 
     def close(self) -> None:
-        """Close files that were not written to their end."""
+        """Close files that are still incomplete."""
         for large, _ in self._large.values():
             large.close()
 
@@ -454,15 +453,18 @@ class UnitWriter:
 
 
 class _Stream:
-    """The content of a block, from its start to its end; what was passed is forgotten."""
+    """Reads the content of a block from start to end, and drops content behind its position."""
 
     def __init__(self, content: Iterator[bytes]) -> None:
         self._content = content
-        self._at = 0  # where the piece at hand starts in the block
+        self._at = 0  # start of the current piece in the block
         self._piece = memoryview(b"")
 
     def take(self, start: int, size: int) -> memoryview:
-        """Return bytes of the block that were not passed; as many as there are, at its end."""
+        """Return `size` bytes of the block from `start` on, or fewer at the end of the block.
+
+        `start` must not lie before the current position.
+        """
         while start >= self._at + len(self._piece) and self._next():
             pass
         offset = start - self._at
@@ -474,7 +476,7 @@ class _Stream:
         return memoryview(b"".join(parts))
 
     def end(self) -> None:
-        """Go to the end, because only there is it known that the frame is whole."""
+        """Read to the end of the block, which proves that its frame is complete."""
         while self._next():
             pass
 
@@ -488,7 +490,7 @@ class _Stream:
 
 
 class _LargeFile:
-    """A file whose parts are written by several threads, and hashed in order."""
+    """A file whose parts several threads write, and which is hashed in order."""
 
     def __init__(self, row: FileRow, tree: WrittenTree, what: str) -> None:
         self._row = row
@@ -501,7 +503,7 @@ class _LargeFile:
         self._failed = False
 
     def write(self, content: Iterator[bytes], start: int) -> bool:
-        """Write a part; return whether it was the last one, and everything is right."""
+        """Write a part; return whether it was the last one and the whole file is right."""
         try:
             self._open()
             waiting: list[bytes] = []
@@ -509,14 +511,14 @@ class _LargeFile:
             for piece in content:
                 self._put(piece, end)
                 end += len(piece)
-                if self._hashed == start:  # only the thread that has the part that starts there moves it
+                if self._hashed == start:  # Only the thread whose part starts at that offset advances it.
                     for earlier in waiting:
                         self._digest.update(earlier)
                     waiting.clear()
                     self._digest.update(piece)
                 else:
                     waiting.append(piece)
-            with self._turn:  # all parts before have to be hashed; one that failed says why itself
+            with self._turn:  # All earlier parts must be hashed first. A failed part reports its own error.
                 while self._hashed != start and not self._failed:
                     self._turn.wait(_TURN_S)
                 if self._failed:
@@ -538,7 +540,7 @@ class _LargeFile:
             raise
 
     def fail(self) -> None:
-        """End the wait for a part that does not come."""
+        """End the wait for a part that will not come."""
         with self._turn:
             self._failed = True
             self._turn.notify_all()
@@ -562,7 +564,7 @@ class _LargeFile:
 
 
 def _wrong_content(what: str, row: FileRow) -> EnvironmentCorrupt:
-    return EnvironmentCorrupt(f"{what}: the stored content of {row.path!r} is not what its digest says")
+    return EnvironmentCorrupt(f"{what}: the stored content of {row.path!r} does not match its digest")
 
 
 def _umask() -> int:
@@ -573,4 +575,4 @@ def _umask() -> int:
                     return int(line.split()[1], 8)
     except (OSError, ValueError):
         pass
-    return 0o777  # not known: modes are set once more
+    return 0o777  # The umask is unknown, so all modes are set explicitly.

@@ -1,4 +1,4 @@
-"""MLflow in a rank: what user code logs lands in the job's run. Standard library only.
+"""Connects MLflow in a rank to the job's run, with the standard library only.
 
 A rank installs `hook.py` before user code runs.
 """

@@ -1,19 +1,25 @@
-"""A rank's MLflow: everything that user code logs lands in the job's run, without a line that says so.
+"""Hooks a rank's MLflow, so that everything that user code logs goes to the job's run.
 
     rank: install ── a finder on sys.meta_path ──▶ user code's `import mlflow` ──▶ attach
-                                                       ├ MlflowJob.resolve  which run it is (`job.py`)
-                                                       ├ start_run …    resume it, as often as asked
-                                                       └ Writes         what ranks may log (`writes.py`)
+                                                       ├ MlflowJob.resolve  finds the run (`job.py`)
+                                                       ├ start_run …    resumes the run at every call
+                                                       └ Writes         limits what ranks log (`writes.py`)
 
-MLflow resumes the run of `MLFLOW_RUN_ID` once and then deletes the variable, marks it as finished with every `end_run`
-and at the end of every process, and refuses it after `set_experiment`. In a rank
-- `start_run` and its callers (`log_metric`, `autolog`, Trainer, Lightning) resume the job's run, every time;
-- `run_name` of the first rank names the job's run; that of others is left out;
-- a run of another experiment or server, one named by its identifier, and one below another are as elsewhere;
-- ranks do not end the job's run: others may still be training, and the node knows how the job ended.
-Nothing happens where MLflow is never imported. It is the user's MLflow, of any version: a name that is missing stays
-unpatched, reported once. Failure cases: the run is not known (`job.py`); the server does not answer (`writes.py`;
-`settle` waits for it and for asynchronous logging for a bounded time, and reports what was lost).
+By itself, MLflow resumes the run of `MLFLOW_RUN_ID` once and then deletes the variable. MLflow marks the run as
+finished with every `end_run` and at the end of every process. MLflow also refuses the run after `set_experiment`. The
+hook changes this in a rank:
+
+* `start_run` and its callers (`log_metric`, `autolog`, Trainer, Lightning) resume the job's run every time.
+* `run_name` of the first rank names the job's run. The hook ignores the `run_name` of other ranks.
+* MLflow's own behaviour remains for runs of another experiment or server, runs named by identifier, and runs
+  below another run.
+* Ranks do not end the job's run. Other ranks may still be training, and the node knows how the job ended.
+
+The hook does nothing if user code never imports MLflow. MLflow is the user's own installation, of any version. If a
+version lacks a name, the hook leaves the name unpatched and reports this once.
+
+Failure cases: The run is not known (`job.py`). The server does not answer (`writes.py`). `settle` waits for the server
+and for asynchronous logging for a bounded time, and then reports lost points.
 """
 
 from __future__ import annotations
@@ -36,7 +42,7 @@ from .job import EXPERIMENT, EXPERIMENT_NAME, RUN, URI, WAIT_S, MlflowJob
 from .writes import Writes, is_answer, wrapped
 
 SETTLE_S = 15.0
-_PATIENCE_S = 60.0  # MLflow takes half a minute to start where cores are busy
+_PATIENCE_S = 60.0  # MLflow takes half a minute to start on busy cores.
 _TRY_S = 0.5
 _PROBE_S = 10.0
 _MLFLOW = "mlflow"
@@ -49,22 +55,23 @@ _attached: list[MlflowHook] = []
 
 
 def install(directory: str, rank: int) -> None:
-    """Have MLflow know the job's run when user code imports it."""
+    """Connect MLflow to the job's run when user code imports MLflow."""
     job = MlflowJob(directory, rank)
     sys.meta_path.insert(0, Finder(job))
-    if _MLFLOW in sys.modules:  # the zygote has it: nothing is waited for before the first line of user code
+    if _MLFLOW in sys.modules:  # The zygote has imported MLflow. User code must not wait before its first line.
         attach(job, sys.modules[_MLFLOW], wait_s=0.0)
 
 
 def settle(limit_s: float = SETTLE_S) -> None:
-    """Wait at most `limit_s` for asynchronous logging before this process ends; report what was lost."""
-    with contextlib.suppress(BaseException):  # a signal handler of the user's may raise here; the outcome stands
+    """Wait at most `limit_s` for asynchronous logging before this process ends; report lost points."""
+    # A user's signal handler may raise here. The exception must not change the run's outcome.
+    with contextlib.suppress(BaseException):
         for attached in _attached:
             attached.settle(limit_s)
 
 
 class Finder:
-    """Finds what other finders find, and does something once it is imported."""
+    """Finds modules through the other finders, and patches MLflow and Lightning after their import."""
 
     def __init__(self, job: MlflowJob) -> None:
         self._job = job
@@ -73,7 +80,7 @@ class Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of one of our modules, with a loader that tells us; None for all others."""
+        """Return the spec of a module to patch, with a loader that reports the import; None for others."""
         if (fullname != _MLFLOW and fullname not in _LIGHTNING) or fullname in self._looking:
             return None
         self._looking.add(fullname)
@@ -82,12 +89,13 @@ class Finder:
         finally:
             self._looking.discard(fullname)
         if spec is not None and spec.loader is not None:
-            with contextlib.suppress(AttributeError, TypeError):  # a loader that cannot be told: MLflow as it is
+            # Some loaders accept no attributes. MLflow then stays unpatched.
+            with contextlib.suppress(AttributeError, TypeError):
                 self._listen(spec.loader, fullname)
         return spec
 
     def _listen(self, loader: Any, fullname: str) -> None:
-        """Notice the import of a module whose loader may be foreign; a finder's caller may not import it."""
+        """Patch a module once its loader executes it; a finder's caller may not import the module."""
         awaited: set[str] = vars(loader).setdefault("_sgpu_awaited", set())
         awaited.add(fullname)
         if "exec_module" in vars(loader):
@@ -98,20 +106,20 @@ class Finder:
             execute(module)
             name = module.__name__
             if name in awaited:
-                awaited.discard(name)  # reloading is not importing
+                awaited.discard(name)  # A reload of the module must not patch it again.
                 (attach if name == _MLFLOW else _attach_lightning)(self._job, module)
 
         loader.exec_module = exec_module
 
 
 def attach(job: MlflowJob, module: types.ModuleType, wait_s: float = WAIT_S) -> None:
-    """Patch MLflow; never fails, because it happens inside a user's import."""
+    """Patch MLflow; never raise, because this runs inside the user's import."""
     if _attached:
         return
     try:
         fluent = importlib.import_module("mlflow.tracking.fluent")
         client = importlib.import_module("mlflow.tracking.client").MlflowClient
-    except Exception:  # noqa: BLE001 - what has that name is not MLflow, or a part of it without runs
+    except Exception:  # noqa: BLE001 - the module is not MLflow, or has no runs
         return
     try:
         attached = MlflowHook(job, module, fluent, client)
@@ -119,13 +127,15 @@ def attach(job: MlflowJob, module: types.ModuleType, wait_s: float = WAIT_S) -> 
         _attached.append(attached)
         job.resolve(wait_s)
         attached.take_variables()
-    except Exception as error:  # noqa: BLE001 - an MLflow that has changed must not break the import of it
+    except Exception as error:  # noqa: BLE001 - the import of an unknown MLflow must not fail
         version = getattr(module, "__version__", "?")
-        job.say_once("changed", f"MLflow {version} is not as it was, ranks may make runs of their own: {error!r}")
+        job.say_once(
+            "changed", f"this package does not know MLflow {version}, so ranks may create their own runs: {error!r}"
+        )
 
 
 class MlflowHook:
-    """MLflow of this process, and the job's run."""
+    """The MLflow installation of this process and the job's run."""
 
     def __init__(self, job: MlflowJob, module: Any, fluent: Any, client: Any) -> None:
         self.job = job
@@ -137,10 +147,10 @@ class MlflowHook:
         self._said_lost = False
         self._patience_until = math.inf
         self._probed = (-math.inf, Exception())
-        self._started = False  # any run, by this process
+        self._started = False  # True once this process has started any run.
 
     def take_names(self) -> None:
-        """Put ours in place of MLflow's functions, where user code and MLflow itself look for them."""
+        """Replace MLflow's functions where user code and MLflow itself look them up."""
         for name, ours in (("start_run", self.start_run), ("last_active_run", self._last_active_run)):
             original = getattr(self.fluent, name)
             function = wrapped(original, ours)
@@ -153,10 +163,12 @@ class MlflowHook:
         self.writes.patch(importlib.import_module("mlflow.store.tracking.rest_store").RestStore)
 
     def _take_default(self) -> None:
-        """Have MLflow wait for the job's run before it makes a database in the working directory."""
+        """Make MLflow wait for the job's run before it creates a database in the working directory."""
         service: Any = importlib.import_module("mlflow.tracking._tracking_service.utils")
         original = getattr(service, "_get_default_tracking_uri", None)
-        if original is not None:  # of the versions before, those that are not imported by the zygote have waited by now
+        # Earlier versions of MLflow lack this function. Their import has already waited, unless the zygote imported
+        # them.
+        if original is not None:
 
             def default() -> str:
                 self.job.resolve_in_use()
@@ -165,21 +177,23 @@ class MlflowHook:
             service._get_default_tracking_uri = default
 
     def take_variables(self) -> None:
-        """Set what MLflow reads from the environment, below what the caller has set."""
-        os.environ.setdefault(_BUFFER, "1")  # else every point is a request
-        # No variable, which this process's children would inherit: their last writes would be lost, unawaited.
+        """Set variables that MLflow reads from the environment, unless the caller has set them."""
+        os.environ.setdefault(_BUFFER, "1")  # By default, MLflow sends a request for every point.
+        # Change MLflow's default instead of an environment variable. Child processes would inherit a variable and lose
+        # their last writes at exit.
         with contextlib.suppress(ImportError, AttributeError):
             default = importlib.import_module("mlflow.environment_variables").MLFLOW_ENABLE_ASYNC_LOGGING
             default.default = True
             os.register_at_fork(after_in_child=functools.partial(setattr, default, "default", False))
         if self.job.run_id and os.environ.get(EXPERIMENT_NAME) and os.environ.get(EXPERIMENT) == self._experiment_id():
-            with contextlib.suppress(Exception):  # no answer: they agree, as far as we know
+            # Without an answer of the server, assume that name and number of the experiment agree.
+            with contextlib.suppress(Exception):
                 self.job.renamed(self.client().get_experiment(self._experiment_id()).name)
 
     def settle(self, limit_s: float) -> None:
-        """Wait for asynchronous logging; say what could not be written."""
+        """Wait for asynchronous logging; report points and values that MLflow did not receive."""
         if not self.job.run_id and not self._started:
-            return  # to ask for MLflow's store would make one in the working directory
+            return  # A request for MLflow's store would create one in the working directory.
         deadline = time.monotonic() + limit_s
         if not self._flush(limit_s) or not self.writes.wait(deadline - time.monotonic()):
             self.writes.give_up()
@@ -193,7 +207,7 @@ class MlflowHook:
                 )
 
     def _flush(self, limit_s: float) -> bool:
-        """Have MLflow's threads write, or hold, what they were given; return whether they have in time."""
+        """Make MLflow's threads write or hold their queued data; return whether they finished in time."""
         finish = getattr(self.fluent, "_shut_down_async_logging", None) or self.mlflow.flush_async_logging
 
         def work() -> None:
@@ -201,14 +215,14 @@ class MlflowHook:
                 finish()
 
         thread = threading.Thread(target=work, name="sgpu-mlflow-flush", daemon=True)
-        with contextlib.suppress(RuntimeError):  # the interpreter ends, or no thread is left
+        with contextlib.suppress(RuntimeError):  # The interpreter is ending, or the process can start no thread.
             thread.start()
             thread.join(limit_s)
             return not thread.is_alive()
         return False
 
     def start_run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start the job's run where it is meant; runs of their own, or below it, start as in MLflow."""
+        """Start the job's run if the call means it; start other runs, and runs below it, as MLflow does."""
         self._started = True
         names = ("run_id", "experiment_id", "run_name", "nested", "parent_run_id")
         asked = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -221,14 +235,16 @@ class MlflowHook:
                     kwargs[name] = value
             with self._without_variables():
                 return original(*args, **kwargs)
-        os.environ.pop(RUN, None)  # as MLflow does when it resumes: others read it and would start the run again
+        # MLflow also removes MLFLOW_RUN_ID when it resumes a run. Other readers of the variable would start the run
+        # again.
+        os.environ.pop(RUN, None)
         if len(args) <= len(names):
-            kwargs["log_system_metrics"] = False  # the node measures itself, once for all of its ranks
+            kwargs["log_system_metrics"] = False  # The node measures system metrics once for all of its ranks.
         if args:
             args = (self.job.run_id, *args[1:])
         else:
             kwargs["run_id"] = self.job.run_id
-        if self.job.rank != 0:  # else it had the name of whichever rank came last
+        if self.job.rank != 0:  # Otherwise the rank that starts last would name the run.
             args = (*args[:2], *(None for _ in args[2:3]), *args[3:])
             kwargs.pop("run_name", None)
         run = self.patiently(lambda: original(*args, **kwargs))
@@ -236,7 +252,7 @@ class MlflowHook:
         return run
 
     def patiently(self, start: Callable[[], Any]) -> Any:
-        """Start the job's run, patiently: its server has answered before, so a restarting one is back soon."""
+        """Start the job's run with retries; its server has answered before and may be restarting."""
         deadline = max(time.monotonic(), min(time.monotonic() + _PATIENCE_S, self._patience_until))
         while True:
             try:
@@ -247,9 +263,10 @@ class MlflowHook:
                 if is_answer(error) or time.monotonic() >= deadline:
                     raise
                 if self._patience_until == math.inf:
-                    self._patience_until = deadline  # once: else each of many calls would wait that long
+                    # All calls share one deadline. Otherwise each call would wait for the full time.
+                    self._patience_until = deadline
                 self.job.say_once(
-                    "start", f"MLflow does not answer; start_run tries again, for up to {_PATIENCE_S:.0f} s"
+                    "start", f"MLflow does not answer; start_run tries again for up to {_PATIENCE_S:.0f} s"
                 )
                 time.sleep(_TRY_S)
 
@@ -258,18 +275,18 @@ class MlflowHook:
             return self._is_meant(asked)
         except self.refused:
             raise
-        except Exception as error:  # noqa: BLE001 - ours must not be why a run cannot be started
-            self.job.say_once("changed", f"ranks may make runs of their own in this MLflow: {error!r}")
+        except Exception as error:  # noqa: BLE001 - an error of the hook must not prevent a run
+            self.job.say_once("changed", f"ranks may create their own runs with this version of MLflow: {error!r}")
             return False
 
     def _is_meant(self, asked: dict[str, Any]) -> bool:
-        """Return whether a `start_run` without an identifier means the job's run, or one below it."""
+        """Return whether a `start_run` without an identifier means the job's run or a run below it."""
         job = self.job
         if (
             not job.resolve_in_use()
             and job.is_away
             and not asked.get("parent_run_id")
-            # Nor has user code chosen an experiment, while the job's is not known.
+            # The conditions below exclude user code that has chosen an experiment itself.
             and (asked.get("experiment_id") or getattr(self.fluent, "_active_experiment_id", None)) is None
             and not job.changed(EXPERIMENT_NAME)
             and not job.changed(EXPERIMENT)
@@ -279,11 +296,11 @@ class MlflowHook:
         if not job.run_id or os.environ.get(RUN, job.run_id) != job.run_id:
             return False
         if asked.get("parent_run_id") or self.mlflow.active_run() is not None:
-            return False  # one below that; or two at once, which MLflow refuses
+            return False  # A run below a given parent, or a second active run, which MLflow refuses.
         return self._our_server() and self._our_experiment(asked.get("experiment_id"))
 
     def _probe(self) -> None:
-        """Raise MLflow's error where its server does not answer, and for some time again without asking."""
+        """Raise MLflow's error if its server does not answer; repeat the error for a while without asking."""
         at, error = self._probed
         if time.monotonic() - at < _PROBE_S:
             raise error
@@ -312,10 +329,10 @@ class MlflowHook:
 
     @contextlib.contextmanager
     def _without_variables(self) -> Iterator[None]:
-        """Keep MLflow from resuming the job's run where another one is meant."""
+        """Keep MLflow from resuming the job's run when the call means another run."""
         ours = {RUN: self.job.run_id}
         if self.job.run_id and not self._our_server():
-            ours[EXPERIMENT] = self.job.experiment_id  # a number of our server's
+            ours[EXPERIMENT] = self.job.experiment_id  # An experiment's number is valid only on its own server.
         hidden = {name: value for name, value in ours.items() if value and os.environ.get(name) == value}
         for name in hidden:
             del os.environ[name]
@@ -335,7 +352,8 @@ class MlflowHook:
         self, original: Callable[..., Any], client: Any, run_id: str, *args: Any, **kwargs: Any
     ) -> None:
         if run_id == self.job.run_id and run_id:
-            self._flush(SETTLE_S)  # not further: a server that is away would cost each of the user's runs that long
+            # Do not wait for the server here. Each of the user's runs would wait that long while the server is away.
+            self._flush(SETTLE_S)
         else:
             original(client, run_id, *args, **kwargs)
 
@@ -349,7 +367,7 @@ class MlflowHook:
 
 
 def _attach_lightning(job: MlflowJob, module: Any) -> None:
-    """Have a logger that was not told where to log use the job's run."""
+    """Make a Lightning logger without an explicit target use the job's run."""
     with contextlib.suppress(Exception):
         logger = module.MLFlowLogger
         logger.__init__ = wrapped(logger.__init__, functools.partial(_init_lightning, job))
@@ -359,13 +377,13 @@ def _init_lightning(job: MlflowJob, original: Callable[..., None], logger: Any, 
     names = ("experiment_name", "run_name", "tracking_uri", "tags")
     asked = {**dict(zip(names, args, strict=False)), **kwargs}
     ours = False
-    with contextlib.suppress(Exception):  # ours must not be why a logger cannot be made
+    with contextlib.suppress(Exception):  # The hook must not prevent the creation of a logger.
         ours = len(args) <= len(names) and not asked.get("run_id") and _lightning_means(job, asked)
     if ours:
         args, kwargs = (), {**asked, "run_id": job.run_id, "tracking_uri": job.uri or None}
     original(logger, *args, **kwargs)
     if ours and job.rank == 0:
-        with contextlib.suppress(Exception):  # a logger with a run does not set these
+        with contextlib.suppress(Exception):  # A logger with a given run sets neither tags nor name.
             for key, value in (asked.get("tags") or {}).items():
                 logger._mlflow_client.set_tag(job.run_id, key, value)
             if asked.get("run_name"):

@@ -1,17 +1,17 @@
-"""The job's MLflow run, as a rank learns of it.
+"""The job's MLflow run, as a rank learns about it.
 
     monitor ──▶ <attempt>/tracking.json ──▶ MlflowJob.resolve ──▶ MLFLOW_TRACKING_URI, _RUN_ID, _EXPERIMENT_ID
-    supervisor ── the same variables, where it heard of them in time ──┘
+    supervisor ── the same variables, if it knows them in time ────────┘
 
-The run may be unknown when a rank starts. Then an import of MLflow waits for the file, as long as a monitor writes to
-it and MLflow may answer yet, and at most `WAIT_S`; a noticeable wait is reported. Variables that user code has changed
-meanwhile stay.
+The monitor may not know the run yet when a rank starts. An import of MLflow then waits for the file, at most `WAIT_S`.
+The import waits only while a monitor writes the file and MLflow may still answer. The rank reports a noticeable wait.
+Variables that user code has changed meanwhile keep their values.
 
-Failure cases: the tracking server is known not to answer ("away": no wait); the file never comes (the monitor is gone).
-Either is reported once. Where the caller has named a server, MLflow stays as it is configured, every later `start_run`
-looks again, and once the server answers the rank asks the node to find the run (`ask`). Without a named server, MLflow
-would make one database in the working directory for all ranks: each rank gets its own beside the attempt instead, and
-stays with it.
+Failure cases: If the tracking server does not answer the node ("away"), the import does not wait. If the monitor is
+gone, the file never comes. The rank reports either case once. If the caller has named a server, MLflow keeps its
+configuration, and every later `start_run` checks again. Once that server answers, the rank asks the node to find the
+run (`ask`). Without a named server, MLflow would create one database in the working directory for all ranks. Each rank
+then gets its own database beside the attempt instead, and keeps using it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ URI, RUN, EXPERIMENT, EXPERIMENT_NAME = (
 ASKED = "tracking.asked"
 BACK_S = 15.0
 _ASK_AGAIN_S = 60.0
-_ARTIFACTS = "_MLFLOW_SERVER_ARTIFACT_ROOT"  # where MLflow puts files of runs in a database of its own
-_FELT_S = 1.0  # from then on a wait is reported
-APPEARS_S = 2.0  # the file of a monitor that was just told of the attempt
+# MLflow stores the artifacts of a local database in the directory of this variable.
+_ARTIFACTS = "_MLFLOW_SERVER_ARTIFACT_ROOT"
+_FELT_S = 1.0  # A rank reports a wait that exceeds this many seconds.
+APPEARS_S = 2.0  # A monitor writes the file within this many seconds after it learns of an attempt.
 _LOOK_S = 0.02
 _FILE_BYTES_MAX = 64 << 10
 
@@ -57,7 +58,7 @@ class MlflowJob:
         self._before = {name: os.environ.get(name) for name in (URI, RUN, EXPERIMENT, EXPERIMENT_NAME)}
 
     def resolve(self, wait_s: float = 0.0) -> bool:
-        """Return whether the job's run is known, taking on its variables; wait for one still being made."""
+        """Return whether the job's run is known, and apply its variables; wait for a run in creation."""
         if self.run_id:
             return True
         given = self._look(wait_s)
@@ -68,19 +69,19 @@ class MlflowJob:
         return bool(self.run_id)
 
     def resolve_in_use(self) -> bool:
-        """Return as `resolve` whether the job's run is known, once MLflow is used; the first call waits."""
+        """Return whether the job's run is known, now that user code uses MLflow; the first call waits."""
         return self.resolve(0.0 if self._has_waited else WAIT_S)
 
     @property
     def is_away(self) -> bool:
-        """Return whether the tracking server that the caller has named did not answer the node."""
+        """Return whether the tracking server that the caller named did not answer the node."""
         is_server = (self._before[URI] or "").startswith(("http://", "https://"))
         return not self.run_id and self._state == "away" and is_server and not self.changed(URI)
 
     def ask(self) -> bool:
-        """Have the node look for the job's run, now that its server answers; return whether it is known then."""
+        """Ask the node to find the job's run after its server answered; return whether the run is known."""
         if time.monotonic() < self._ask_again:
-            return False  # it did not help a moment ago
+            return False  # A recent request of this rank did not help.
         with contextlib.suppress(OSError):
             os.close(os.open(f"{self.directory}/{ASKED}", os.O_CREAT | os.O_WRONLY, 0o600))
         limit = time.monotonic() + BACK_S
@@ -94,42 +95,43 @@ class MlflowJob:
         return os.environ.get(name) != self._before[name]
 
     def renamed(self, name: str) -> None:
-        """Have the experiment's name agree with its number: callers may have named one and activated another."""
+        """Set the experiment's name to that of its number; a caller may have set two experiments."""
         if not self.changed(EXPERIMENT_NAME):
             self._before[EXPERIMENT_NAME] = os.environ[EXPERIMENT_NAME] = name
 
     def say_once(self, key: str, sentence: str) -> None:
-        """Write a sentence to stderr, once: from the first rank, and from one of the others on a node."""
+        """Write a message to stderr, once for the first rank and once for the other ranks of a node."""
         whose = "" if self.rank == 0 else ".others"
         try:
             os.close(os.open(f"{self.directory}/said.{key}{whose}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:
             return
-        except OSError:  # nowhere to note it: better twice than never
+        except OSError:  # Without a marker file, a repeated message is better than none.
             pass
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(f"serverless-gpu: {sentence}\n")
 
     def _do_without(self) -> None:
-        """Say that the run is not known, and what follows."""
+        """Report that the run is not known, and the consequences."""
         why = f": {self._sentence}" if self._sentence else ""
-        unknown = f"which MLflow run this job has is not known{why}; "
+        unknown = f"the MLflow run of this job is not known{why}; "
         apart = self._apart()
         if apart:
-            unknown += f"what this rank logs goes to {apart} instead"
+            unknown += f"this rank logs to {apart} instead"
         elif self.is_away:
             unknown += (
-                "until it answers, each of your own MLflow calls waits for its time-out and may raise, while what the "
-                "node records is kept and sent later"
+                "until it answers, each of your own MLflow calls waits for its timeout and may raise, while the "
+                "node keeps its records and sends them later"
             )
         else:
-            unknown += "MLflow stays as it is configured"
+            unknown += "MLflow keeps its configuration"
         self.say_once("unknown", unknown)
 
     def _apart(self) -> str:
-        """Have MLflow use a database of this rank's own, unless the user configured another; return it.
+        """Give this rank its own MLflow database, unless the user configured another; return its URI.
 
-        The number of a run or an experiment says so, too: the caller's MLflow has it in its default place.
+        A number of a run or an experiment also counts as configuration. The caller's MLflow has that number in its
+        default database.
         """
         if any(self._before[name] or self.changed(name) for name in (URI, RUN, EXPERIMENT)):
             return ""
@@ -138,7 +140,7 @@ class MlflowJob:
             os.makedirs(place, 0o700, exist_ok=True)
         except OSError:
             return ""
-        has_databases = importlib.util.find_spec("sqlalchemy") is not None  # mlflow-skinny has not
+        has_databases = importlib.util.find_spec("sqlalchemy") is not None  # mlflow-skinny has no databases.
         os.environ[URI] = f"sqlite:///{place}/mlflow.db" if has_databases else f"file://{place}/mlruns"
         os.environ.setdefault(_ARTIFACTS, f"{place}/artifacts")
         return os.environ[URI]
@@ -152,7 +154,8 @@ class MlflowJob:
             self._state, self._sentence = str(said.get("state") or ""), str(said.get("sentence") or "")
             if self._state == "ready" and isinstance(environ, dict):
                 return {str(name): str(value) for name, value in environ.items()}
-            if self._before[RUN] and self._before[URI]:  # the supervisor, or the caller, knew it when this rank began
+            # The supervisor or the caller already knew the run when this rank began.
+            if self._before[RUN] and self._before[URI]:
                 return {}
             waited_s = time.monotonic() - began
             if self._state in ("failed", "away") or waited_s >= wait_s or not self._awaited():
@@ -171,7 +174,7 @@ class MlflowJob:
         return said if isinstance(said, dict) else {}
 
     def _awaited(self) -> bool:
-        """Return whether a monitor still works on the file: an old one is abandoned, not pending."""
+        """Return whether a monitor still updates the file; an old file is abandoned, not pending."""
         try:
             written = os.stat(f"{self.directory}/{FILE}").st_mtime
         except OSError:
@@ -183,17 +186,17 @@ class MlflowJob:
         self.experiment_id = given.get(EXPERIMENT) or self._before[EXPERIMENT] or ""
         self.run_id = given.get(RUN) or self._before[RUN] or ""
         if self.changed(URI):
-            return  # user code speaks to another server, where this run is unknown
+            return  # User code uses another server, which does not know this run.
         for name in (URI, RUN, EXPERIMENT):
             if given.get(name) and not self.changed(name):
                 self._before[name] = os.environ[name] = given[name]
 
 
 def _now_in(directory: str, otherwise: float) -> float:
-    """Return the time by a directory's file system: a network's may be ahead of this machine's."""
+    """Return the time of a directory's file system; a network's clock may be ahead of this machine's."""
     try:
         fd = os.open(directory, os.O_TMPFILE | os.O_WRONLY, 0o600)
-    except OSError:  # it has no such files
+    except OSError:  # The file system does not support O_TMPFILE.
         return otherwise
     try:
         return os.fstat(fd).st_mtime

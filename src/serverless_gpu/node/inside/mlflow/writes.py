@@ -1,26 +1,29 @@
-"""Writes of ranks to the job's MLflow run: from every rank, with any key and step, without an end.
+"""Handles the writes of all ranks to the job's MLflow run, even while MLflow does not answer.
 
     log_metric, log_params … ─▶ MLflow's client ─▶ RestStore.log_batch, log_metric, log_param ─▶ server
                                                           └ Writes: only for the job's run
 
-- **Parameters that differ between ranks** are refused by MLflow. The first one keeps the key, another one is kept as
-`<key>.rank<r>`, with one notice. A rank that contradicts itself within one `start_run` gets MLflow's own error.
-- **A refused value takes no others with it**: asynchronous logging puts calls of a second into one batch, which MLflow
-takes or refuses as a whole. A refused one is written in halves; MLflow reports the values it refuses alone.
-- **Points are counted**, those of all ranks of a node together, in files of the attempts' directories: MLflow takes ten
-million a run, two of them from the node. At four fifths comes a warning; points beyond are dropped, with a notice.
-- **A server that does not answer** does not cost asynchronous logging: up to a bound it is held in memory, and sent
-once the server answers (`HeldWrites`); MLflow's own queue would need a time-out each. Synchronous calls are bounded by
-their time-out alone.
+* **Different parameters in ranks:** MLflow refuses a second value of a parameter. The first value keeps the
+  key. `Writes` stores the value of another rank as `<key>.rank<r>`, with one notice. A rank that contradicts
+  itself within one `start_run` gets MLflow's own error.
+* **Refused values:** Asynchronous logging puts the calls of one second into one batch. MLflow accepts or
+  refuses a batch as a whole. `Writes` sends a refused batch in halves, so that MLflow refuses only the bad
+  values.
+* **Limit of points:** MLflow accepts ten million points per run, and the node needs two million of them.
+  `Writes` counts the points of all ranks of a node in files of the attempts' directories. At four fifths of the
+  limit, a rank prints a warning. `Writes` drops points over the limit, with a notice.
+* **A server that does not answer:** Asynchronous logging does not wait for the server. `HeldWrites` holds a
+  bounded number of writes in memory and sends them once the server answers. MLflow's own queue would need a
+  timeout for each write. Synchronous calls have only their own timeout.
 
-    keep ─▶ the newest `HELD_MAX` points and values ─▶ a thread: the oldest batch first, a try every second ─▶ MLflow
-                                                                                    settle: wait ─▶ give_up
+    keep ─▶ the newest `HELD_MAX` points and values ─▶ a thread: oldest batch first, one try per second ─▶ MLflow
+                                                                                  settle: wait ─▶ give_up
 
-Order does not matter to MLflow, because points carry their step and time; a batch that arrives twice is the same.
-Dropped points (too many, or at the end) are counted.
+MLflow does not depend on the order of points, because points carry their step and time. A batch that arrives twice
+changes nothing. `HeldWrites` counts the points that it drops.
 
-Failure cases: no thread can be started (kept until `wait`, then given up); the process forks (the child starts empty:
-the parent sends what it holds).
+Failure cases: If no thread can start, `HeldWrites` holds the writes until `wait` and then gives up. If the process
+forks, the child starts with an empty queue. The parent sends the writes that it holds.
 """
 
 from __future__ import annotations
@@ -36,24 +39,24 @@ from typing import Any, NamedTuple
 from .job import MlflowJob
 
 HELD_MAX = 100_000
-"""Points and values of one rank, 40 MB at most."""
+"""Most points and values that one rank holds, 40 MB at most."""
 _AGAIN_S = 1.0
 
 
 POINTS_MAX = 8_000_000
 WARN_AT = 0.8
-_LOOK_EVERY = 10_000  # own points between two looks at those of the others
+_LOOK_EVERY = 10_000  # A rank reads the counts of the other ranks after this many own points.
 _OWN_KEYS_MAX = 10_000
 _KEY_MAX = 250
-_NAMES_MAX = 10  # under which one rank's values of a parameter are kept
-_CUT_FROM = 500  # a value of that length may have been cut by the server
-_TRIES_MAX = 64  # to find what is wrong with a batch
+_NAMES_MAX = 10  # Most alternative names for one parameter of a rank.
+_CUT_FROM = 500  # The server may have cut a value of this length.
+_TRIES_MAX = 64  # Most writes to find the bad values of one batch.
 _BACKGROUND = "MLflowBatchLoggingWorkerPool"
 _POINTS = "points"
 
 
 class Items(NamedTuple):
-    """Contents of a batch."""
+    """The contents of a batch."""
 
     metrics: Sequence[Any]
     params: Sequence[Any]
@@ -61,11 +64,11 @@ class Items(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return how many there are."""
+        """Return the number of metrics, parameters and tags."""
         return sum(len(kind) for kind in self)
 
     def halves(self) -> list[Items]:
-        """Return the kinds apart, or two halves of the one there is; nothing of what cannot be divided."""
+        """Split by kind, or halve the only kind; return an empty list if neither is possible."""
         kinds = [number for number, kind in enumerate(self) if kind]
         if len(kinds) > 1:
             return [_NOTHING._replace(**{self._fields[number]: self[number]}) for number in kinds]
@@ -80,7 +83,7 @@ _NOTHING = Items((), (), ())
 
 
 class PointCount:
-    """Number of points of a run, as far as this node sees it, and its limit."""
+    """Counts the points of a run that this node knows, and enforces a limit."""
 
     def __init__(self, job: MlflowJob, limit: int = POINTS_MAX) -> None:
         self._job = job
@@ -94,12 +97,12 @@ class PointCount:
         os.register_at_fork(after_in_child=self._unlock)
 
     def _unlock(self) -> None:
-        self._lock = threading.Lock()  # in a child no thread is left to release the parent's
+        self._lock = threading.Lock()  # A forked child has no thread that could release the parent's lock.
 
     def admit(self, count: int) -> bool:
-        """Return whether so many more points may be written, and count them."""
+        """Return whether `count` more points may be written; count them if so."""
         with self._lock:
-            if self._pid != os.getpid():  # forked: what the parent wrote is in the parent's file
+            if self._pid != os.getpid():  # After a fork, the file of the parent contains the parent's points.
                 self._pid, self._own = os.getpid(), 0
             if not self._own:
                 self._others = self._of_others("")
@@ -113,8 +116,8 @@ class PointCount:
             if total >= WARN_AT * self._limit:
                 self._job.say_once(
                     "points-warned",
-                    f"this run has {total:,} points in MLflow; from {self._limit:,} on they are dropped. "
-                    "Log less often, or means of several steps",
+                    f"this run has {total:,} points in MLflow; points beyond {self._limit:,} will be dropped. Log "
+                    "less often, or log means of several steps",
                 )
             return True
 
@@ -143,9 +146,10 @@ class PointCount:
 
 
 class Writes:
-    """Stands between MLflow's client and its REST store, for the job's run.
+    """Stands between MLflow's client and its REST store for the job's run.
 
-    `refused` is MLflow's exception; one with the error code of a bad request is an answer, others are none.
+    `refused` is MLflow's exception type. Such an error with the code of a bad request is an answer of the server. Other
+    errors of this type mean that the server did not answer.
     """
 
     def __init__(self, job: MlflowJob, refused: type[Exception]) -> None:
@@ -153,33 +157,33 @@ class Writes:
         self._error = refused
         self._points = PointCount(job)
         self._lock = threading.Lock()
-        self._own: dict[str, str] = {}  # parameters of this process since its last start_run
+        self._own: dict[str, str] = {}  # Parameters that this process logged since its last start_run.
         self._held = HeldWrites(
-            lambda: job.say_once("back", "MLflow answers again, what ranks logged meanwhile is there")
+            lambda: job.say_once("back", "MLflow answers again and has received what ranks logged meanwhile")
         )
         os.register_at_fork(after_in_child=self._unlock)
 
     def _unlock(self) -> None:
-        self._lock = threading.Lock()  # as in `PointCount`
+        self._lock = threading.Lock()  # A forked child has no thread that could release the parent's lock.
 
     def patch(self, store: type) -> None:
-        """Put this in front of a store's methods; those that it does not have stay as they are."""
+        """Wrap a store's write methods, except for methods that the store does not have."""
         for name, ours in (("log_batch", self._batch), ("log_metric", self._metric), ("log_param", self._param)):
             original = getattr(store, name, None)
             if original is not None:
                 setattr(store, name, wrapped(original, ours))
 
     def begin(self) -> None:
-        """The job's run was started, perhaps once more: parameters may differ from those of the last time."""
+        """Forget earlier parameters, because a newly started run may log different values."""
         with self._lock:
             self._own.clear()
 
     def give_up(self) -> None:
-        """Have the threads of asynchronous logging write nothing more."""
+        """Drop the held writes, and hold no later ones."""
         self._held.give_up()
 
     def wait(self, limit_s: float) -> bool:
-        """Wait for a server that does not answer; return whether everything that was logged has arrived."""
+        """Wait for a server that does not answer; return whether all logged data has arrived."""
         return self._held.wait(limit_s)
 
     def lost(self) -> int:
@@ -218,22 +222,24 @@ class Writes:
                 raise
             self._job.say_once(
                 "away",
-                "MLflow does not answer; what ranks log meanwhile is sent once it does, of each the newest "
-                f"{HELD_MAX:,} points: {_short(error)}",
+                f"MLflow does not answer. Each rank holds its newest {HELD_MAX:,} points and sends them once "
+                f"MLflow answers: {_short(error)}",
             )
             self._held.keep(batch)
             return None
 
     def _has_answered(self, write: Callable[[], Any]) -> bool:
-        """Try again what did not arrive; return whether it needs no further try."""
+        """Send a held batch again; return False if MLflow still does not answer."""
         try:
             write()
         except self._error as error:
             if not is_answer(error):
                 return False
-            self._job.say_once("refused", f"MLflow does not take what a rank logged while it was away: {_short(error)}")
-        except Exception as error:  # noqa: BLE001 - one batch must not be why all others are not sent
-            self._job.say_once("refused", f"what a rank logged while MLflow was away cannot be sent: {error!r}")
+            self._job.say_once(
+                "refused", f"MLflow refuses data that a rank logged while MLflow did not answer: {_short(error)}"
+            )
+        except Exception as error:  # noqa: BLE001 - an error in one batch must not stop the other batches
+            self._job.say_once("refused", f"cannot send data that a rank logged while MLflow did not answer: {error!r}")
         return True
 
     def _metric(self, original: Callable[..., Any], store: Any, run_id: str, metric: Any) -> Any:
@@ -248,20 +254,20 @@ class Writes:
         return self._with_params(store, items, lambda items: [original(store, run_id, each) for each in items.params])
 
     def _without_twins(self, params: Sequence[Any]) -> Sequence[Any]:
-        """Return each parameter once: MLflow refuses twins in one batch, but not one after the other."""
+        """Return each parameter once; MLflow refuses a repeated key in one batch, but not in later ones."""
         first: dict[str, Any] = {}
         for param in params:
             if first.setdefault(param.key, param).value != param.value:
                 rank = self._job.rank
                 self._job.say_once(
-                    "twice", f"rank {rank} logs two values of the parameter {param.key!r}; the first counts"
+                    "twice", f"rank {rank} logs two values of the parameter {param.key!r}; MLflow keeps the first"
                 )
         return list(first.values())
 
     def _in_parts(
         self, store: Any, items: Items, write: Callable[[Items], Any], tries: list[None] | None = None
     ) -> Any:
-        """Write a batch; a refused one in parts, so that a bad value does not take the others with it."""
+        """Write a batch; split a refused batch, so that a bad value does not block the other values."""
         tries = [] if tries is None else tries
         tries.append(None)
         try:
@@ -297,7 +303,7 @@ class Writes:
         return answer
 
     def _renamed(self, store: Any, params: Sequence[Any]) -> list[Any] | None:
-        """Return parameters under names that are free for them; None where another thing was wrong."""
+        """Return parameters under free names, or None if the server had another reason to refuse."""
         there: dict[str, str] = store.get_run(self._job.run_id).data.params
         result, differing = [], []
         for param in params:
@@ -315,8 +321,8 @@ class Writes:
         key = differing[0]
         self._job.say_once(
             "params",
-            f"ranks log different values of the parameter {key!r}: MLflow keeps one, that of rank {self._job.rank} is "
-            f"{key}.rank{self._job.rank}; so it is with all that differ",
+            f"ranks log different values of the parameter {key!r}. MLflow keeps the value of rank "
+            f"{self._job.rank} as {key}.rank{self._job.rank}. Other parameters that differ get such names too",
         )
         return result
 
@@ -330,7 +336,7 @@ class Writes:
 
 
 def wrapped(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function in place of `original`, which calls `ours` with it first."""
+    """Return a wrapper of `original`, which calls `ours` with `original` as the first argument."""
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -340,7 +346,7 @@ def wrapped(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
 
 
 def is_answer(error: Exception) -> bool:
-    """Return whether the server refused; MLflow raises the same for a missing or broken answer."""
+    """Return whether the server refused a request; MLflow raises the same type for a missing answer."""
     return _is_about_values(error) or getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
 
 
@@ -357,19 +363,19 @@ def _short(error: Exception) -> str:
 
 
 class Batch(NamedTuple):
-    """Writes sent together: `size` points and values. `send` returns whether MLflow has answered."""
+    """Writes sent together: `size` points and values; `send` returns whether MLflow has answered."""
 
     size: int
     send: Callable[[], bool]
 
 
 class HeldWrites:
-    """Queue of writes to send; `on_back` is called once it is empty again."""
+    """A queue of writes to send; calls `on_back` once the queue is empty again."""
 
     def __init__(self, on_back: Callable[[], None], limit: int = HELD_MAX, again_s: float = _AGAIN_S) -> None:
         self._on_back = on_back
-        self._limit = limit  # most points and values
-        self._again_s = again_s  # between two tries
+        self._limit = limit  # Most points and values to hold.
+        self._again_s = again_s  # Seconds between two tries.
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 
@@ -383,16 +389,16 @@ class HeldWrites:
 
     @property
     def is_away(self) -> bool:
-        """Return whether MLflow did not answer when it was last asked."""
+        """Return True while MLflow has not answered the last request."""
         return self._thread is not None
 
     @property
     def lost(self) -> int:
-        """Return how many points and values were dropped."""
+        """Return the number of dropped points and values."""
         return self._lost
 
     def keep(self, batch: Batch) -> None:
-        """Hold what did not arrive, or has to wait for what did not."""
+        """Hold a batch that did not arrive, or that must wait for such a batch."""
         with self._changed:
             if self._given_up:
                 self._lost += batch.size
@@ -405,17 +411,18 @@ class HeldWrites:
                 self._lost += dropped.size
             if self._thread is None:
                 thread = threading.Thread(target=self._replay, name="sgpu-mlflow-held", daemon=True)
-                with contextlib.suppress(RuntimeError):  # the interpreter ends, or no thread is left
+                # The interpreter is ending, or the process can start no thread.
+                with contextlib.suppress(RuntimeError):
                     thread.start()
                     self._thread = thread
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until everything is sent; return whether it is."""
+        """Wait until the queue is empty; return False after `limit_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None and not self._batches, limit_s)
 
     def give_up(self) -> None:
-        """Drop what is held, and whatever comes."""
+        """Drop the held batches and all later ones."""
         with self._changed:
             self._given_up = True
             self._lost += self._held
@@ -431,7 +438,7 @@ class HeldWrites:
                 return
 
     def _sent(self) -> bool:
-        """Send what is held, as far as MLflow answers; return whether all of it was, or given up."""
+        """Send held batches while MLflow answers; return True if the queue is empty or given up."""
         while True:
             with self._changed:
                 if not self._batches:
@@ -444,7 +451,7 @@ class HeldWrites:
             has_arrived = batch.send()
             with self._changed:
                 if self._given_up:
-                    continue  # it was counted
+                    continue  # `give_up` has already counted this batch.
                 if not has_arrived:
                     self._batches.appendleft(batch)
                     return False

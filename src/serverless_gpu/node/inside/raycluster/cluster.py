@@ -1,21 +1,24 @@
-"""Membership of the run's Ray cluster: node 0's knowledge of all nodes, and the part of every other node.
+"""Membership of the run's Ray cluster: the records of node 0 and the part of every other node.
 
     RunCluster, node 0
-      this node: ray start, gcs_server, raylet ── pidfds ──┐
-      node 1, 2, … ── link: "joined", "lost", end of file ──┴─▶ gone(): a sentence that names the node and what ended
+      this node: ray start, gcs_server, raylet ── pidfds ───┐
+      node 1, 2, … ── link: "joined", "lost", end of file ──┴─▶ gone(): a message that names the node and what ended
 
     take_part, node n                                       node task of node 0
-      ├─ link ── hears where Ray's head is ◀──────────────    …
-      ├─ ray start --block --address=… ──▶ joined ────────▶   the driver starts when all have
+      ├─ link ── reads the address of Ray's head ◀────────    …
+      ├─ ray start --block --address=… ──▶ joined ────────▶   the driver starts when all nodes have joined
       └─ stays ◀── done ──────────────────────────────────    the driver has ended
 
 Failure cases:
-- several are lost: the first is reported, because the others follow from it;
-- a stranger connects to the link: `link.py` refuses it, and nothing is gone;
-- Ray does not start on node n, or ends: node 0 hears it in a sentence, and it is this node's failure, too;
-- node 0's task is gone, or never came: this node's failure, which names node 0's machine;
-- Ray ends on node n because the head's does while "done" is on its way: waited for, `_SETTLE_S`;
-- SIGTERM: this node's Ray is ended, and the node task ends of the signal.
+
+* Several nodes or processes are lost. Node 0 reports only the first loss, because the others follow from it.
+* A stranger connects to the link. `link.py` refuses the connection, and nothing is lost.
+* Ray does not start on node n, or ends there. Node n sends a message to node 0, and both nodes report the
+  failure.
+* The node task of node 0 is gone or never came. Node n reports a failure that names the machine of node 0.
+* Ray ends on node n because the head's Ray ends while "done" is on its way. Node n waits `_SETTLE_S` for
+  "done".
+* SIGTERM arrives. The node task ends this node's Ray and then ends by the signal.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from .share import ClusterShare
 
 
 class RunCluster:
-    """Knowledge of node 0 about all nodes of the run's cluster; `kept` will hold this node's logs."""
+    """Tracks all nodes of the run's cluster on node 0; `kept` is the later directory of this node's logs."""
 
     def __init__(self, share: ClusterShare, kept: str) -> None:
         self._share = share
@@ -45,13 +48,13 @@ class RunCluster:
         self._lost = ""
 
     def listen(self) -> None:
-        """Let the other nodes join, if any; call it after forking the driver. OSError: the address is taken."""
+        """Let the other nodes join, after forking the driver; raise OSError if the address is in use."""
         share = self._share
         if share.num_nodes > 1:
             self._head = link.HeadLink(share.head, share.secret, share.num_nodes, share.host)
 
     def begin(self, engine: RayProcesses, address: str) -> None:
-        """Watch this node's Ray, which is there, and let the other nodes join it."""
+        """Watch this node's running Ray, and let the other nodes join it."""
         self._engine = engine
         if self._head is not None:
             self._head.tell(address)
@@ -61,29 +64,29 @@ class RunCluster:
         return [] if self._head is None else self._head.missing()
 
     def shares(self) -> list[ClusterShare]:
-        """Return the shares of all nodes that have joined, this one's first."""
+        """Return the shares of all nodes that have joined, this node's first."""
         return self._offers
 
     def fds(self) -> list[int]:
-        """Return what becomes readable when `gone` is to be asked."""
+        """Return the descriptors that become readable when `gone` has something to check."""
         sockets = [] if self._head is None else [sock.fileno() for sock in self._head.sockets()]
         return [*(self._engine.watched if self._engine is not None else ()), *sockets]
 
     def gone(self, timeout_s: float = 0.0) -> str:
-        """Return a sentence about the first loss, or "", after waiting for it for `timeout_s`."""
+        """Return a message about the first loss, or ""; wait up to `timeout_s` for a loss."""
         until = time.monotonic() + timeout_s
         while not (lost := self._look()) and (left_s := until - time.monotonic()) > 0:
             linux.readable(self.fds(), left_s)
         return lost
 
     def done(self) -> None:
-        """Tell the other nodes that the driver has ended; before this node's Ray does."""
+        """Tell the other nodes that the driver has ended; call this before this node's Ray ends."""
         if self._head is not None:
             self._head.done()
             self._head = None
 
     def leave(self) -> None:
-        """Close this process's copies of the connections, and say nothing: for one that was forked meanwhile."""
+        """Close a forked process's copies of the connections, without sending a message."""
         if self._head is not None:
             self._head.close()
 
@@ -99,26 +102,26 @@ class RunCluster:
 
 
 def lost_engine(share: ClusterShare, engine: RayProcesses, name: str, kept: str) -> str:
-    """Return the sentence about a node whose Ray is gone.
+    """Return the message about a node whose Ray is gone.
 
-    `name` is the process that has ended, `kept` the place of the logs.
+    `name` is the process that has ended, and `kept` is the directory of the logs.
     """
     text = f"Ray on node {share.host} is gone: its {name} ended while the run needed it. Its logs: {kept}"
     words = engine.last_words()
     return f"{text}\n{words}" if words else text
 
 
-_REACH_S = 300.0  # node 0's machine may come later, and imports Ray from a slow disk before it can say anything
-_LOOK_S = 0.1  # between two tries to reach node 0
+_REACH_S = 300.0  # Seconds to reach node 0, whose machine may start later and import Ray from a slow disk.
+_LOOK_S = 0.1  # Interval between two tries to reach node 0.
 _SETTLE_S = 1.0
 
 
 class _Stopped(BaseException):
-    """SIGTERM came."""
+    """SIGTERM has arrived."""
 
 
 class TaskNode(NamedTuple):
-    """A node task's view of its node; `kept` will hold the logs of this node's Ray."""
+    """A node task's view of its node; `kept` is the later directory of the logs of this node's Ray."""
 
     share: ClusterShare
     family: Family
@@ -127,10 +130,10 @@ class TaskNode(NamedTuple):
 
 
 def until_stopped(act: Callable[[], str]) -> str | None:
-    """Return what `act` returns, or None when SIGTERM interrupted it with a `BaseException`.
+    """Return the result of `act`, or None when SIGTERM interrupted `act` with a `BaseException`.
 
-    From then on SIGTERM is ignored, because the rest is bounded. It is to be expected: when one node reports a lost
-    cluster, the others get SIGTERM while they report it, too.
+    Afterwards this process ignores SIGTERM, because the remaining work is bounded. A SIGTERM at that time is normal.
+    When one node reports a lost cluster, the other nodes get SIGTERM while they report the loss too.
     """
     try:
         signal.signal(signal.SIGTERM, _on_sigterm)
@@ -143,9 +146,10 @@ def until_stopped(act: Callable[[], str]) -> str | None:
 
 
 def take_part(node: TaskNode, say: Callable[[str], None], record: Callable[[Ports, Callable[[], None]], None]) -> str:
-    """Run this node's part of the cluster until the driver has ended; return a sentence of a loss, or "".
+    """Run this node's part of the cluster until the driver has ended; return a message of a loss, or "".
 
-    `record` has Ray's metrics recorded once it is up; a process that is forked for it calls its argument first.
+    `record` starts the recording of Ray's metrics once Ray is up. The recording process first calls the second argument
+    of `record`, which closes its copy of the link.
     """
     part = _MemberPart(node.share)
     try:
@@ -161,36 +165,36 @@ def take_part(node: TaskNode, say: Callable[[str], None], record: Callable[[Port
 
 
 class _MemberPart:
-    """News from node 0."""
+    """Connection to node 0 and the state that node 0 has sent."""
 
     def __init__(self, share: ClusterShare) -> None:
         until = time.monotonic() + _REACH_S
         self.link = link.MemberLink(share.head, share.secret, share.node_rank, share.host, until)
-        self.address = ""  # of Ray's head
-        self.over = False  # nothing more to do
-        self.lost = ""  # why, or "" when the driver has ended
+        self.address = ""  # Address of Ray's head.
+        self.over = False  # True when this node has nothing more to do.
+        self.lost = ""  # Reason of a loss, or "" when the driver has ended.
 
     def is_over(self) -> bool:
-        """Hear what node 0 says, and return whether there is nothing more to do."""
+        """Read the messages of node 0; return whether this node has nothing more to do."""
         for word in [] if self.over else self.link.take(time.monotonic()):
             if word.kind == link.ADDRESS:
                 self.address = word.text
-            else:  # the last there is
+            else:  # `LOST` or `DONE`, the last message of a link.
                 self.over, self.lost = True, word.text
         return self.over
 
     def lose(self, text: str) -> None:
-        """Tell node 0 that this node is no part of the cluster any more."""
+        """Tell node 0 that this node has left the cluster."""
         self.over, self.lost = True, text
         self.link.lost(text)
 
     def wait(self, fds: Iterable[int], timeout_s: float | None = None) -> None:
-        """Wait until node 0 says something or one of the descriptors is readable."""
+        """Wait until node 0 sends a message or one of the descriptors is readable."""
         linux.readable([*fds, *(sock.fileno() for sock in self.link.sockets())], timeout_s)
 
 
 def _join_head(part: _MemberPart, node: TaskNode, say: Callable[[str], None]) -> RayProcesses | None:
-    """Join the head; return None when this node's part was over before."""
+    """Start this node's Ray and join the head; return None if this node's part has ended."""
     if part.over:
         return None
     share = node.share
@@ -211,7 +215,7 @@ def _join_head(part: _MemberPart, node: TaskNode, say: Callable[[str], None]) ->
 
 
 def _stay_until_done(part: _MemberPart, node: TaskNode, engine: RayProcesses) -> None:
-    """Return when the driver has ended, or something is lost."""
+    """Return when the driver has ended, or after a loss."""
     while not part.is_over():
         part.wait(engine.watched, node.family.reap())
         if name := engine.gone():
@@ -223,5 +227,5 @@ def _stay_until_done(part: _MemberPart, node: TaskNode, engine: RayProcesses) ->
 
 
 def _on_sigterm(_number: int, _frame: types.FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending; its Ray is ended first
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # This process is ending, and ends its Ray first.
     raise _Stopped

@@ -1,25 +1,29 @@
-"""Link between the nodes of one cluster: node 0 listens, the others prove the run's secret, and stay.
+"""Link between the nodes of one cluster: other nodes connect to node 0 and prove the run's secret.
 
     node n                                            node 0
-      │ ── connects, tries again until it may ──────────▶ │
+      │ ── connects, retries until its deadline ────────▶ │
       │ ◀── {"nonce"} ──────────────────────────────────  │
       │ ── {"node", "host", "nonce", "proof"} ──────────▶ │
-      │ ◀── {"host", "proof"} ──────────────────────────  │  both know now whom they talk to
-      │ ◀── {"address"} ────────────────────────────────  │  Ray's head is up: join there
-      │ ── {"joined", "devices", "cpus"} ───────────────▶ │  the driver starts when all have
+      │ ◀── {"host", "proof"} ──────────────────────────  │  both peers are now authenticated
+      │ ◀── {"address"} ────────────────────────────────  │  Ray's head is up; node n joins it
+      │ ── {"joined", "devices", "cpus"} ───────────────▶ │  the driver starts when all nodes have joined
       │ ── {"lost": text} ──────────────────────────────▶ │  Ray on node n is gone
-      │ ◀── {"done"} ───────────────────────────────────  │  the driver has ended: end Ray, return
+      │ ◀── {"done"} ───────────────────────────────────  │  the driver has ended; node n ends Ray and returns
 
-A frame is four bytes of length and a JSON object. The secret never travels; neither does Ray's token, which every node
-derives from it (`ray_start.py`). Frames after the proofs are not signed: an attacker who can write into this connection
-can write into Ray's, too, which are not encrypted either.
+A frame is four bytes of length and a JSON object. Nodes never send the secret. Nodes do not send Ray's token either,
+because every node derives it from the secret (`ray_start.py`). Frames after the proofs are not signed. An attacker who
+can write into this connection can also write into Ray's connections, which are not encrypted.
 
-Failure cases. A connection that does not prove itself in time, sends too much or nonsense, or claims node 0, a taken
-number or an unknown one, is closed; other nodes do not notice. One that ends before its welcome tries again (something
-else may listen at that port for a moment), until its patience ends. End of file after the welcome and without "done"
-means that the other end's node task is gone; the kernel's keep-alives notice a vanished machine within `_SILENCE_S`. A
-process that forks while a link is open has the child close its copy (`close`): the other end reads end of file when the
-last copy is closed.
+Failure cases:
+
+* Node 0 closes a connection that sends no proof in time, too much data or an invalid message. Node 0 also
+  closes a connection that claims node 0, a taken number or an unknown number. Other nodes do not notice this.
+* A connection ends before node 0 has accepted the proof. Node n tries again until its deadline, because another
+  process may use that port for a moment.
+* An accepted connection ends without "done". The node task of the peer is then gone. The kernel's keep-alives
+  detect a vanished machine within `_SILENCE_S`.
+* A process forks while a link is open. The child closes its copy (`close`), because the peer reads end of file
+  only after the last copy is closed.
 """
 
 from __future__ import annotations
@@ -35,12 +39,12 @@ from typing import NamedTuple
 from .. import protocol
 
 FRAME_BYTES_MAX = 16_384
-TEXT_CHARACTERS_MAX = 1000  # of what a node says about its end; escaped, it fits a frame
+TEXT_CHARACTERS_MAX = 1000  # Limit for the message of a lost node. With escapes, the message fits into a frame.
 _HEADER = 4
 _NONCE_BYTES = 32
 PROVE_S = 10.0
-_UNPROVEN_MAX = 64  # the oldest gives way; a node tries again
-_FRAMES_MAX = 16  # at one look: there are not that many things to say
+_UNPROVEN_MAX = 64  # Above this limit, the head closes the oldest unproven connection. The node tries again.
+_FRAMES_MAX = 16  # Limit for one read. The protocol has fewer messages.
 _HOST_CHARACTERS_MAX = 255
 _AGAIN_S = 0.2
 _CONNECT_S = 1.0
@@ -52,31 +56,31 @@ JOINED, LOST, ADDRESS, DONE = "joined", "lost", "address", "done"
 
 
 class LinkState(NamedTuple):
-    """News from one end of a link."""
+    """A message from the other end of a link."""
 
-    kind: str  # `JOINED` or `LOST` (of a node), `ADDRESS` or `DONE` (from the head)
-    node: int  # 0 is the head's
-    host: str = ""  # that node's name; its address while unknown
-    text: str = ""  # Ray's address, or a sentence about a loss
-    devices: int = 0  # of a node that joined
+    kind: str  # `JOINED` or `LOST` for a node, `ADDRESS` or `DONE` from the head.
+    node: int  # Node number, 0 for the head.
+    host: str = ""  # Name of the node, or its address while the name is unknown.
+    text: str = ""  # Address of Ray's head, or the message of a loss.
+    devices: int = 0  # Number of devices of a node that joined.
     cpus: int = 0
 
 
 class NonsenseError(Exception):
-    """A peer sent something outside of the protocol."""
+    """A peer sent a message that the protocol does not allow."""
 
 
 def proof(secret: str, role: str, node: int, nonces: tuple[str, str]) -> str:
-    """Return the proof that its sender knows the secret, for node number `node` and both ends' nonces.
+    """Return the proof that the sender knows the secret, for node `node` and the nonces of both ends.
 
-    `role` is "head" or "node": one end's proof cannot be sent back as the other's.
+    `role` is "head" or "node", so that no end can send a received proof back as its own.
     """
     spoken = json.dumps(["sgpu-link", role, node, *nonces])
     return hmac.new(secret.encode(), spoken.encode(), hashlib.sha256).hexdigest()
 
 
 def pack(message: protocol.Message) -> bytes:
-    """Return a message as a frame; raises ValueError if it is too long."""
+    """Return a message as a frame; raise ValueError if the frame is too long."""
     body = protocol.encode(message)
     if len(body) > FRAME_BYTES_MAX:
         raise ValueError(f"a frame of {len(body)} bytes is over the limit of {FRAME_BYTES_MAX}")
@@ -84,7 +88,7 @@ def pack(message: protocol.Message) -> bytes:
 
 
 def unpack(buffer: bytearray) -> list[protocol.Message]:
-    """Take the whole frames off the front of a buffer.
+    """Remove the complete frames from the front of a buffer and return their messages.
 
     Raises NonsenseError for a frame that is too long or holds no JSON object.
     """
@@ -92,7 +96,7 @@ def unpack(buffer: bytearray) -> list[protocol.Message]:
     while len(buffer) >= _HEADER:
         size = int.from_bytes(buffer[:_HEADER], "big")
         if size > FRAME_BYTES_MAX:
-            raise NonsenseError(f"a frame of {size} bytes")
+            raise NonsenseError(f"received a frame of {size} bytes, over the limit of {FRAME_BYTES_MAX}")
         if len(buffer) < _HEADER + size:
             break
         body = bytes(buffer[_HEADER : _HEADER + size])
@@ -100,18 +104,18 @@ def unpack(buffer: bytearray) -> list[protocol.Message]:
         try:
             messages.append(protocol.decode(body))
         except (ValueError, RecursionError) as error:
-            raise NonsenseError(f"a frame that is no message: {error}") from error
+            raise NonsenseError(f"received a frame that is not a valid message: {error}") from error
     return messages
 
 
 class _Wire:
-    """One connection: frames in, frames out, never waiting."""
+    """One connection that sends and receives frames without waiting."""
 
     def __init__(self, sock: socket.socket, since: float) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEP_ALIVE:
-            with contextlib.suppress(OSError):  # a kernel without it says so of a vanished machine, only later
+            with contextlib.suppress(OSError):  # A kernel without these options detects a vanished machine only later.
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self.sock = sock
         self.since = since
@@ -119,13 +123,16 @@ class _Wire:
         self._buffer = bytearray()
 
     def send(self, **message: object) -> None:
-        """Send one frame; raises OSError when the other end is gone, or its buffer full."""
+        """Send one frame; raise OSError when the peer is gone or its buffer is full."""
         frame = pack(message)
         if self.sock.send(frame) != len(frame):
-            raise OSError("the other end does not read")
+            raise OSError("the peer does not read")
 
     def receive(self) -> list[protocol.Message] | None:
-        """Return what has come, or None at end of file with nothing before it; raises OSError, NonsenseError."""
+        """Return the received messages, or None at end of file; raise OSError or NonsenseError.
+
+        Messages before the end of file come first, and the next call returns None.
+        """
         messages: list[protocol.Message] = []
         while True:
             try:
@@ -133,19 +140,19 @@ class _Wire:
             except BlockingIOError:
                 return messages
             if not piece:
-                return messages or None  # end of file shows again at the next look
+                return messages or None  # The next call reads end of file again.
             self._buffer += piece
             messages += unpack(self._buffer)
             if len(messages) > _FRAMES_MAX:
-                raise NonsenseError("more frames than there is to say")
+                raise NonsenseError("received more frames than the protocol allows")
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.sock.close()
 
 
 class _Guest(NamedTuple):
-    """A connection to the head: unproven until `node` is above 0."""
+    """A connection to the head; `node` is 0 until the peer has proved the secret."""
 
     wire: _Wire
     node: int = 0
@@ -153,9 +160,9 @@ class _Guest(NamedTuple):
 
 
 class HeadLink:
-    """Node 0's end: accepts the others and receives from them. Every call returns at once.
+    """Node 0's end: accepts the other nodes and receives their messages. Every call returns at once.
 
-    Raises OSError when nothing can listen at `address`; `num_nodes` counts this node, too.
+    Raises OSError when no socket can listen at `address`. `num_nodes` includes node 0.
     """
 
     def __init__(self, address: tuple[str, int], secret: str, num_nodes: int, host: str) -> None:
@@ -170,7 +177,7 @@ class HeadLink:
         self._address = ""
 
     def sockets(self) -> list[socket.socket]:
-        """Return what to wait for with `select`."""
+        """Return the sockets to wait for with `select`."""
         return [self._listener, *(guest.wire.sock for guest in self._guests)]
 
     def missing(self) -> list[int]:
@@ -178,16 +185,16 @@ class HeadLink:
         return [node for node in range(1, self._num_nodes) if node not in self._joined]
 
     def tell(self, address: str) -> None:
-        """Tell all nodes, also those that come later, where Ray's head is."""
+        """Send the address of Ray's head to all nodes, including nodes that connect later."""
         self._address = address
         for guest in self._guests:
             if guest.node:
                 self._say(guest, address=address)
 
     def done(self) -> None:
-        """Tell all nodes that the driver has ended, and hang up.
+        """Tell all nodes that the driver has ended, and close the connections.
 
-        Call it before Ray's head ends: a node takes Ray's end for a loss unless it has heard this.
+        Call this before Ray's head ends. A node that has not received this message treats the end of Ray as a loss.
         """
         for guest in self._guests:
             if guest.node:
@@ -195,14 +202,14 @@ class HeadLink:
         self.close()
 
     def close(self) -> None:
-        """Hang up on all."""
+        """Close the listener and all connections."""
         self._listener.close()
         for guest in self._guests:
             guest.wire.close()
         self._guests.clear()
 
     def take(self, now: float) -> list[LinkState]:
-        """Return the news since the last call; `now` is monotonic seconds."""
+        """Return the messages since the last call; `now` is monotonic seconds."""
         words: list[LinkState] = []
         self._accept(now)
         for guest in list(self._guests):
@@ -219,7 +226,7 @@ class HeadLink:
         while True:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:  # no further connection, or gone already
+            except OSError:  # No further connection, or the peer has already closed it.
                 return
             try:
                 wire = _Wire(sock, now)
@@ -233,12 +240,12 @@ class HeadLink:
                 self._drop(unproven[0].wire)
 
     def _hear(self, guest: _Guest) -> list[LinkState]:
-        """Return what one guest says; one that is lost says so once, as its last word."""
+        """Return the messages of one connection; the last message of a lost node is `LOST`."""
         words: list[LinkState] = []
         try:
             messages = guest.wire.receive()
             if messages is None:
-                raise OSError("the connection was closed")
+                raise OSError("the peer closed the connection")
             for message in messages:
                 if not guest.node:
                     guest = self._welcome(guest, message)
@@ -255,15 +262,15 @@ class HeadLink:
         return words
 
     def _welcome(self, guest: _Guest, message: protocol.Message) -> _Guest:
-        """Return the guest with its number; one without a valid proof raises."""
+        """Return the connection with its node number; raise an error without a valid proof."""
         node = protocol.integer(message, "node")
         nonces = (guest.wire.nonce, protocol.text(message, "nonce"))
         if not hmac.compare_digest(
             proof(self._secret, "node", node, nonces).encode(), protocol.text(message, "proof").encode()
         ):
-            raise NonsenseError("it does not know the secret")
+            raise NonsenseError("the peer does not know the secret")
         if not 0 < node < self._num_nodes or any(other.node == node for other in self._guests):
-            raise NonsenseError(f"there is no place for a node {node}")
+            raise NonsenseError(f"node number {node} is unknown or already connected")
         guest.wire.send(host=self._host, proof=proof(self._secret, "head", node, nonces))
         if self._address:
             guest.wire.send(address=self._address)
@@ -272,7 +279,7 @@ class HeadLink:
         return welcome
 
     def _say(self, guest: _Guest, **message: object) -> None:
-        with contextlib.suppress(OSError):  # gone: that is heard at the next look
+        with contextlib.suppress(OSError):  # The peer is gone, and the next `take` notices that.
             guest.wire.send(**message)
 
     def _drop(self, wire: _Wire) -> None:
@@ -281,9 +288,9 @@ class HeadLink:
 
 
 class MemberLink:
-    """Another node's end. Calls return at once, but for an address that does not answer: `_CONNECT_S`.
+    """Another node's end; calls return at once, except for a connection attempt of `_CONNECT_S`.
 
-    It connects to node 0 at `head`, until `until` in monotonic seconds.
+    The node connects to node 0 at `head`, until `until` in monotonic seconds.
     """
 
     def __init__(self, head: tuple[str, int], secret: str, node: int, host: str, until: float) -> None:
@@ -294,30 +301,30 @@ class MemberLink:
         self._until = until
         self._again = 0.0
         self._wire: _Wire | None = None
-        self._reason = "nobody answered"
-        self._nonce = ""  # the head's, once it has come
-        self._known = ""  # the head's name, once it has proved itself
+        self._reason = "no process answered"
+        self._nonce = ""  # Nonce of the head, once received.
+        self._known = ""  # Name of the head, once it has proved the secret.
         self._closed = False
 
     def sockets(self) -> list[socket.socket]:
-        """Return what to wait for with `select`, besides a moment (`take` tries again)."""
+        """Return the sockets to wait for with `select`; use a short timeout, because `take` retries."""
         return [] if self._wire is None else [self._wire.sock]
 
     def joined(self, devices: int, cpus: int) -> None:
-        """Say that Ray runs on this node, and what it offers."""
+        """Report that Ray runs on this node, with the resources that the node offers."""
         self._say(joined=True, devices=devices, cpus=cpus)
 
     def lost(self, text: str) -> None:
-        """Say, in a sentence, that Ray on this node is gone."""
+        """Report that Ray on this node is gone, with a message."""
         self._say(lost=text[:TEXT_CHARACTERS_MAX])
 
     def close(self) -> None:
-        """Hang up, and hear nothing more."""
+        """Close the connection, and ignore all later messages."""
         self._closed = True
         self._hang_up()
 
     def take(self, now: float) -> list[LinkState]:
-        """Return the news since the last call, connecting first if needed; `now` is monotonic seconds."""
+        """Return the messages since the last call, connecting first if needed; `now` is monotonic seconds."""
         if self._closed:
             return []
         if self._wire is None and now >= self._again:
@@ -328,10 +335,10 @@ class MemberLink:
         try:
             messages = wire.receive()
             if messages is None:
-                raise OSError("the connection was closed")
+                raise OSError("the peer closed the connection")
             words = [word for message in messages for word in self._hear(message)]
             if not self._known and now > wire.since + PROVE_S:
-                raise OSError("who listens there does not answer")
+                raise OSError("the process at this address does not answer")
         except (OSError, ValueError, NonsenseError) as error:
             return self._break(error, now)
         return words
@@ -341,17 +348,18 @@ class MemberLink:
         self._nonce = ""
         try:
             sock = socket.create_connection(self._head, timeout=_CONNECT_S)
-            # Before the head listens, on one machine, the kernel may choose the very port that is called.
+            # Before the head listens on this machine, the kernel may choose the called port as the local port. The
+            # socket is then connected to itself.
             if sock.getsockname() == sock.getpeername():
                 sock.close()
-                raise OSError("nobody listens there")
+                raise OSError("no process listens at this address")
             self._wire = _Wire(sock, now)
         except OSError as error:
             self._reason = error.strerror or str(error)
 
     def _hear(self, message: protocol.Message) -> list[LinkState]:
         wire = self._wire
-        if wire is None:  # "done" came before this one
+        if wire is None:  # `DONE` came before this message.
             return []
         if not self._nonce:
             self._nonce = protocol.text(message, "nonce")
@@ -360,7 +368,7 @@ class MemberLink:
         elif not self._known:
             expected = proof(self._secret, "head", self._node, (self._nonce, wire.nonce))
             if not hmac.compare_digest(expected.encode(), protocol.text(message, "proof").encode()):
-                raise NonsenseError("who listens there does not know the secret")
+                raise NonsenseError("the process at this address does not know the secret")
             self._known = protocol.text(message, "host") or self._head[0]
         elif ADDRESS in message:
             return [LinkState(ADDRESS, 0, self._known, protocol.text(message, ADDRESS))]
@@ -370,7 +378,7 @@ class MemberLink:
         return []
 
     def _break(self, error: Exception, now: float) -> list[LinkState]:
-        """Hang up: for good when the head was known, else to try again."""
+        """Close the connection; try again later, unless the head was already known."""
         self._hang_up()
         if self._known:
             self._closed = True
@@ -388,7 +396,7 @@ class MemberLink:
 
     def _say(self, **message: object) -> None:
         if self._wire is not None and self._known:
-            with contextlib.suppress(OSError):  # the head is gone: that is heard at the next look
+            with contextlib.suppress(OSError):  # The head is gone, and the next `take` notices that.
                 self._wire.send(**message)
 
     def _hang_up(self) -> None:
@@ -399,4 +407,4 @@ class MemberLink:
 
 def _gone(host: str, error: Exception) -> str:
     why = (isinstance(error, OSError) and error.strerror) or str(error)
-    return f"Node {host} of the run's Ray cluster is gone: its node task does not answer any more ({why})"
+    return f"Node {host} of the run's Ray cluster is gone: its node task no longer answers ({why})"

@@ -1,4 +1,4 @@
-"""The process that asks a node's Ray for its metrics, and leaves the latest figures in a file.
+"""Reads a node's Ray metrics in a forked process and keeps the latest figures in a file.
 
     node task ── fork ──▶ metrics.run ── GET /metrics, every 10 s ──▶ Ray's agent of this node
                              └─▶ <attempt>/ray/<node rank>.metrics.json ──▶ the home's monitor: into the run's samples
@@ -6,15 +6,23 @@
     ray_tasks{Name="g",Source="executor",State="RUNNING",…} 1.0 ─┐
     ray_tasks{Name="h",Source="executor",State="RUNNING",…} 2.0 ─┴─▶ {"tasks_running": 3.0}
 
-It speaks HTTP/1.0 by itself: without proxies and redirections, for five seconds at most. Ray has a line for every
-task's name, every process and every bucket: 400 kB on an idle node, megabytes on a busy one. So lines are taken one by
-one as they come, and only sums are kept. A metric that Ray lacks has no figure, not 0.
+The process sends HTTP/1.0 requests itself, without proxies and redirections, for five seconds at most. Ray's answer has
+a line for every task name, every process and every bucket. The answer takes 400 kB on an idle node and megabytes on a
+busy node. The process therefore reads lines one by one and keeps only sums. A metric that Ray lacks has no figure, not
+0.
 
-Failure cases: Ray is not up yet, or hangs, or is gone (tried again; the file grows old, which its reader sees by the
-time in it); half a text, or one that does not end (not written); the disk is full (the file before stays); a line that
-is no metric, or longer than any of Ray's (left out); labels hold users' names of tasks, with anything in them (parsed
-by their quotes); a gauge that Ray keeps as a difference between processes falls below 0 when one of them is gone (0 is
-reported). The process ends with its parent.
+Failure cases:
+
+* Ray is not up yet, hangs or is gone. The process tries again. The reader of the file recognizes old figures by
+  their time.
+* The text is incomplete or does not end. The process does not write the figures.
+* The disk is full. The earlier file remains.
+* A line is not a metric, or is longer than any line of Ray. The process ignores this line.
+* Labels contain users' task names with any characters. The process parses labels by their quotes.
+* A gauge that Ray keeps as a difference between processes falls below 0 after a process has ended. The process
+  reports 0.
+
+The process ends with its parent.
 """
 
 from __future__ import annotations
@@ -33,8 +41,8 @@ from .. import linux, protocol
 from . import ray_installation
 
 EVERY_S = 10.0
-"""Between two looks; Ray renews its metrics as often."""
-_SOON_S = 2.0  # until Ray has said what it has, but not for longer than it may take to start
+"""Seconds between two reads; Ray updates its metrics at the same interval."""
+_SOON_S = 2.0  # Seconds between reads until Ray reports its resources, for at most `_SOON_LOOKS` reads.
 _SOON_LOOKS = 60
 _LIMIT_S = 5.0
 _HEAD_BYTES_MAX = 1 << 16
@@ -45,7 +53,7 @@ _WHOLE = "cpus"
 
 
 def missing() -> str:
-    """Return why this environment's Ray has no metrics, as a sentence; "" where it has."""
+    """Return a message about why this environment's Ray has no metrics, or "" if Ray has them."""
     absent = ray_installation.missing_parts()
     if not absent:
         return ""
@@ -53,10 +61,10 @@ def missing() -> str:
 
 
 def run(address: str, port: int, path: str, *, every_s: float = EVERY_S) -> NoReturn:
-    """Poll `address`:`port` for ever, every `every_s`; the whole life of a forked process."""
+    """Poll `address`:`port` forever, every `every_s` seconds; a forked process does only this."""
     linux.set_name("sgpu-raymetrics")
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Only the driver handles Ctrl-C.
     linux.leave_descriptors()
     looks, whole = 0, False
     while True:
@@ -70,7 +78,7 @@ def run(address: str, port: int, path: str, *, every_s: float = EVERY_S) -> NoRe
 
 
 def scrape(address: str, port: int, limit_s: float = _LIMIT_S) -> dict[str, float]:
-    """Return the figures of a node's Ray; none where it does not answer whole within `limit_s`."""
+    """Return the figures of a node's Ray, or none without a complete answer within `limit_s`."""
     until = time.monotonic() + limit_s
     try:
         with socket.create_connection((address, port), timeout=limit_s) as sock:
@@ -86,7 +94,7 @@ class _Answer:
         self._until = until
 
     def figures(self) -> dict[str, float]:
-        """Return the figures in the answer; raises OSError (late) or ValueError (not Ray's, or not whole)."""
+        """Return the figures of the answer; raise OSError if late, or ValueError if not Ray's or incomplete."""
         buffer = self._head()
         figures = RayFigures()
         got, skipping = len(buffer), False
@@ -101,18 +109,18 @@ class _Answer:
             chunk = self._receive()
             if not chunk:
                 if buffer or skipping or (self._length is not None and got != self._length):
-                    raise ValueError("it was cut off")
+                    raise ValueError("the answer was cut off")
                 return figures.result()
             got += len(chunk)
             buffer += chunk
-        raise ValueError("it does not end")
+        raise ValueError("the answer does not end")
 
     def _head(self) -> bytes:
         data = b""
         while b"\r\n\r\n" not in data:
             chunk = self._receive()
             if not chunk or len(data) > _HEAD_BYTES_MAX:
-                raise ValueError("no head of an answer")
+                raise ValueError("the answer has no HTTP head")
             data += chunk
         head, _, rest = data.partition(b"\r\n\r\n")
         status, *fields = head.split(b"\r\n")
@@ -122,7 +130,7 @@ class _Answer:
         for field in fields:
             name, _, value = field.partition(b":")
             if name.strip().lower() == b"transfer-encoding":
-                raise ValueError("answered in chunks, which HTTP/1.0 has not")
+                raise ValueError("the answer is chunked, which HTTP/1.0 does not allow")
             if name.strip().lower() == b"content-length":
                 self._length = int(value)
         return rest
@@ -130,7 +138,7 @@ class _Answer:
     def _receive(self) -> bytes:
         left_s = self._until - time.monotonic()
         if left_s <= 0:
-            raise TimeoutError("it takes too long")
+            raise TimeoutError("the answer takes too long")
         self._sock.settimeout(left_s)
         return self._sock.recv(_CHUNK_BYTES)
 
@@ -152,7 +160,7 @@ def _write(path: str, figures: dict[str, float]) -> None:
 _NAME_BYTES_MAX = 128
 _LABEL = re.compile(r'\s*([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"\s*,?')
 _DRIVER = "f" * 24
-"""End of the identifier of a driver's worker: it is the job's, filled up."""
+"""Last digits of the worker id of a driver: Ray pads the job's id with them."""
 
 
 class _Rule(NamedTuple):
@@ -168,7 +176,7 @@ def _rule(figure: str, metric: str, distinct: str = "", **labels: str) -> _Rule:
     return _Rule(figure, metric, tuple((key, frozenset(values.split())) for key, values in labels.items()), distinct)
 
 
-# Names before and after Ray 2.50; the head alone knows placement groups, and actors that do not run anywhere yet.
+# Names before and after Ray 2.50. Only the head knows placement groups and actors that do not run yet.
 _RULES = (
     _rule("cpus", "ray_resources", Name="CPU", State="USED AVAILABLE"),
     _rule("cpus_used", "ray_resources", Name="CPU", State="USED"),
@@ -211,18 +219,18 @@ _RULES = (
 )
 
 FIGURES = tuple(rule.figure for rule in _RULES)
-"""Names of all figures there can be."""
+"""Names of all possible figures."""
 
 
 class RayFigures:
-    """The figures of one text, line by line."""
+    """Collects the figures of one text, line by line."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._distinct: dict[str, set[str]] = {}
 
     def add(self, line: bytes) -> None:
-        """Take a line; all but those of the table are left out."""
+        """Add a line; ignore metrics outside of the table."""
         end = line.find(b"{", 0, _NAME_BYTES_MAX)
         if end < 0:
             end = line.find(b" ", 0, _NAME_BYTES_MAX)
@@ -239,7 +247,7 @@ class RayFigures:
                     self._sums[rule.figure] = self._sums.get(rule.figure, 0.0) + value
 
     def result(self) -> dict[str, float]:
-        """Return the figures that are known."""
+        """Return the figures that the text contains."""
         found = {figure: max(0.0, value) for figure, value in self._sums.items()}
         for figure, values in self._distinct.items():
             found[figure] = float(len([value for value in values if value and not value.endswith(_DRIVER)]))
@@ -252,7 +260,7 @@ for _each in _RULES:
 
 
 def _read_line(text: str) -> tuple[dict[str, str], float] | None:
-    """Return labels and value of the text behind a metric's name; None if it is no metric's line."""
+    """Return labels and value of the text after a metric's name; None if the line is not valid."""
     labels: dict[str, str] = {}
     at = 0
     if text.startswith("{"):
@@ -266,7 +274,7 @@ def _read_line(text: str) -> tuple[dict[str, str], float] | None:
         if not text.startswith("}", at):
             return None
         at += 1
-    words = text[at:].split()  # a moment may follow the value
+    words = text[at:].split()  # A timestamp may follow the value.
     if not words:
         return None
     try:

@@ -1,18 +1,18 @@
-"""A cluster's processes on one node: a family in a pid namespace of its own, which ends at once.
+"""A family: the processes of a cluster on one node, in their own pid namespace, which end together.
 
     node task (namespace of the rank)
-      ├─ init       pid 1 in there: reaps; when it dies the kernel ends everything in there
-      ├─ ray start, driver, …   each with a /proc of the namespace: `ray stop`, which looks for everything that is
-      └─                        called like Ray, finds this cluster's processes and no other's
+      ├─ init       pid 1 of the namespace: reaps orphans; when it dies, the kernel ends the whole namespace
+      ├─ ray start, driver, …   each with a /proc of the namespace: `ray stop`, which looks for all processes with
+      └─                        Ray's names, finds only this cluster's processes
 
-The end does not depend on it: everything below the node task dies with it (PR_SET_PDEATHSIG), and the stem ends all of
-the run.
+The end of a family does not depend on its namespace. Every process below the node task dies with the node task
+(PR_SET_PDEATHSIG), and the stem ends all processes of the run.
 
-Failure cases: the kernel refuses (containers often do): without a namespace, the node task becomes the sub-reaper of
-all it starts, and ends its descendants one by one. A namespace without a /proc of its own would be worse than none: Ray
-would look up its own pids in a foreign list. So a process that goes away tries it first. That one has a single thread,
-and this one may have more, of a library or a profiler: other users than root get no namespace then (EINVAL, nothing has
-changed).
+Failure cases: The kernel may refuse a namespace, as it often does in containers. Without a namespace, the node task
+becomes the subreaper of its descendants and ends them one by one. A namespace without its own /proc would be worse than
+none, because Ray would look up its pids in a foreign list. A short-lived child therefore tries the namespace first. The
+child has a single thread, but the node task may have more threads, of a library or a profiler. In that case, users
+other than root get no namespace (EINVAL, and nothing has changed).
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ _REASON_BYTES_MAX = 1_024
 
 
 class Family:
-    """Processes that start here, end together, and are reaped here; `refused`: why without namespace.
+    """Processes that start here, end together and are reaped here.
 
-    Raises OSError when no process can start, or this one is half in a namespace: it must end.
+    `refused` is the reason for having no namespace, or "". Raises OSError when no process can start. Raises OSError
+    also when this process is only partly in a namespace, and the process must then end.
     """
 
     def __init__(self) -> None:
         self.refused = _probe() or _enter()
-        self._alive = os.pidfd_open(os.getpid())  # a parent in another namespace has no number a child could ask for
+        # A child in another namespace cannot check its parent by pid, so every child checks this pidfd.
+        self._alive = os.pidfd_open(os.getpid())
         self._own: set[int] = set()
         if self.refused:
             linux.become_subreaper()
@@ -50,9 +52,10 @@ class Family:
             self._fork(_be_init)
 
     def fork(self, run: Callable[[], int]) -> int:
-        """Start a process of the family and return its pid in this process's namespace; raises OSError.
+        """Start a process of the family; return its pid in this process's namespace, or raise OSError.
 
-        `run` is called there, with every descriptor and signal action of this process; it returns the exit code.
+        The new process calls `run` with all descriptors and signal actions of this process. `run` returns the exit
+        code.
         """
 
         def run_with_own_proc() -> int:
@@ -62,9 +65,9 @@ class Family:
         return self._fork(run if self.refused else run_with_own_proc)
 
     def reap(self) -> float | None:
-        """Reap who ended and was not forked here; return in how many seconds to look again, None for never.
+        """Reap ended orphans; return the seconds until the next call, or None if none is needed.
 
-        Without a namespace every process that lost its parent comes to this one, for as long as the run lasts.
+        Without a namespace, every orphan of the run becomes a child of this process.
         """
         for pid in linux.children(os.getpid()) if self.refused else ():
             if pid not in self._own:
@@ -73,7 +76,7 @@ class Family:
         return _REAP_S if self.refused else None
 
     def end(self) -> None:
-        """End and reap every process of the family; bounded, as one in the middle of a device call may stay."""
+        """End and reap all processes of the family, within a limit, because a device call may not end."""
         pause = select.poll()
         for _ in range(_END_TRIES_MAX):
             linux.kill_descendants(os.getpid())
@@ -101,10 +104,11 @@ class Family:
 
 
 def _be_init() -> NoReturn:
-    """Reap what lost its parent, until this process is ended."""
+    """Reap orphans until another process ends this one."""
     linux.set_name("sgpu-ray-init")
     linux.leave_descriptors()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # it stays pending when it comes between the two calls
+    # SIGCHLD stays pending if it arrives between `waitpid` and `sigwait`.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     while True:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -113,7 +117,7 @@ def _be_init() -> NoReturn:
 
 
 def _probe() -> str:
-    """Return why there can be no namespace, or ""; nothing remains of the try."""
+    """Return the reason that a namespace is not possible, or ""; leave nothing behind."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
@@ -125,18 +129,19 @@ def _probe() -> str:
     with open(reading, "rb") as answer:
         text = answer.read(_REASON_BYTES_MAX).decode(errors="replace")
     os.waitpid(pid, 0)
-    return "" if text == "ok" else text or "the process that tried was ended"
+    return "" if text == "ok" else text or "the process that tried ended without an answer"
 
 
 def _enter() -> str:
-    """Have the children of this process live in a namespace; return why they cannot, or "".
+    """Move later children of this process into a new namespace; return the reason of a refusal, or "".
 
-    Raises OSError when this process is half in.
+    Raises OSError when this process is only partly in a namespace.
     """
     try:
         namespaces.unshare_namespaces(_CLONE_NEWPID)
     except OSError as error:
-        if error.filename is not None:  # a file of a user namespace that was made
+        # The error concerns a file of a user namespace that this process has already created.
+        if error.filename is not None:
             raise
         return error.strerror or str(error)
     return ""
@@ -153,6 +158,6 @@ def _try_out() -> str:
                 code = 0 if os.readlink("/proc/self") == "1" else 1
             os._exit(code)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        return "ok" if code == 0 else "a /proc of its own cannot be mounted"
+        return "ok" if code == 0 else "cannot mount a /proc for the namespace"
     except OSError as error:
         return error.strerror or str(error)

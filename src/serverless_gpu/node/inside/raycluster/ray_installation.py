@@ -1,7 +1,7 @@
-"""Finds the installed Ray without importing it, which takes a second.
+"""Finds the installed Ray without importing it, because the import takes a second.
 
-Failure cases: no Ray; one without metadata, as a source tree (its own file says the version); one of that many nodes
-cannot share directories.
+Failure cases: Ray is not installed. Ray is a source tree without metadata, and its own file contains the version. Ray
+before 2.55 makes all nodes of a cluster write to the head's directory, so `ray_version` refuses several nodes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import site
 from collections.abc import Mapping
 
 OLDEST = (2, 49)
-"""Oldest tested version; older ones have other options of `ray start`."""
+"""The oldest tested version; older versions have other options of `ray start`."""
 TOKENS_SINCE = (2, 52)
 DIRECTORIES_SINCE = (2, 55)
 
@@ -25,7 +25,7 @@ _VERSION_BYTES_MAX = 10_000
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version, none where it has none."""
+    """Return the first two numbers of a version, or no numbers if the version has none."""
     return tuple(int(digits) for digits in re.findall(r"\d+", version)[:2])
 
 
@@ -33,17 +33,18 @@ def origin() -> str:
     """Return the file that `import ray` would load, or ""."""
     try:
         spec = importlib.util.find_spec("ray")
-    except Exception:  # noqa: BLE001 - finders of the user's may raise anything; ValueError: a module without a spec
+    except Exception:  # noqa: BLE001 - the user's finders may raise anything; ValueError means a module without a spec
         return ""
     return (spec.origin or "") if spec is not None else ""
 
 
 def version() -> str:
     """Return the version of the installed Ray, or ""."""
-    with contextlib.suppress(Exception):  # finders of the user may raise anything
-        # Not at the top: it imports `random`, `bisect` and more, which a file beside the caller's script may hide.
+    with contextlib.suppress(Exception):  # The user's finders may raise any exception.
+        # Import importlib.metadata here, because it imports `random`, `bisect` and more. A file beside the caller's
+        # script may hide those modules.
         return str(importlib.import_module("importlib.metadata").version("ray"))
-    file = origin()  # a source tree has no metadata
+    file = origin()  # A source tree has no metadata.
     path = os.path.join(os.path.dirname(file), "_version.py") if file else os.devnull
     with contextlib.suppress(OSError), open(path, "rb") as source:
         found = _VERSION.search(source.read(_VERSION_BYTES_MAX).decode(errors="replace"))
@@ -52,9 +53,10 @@ def version() -> str:
 
 
 def ray_version(num_nodes: int = 1) -> str:
-    """Return the version of the Ray in this environment; a cluster of one node may have an unknown one.
+    """Return the version of the installed Ray; a cluster of one node may have an unknown version.
 
-    Raises ModuleNotFoundError, or RuntimeError for a Ray whose nodes all write to the head's directory.
+    Raises ModuleNotFoundError without Ray. Raises RuntimeError for several nodes if they would all write to the head's
+    directory.
     """
     known = version()
     if not origin():
@@ -62,29 +64,29 @@ def ray_version(num_nodes: int = 1) -> str:
             "Ray is not installed in the environment of the run: pip install 'ray[default]'", name="ray"
         )
     if num_nodes > 1 and release(known) < DIRECTORIES_SINCE:
-        raise RuntimeError(f"Ray {known} cannot be spread over {num_nodes} nodes here: Ray 2.55 and later can")
+        raise RuntimeError(f"Ray {known} cannot run on {num_nodes} nodes here; use Ray 2.55 or later")
     return known or "of an unknown version"
 
 
 def knows_tokens(version: str) -> bool:
-    """Return whether a Ray of this version can refuse who does not know a cluster's token."""
+    """Return whether a Ray of this version can refuse clients that lack the cluster's token."""
     return release(version) >= TOKENS_SINCE
 
 
 def can_serve_clients() -> bool:
-    """Return whether Ray serves `ray://` connections here: it does where gRPC's Python package is."""
+    """Return whether Ray serves `ray://` connections here, which needs the package of gRPC."""
     return _is_there("grpc")
 
 
 def missing_parts() -> list[str]:
-    """Return the packages of `ray[default]` that are not here: agents and dashboard need all of them."""
+    """Return the missing packages of `ray[default]`; agents and dashboard need all of them."""
     return [name for name in _PARTS if not _is_there(name)]
 
 
 def python_path(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable by which a new interpreter finds the Ray that this one would import.
+    """Return the variable that makes a new interpreter find the Ray that this one would import.
 
-    A caller's `sys.path` may know more than the environment says.
+    A caller's `sys.path` may contain directories that the environment does not name.
     """
     directory = os.path.dirname(os.path.dirname(origin()))
     told = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -97,5 +99,5 @@ def python_path(variables: Mapping[str, str]) -> dict[str, str]:
 def _is_there(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ValueError:  # an injected module without an origin
+    except ValueError:  # The user injected a module without a spec.
         return True

@@ -1,25 +1,30 @@
-"""Runs `ray start` on this node: its ports, environment and arguments, and its processes until one is gone.
+"""Runs `ray start` on this node with ports, environment and arguments, and watches its processes.
 
-    node task ── fork, exec ─▶ ray start --block ─┬─ gcs_server   the head's: without it the cluster is lost
-                  output: ray-start.log           ├─ raylet       without it this node is
-                                                  └─ agents, monitor, …   Ray starts those again, or goes with them
+    node task ── fork, exec ─▶ ray start --block ─┬─ gcs_server   of the head; without it, the cluster is lost
+                  output: ray-start.log           ├─ raylet       without it, this node is lost
+                                                  └─ agents, monitor, …   Ray restarts them, or ends with them
 
-Ray is ready when the node's agents have left their ports in files: the raylet makes itself known to the head right
-after that. Rays that leave none say so in the output of `ray start`. It is gone when `ray start`, the raylet or the
-head's gcs_server is: all three are watched by pidfd, for `ray start --block` looks once a second, and takes a SIGTERM
-to one of them for a wish.
+Ray is ready when the node's agents have written their ports to files. The raylet registers with the head right after
+that. Ray versions without such files print a line in the output of `ray start`. Ray is gone when `ray start`, the
+raylet or the head's gcs_server has ended. The node task watches all three processes by pidfd. `ray start --block`
+checks its processes only once a second, and treats a SIGTERM to one of them as a requested stop.
 
-Ports: all are named, so that clusters on one machine do not meet. Ray's defaults are fixed numbers, or numbers one of
-its processes chooses. Here each is tested by binding it, outside of the kernel's ephemeral range, in which any
-connection could take it between the test and Ray's start.
+Ports: The node task names all ports, so that clusters on one machine do not collide. Ray's defaults are fixed numbers,
+or numbers that its processes choose. The node task tests each port by binding it. The node task takes no port of the
+kernel's ephemeral range, where any connection could take a port before Ray starts.
 
-Environment: the caller's shell may belong to another Ray, whose address, token or temporary directory would tie this
-cluster to it. So everything that begins with ``RAY_`` goes, except tuning of libraries. torch's world goes too, which
-the supervisor announces to every rank: a driver is in none, and Ray Train makes worlds of its own.
+Environment: The caller's shell may belong to another Ray. The address, token or temporary directory of that Ray would
+tie this cluster to it. The node task therefore removes all variables that begin with ``RAY_``, except for those that
+tune libraries. The node task also removes the variables of torch's world, which the supervisor sets for every rank. A
+driver belongs to no such world, and Ray Train makes its own worlds.
 
-Failure cases: one of the three ends before Ray is ready, because another process took a port, or agents took longer
-than the 15 s that a raylet gives them (tried again, `_TRIES_MAX` times in all); Ray is not ready in `START_S`; both are
-a `RayStartFailed` with what Ray wrote last.
+Failure cases:
+
+* A watched process ends before Ray is ready, because another process took a port or an agent exceeded the raylet's
+  limit of 15 s. The node task tries again, `_TRIES_MAX` times in all.
+* Ray is not ready after `START_S`. The node task does not try again.
+
+Both cases end with `RayStartFailed`, which contains Ray's last output.
 """
 
 from __future__ import annotations
@@ -47,10 +52,10 @@ from .share import SPILL, ClusterShare
 
 
 def head_arguments(share: ClusterShare, ports: Ports, temporary: str, *, client: bool) -> list[str]:
-    """Return the arguments that start the head, which is a node with devices, too.
+    """Return the arguments that start the head, which is also a node with devices.
 
-    `temporary` is Ray's directory for sessions. `client` says that this Ray can serve `ray://` connections: it then
-    uses a fixed port unless it gets another one; a Ray that cannot refuses the option.
+    `temporary` is Ray's directory for sessions. `client` means that this Ray can serve `ray://` connections. Such a Ray
+    would use a fixed port without the option. A Ray without this feature refuses the option.
     """
     arguments = [
         "--head",
@@ -72,17 +77,17 @@ def worker_arguments(share: ClusterShare, ports: Ports, temporary: str, address:
 
 
 def cluster_address(share: ClusterShare, ports: Ports) -> str:
-    """Return what a driver has as RAY_ADDRESS, and other nodes join."""
+    """Return the address for a driver's RAY_ADDRESS and for nodes that join."""
     return f"{LOOPBACK if share.num_nodes == 1 else share.address}:{ports.gcs}"
 
 
 def listens_at(share: ClusterShare) -> str:
-    """Return the address at which Ray listens on a node, "" for all that its machine has."""
+    """Return the address at which Ray listens on a node, or "" for all addresses of the machine."""
     return LOOPBACK if share.num_nodes == 1 else ""
 
 
 def ready_sentence(share: ClusterShare, shares: Sequence[ClusterShare], version: str, page: str) -> str:
-    """Return the sentence for a ready cluster; `page` is the dashboard's address, or ""."""
+    """Return the message for a ready cluster; `page` is the dashboard's address, or ""."""
     devices, cpus = sum(one.devices for one in shares), sum(one.cpus for one in shares)
     nodes = "1 node" if len(shares) == 1 else f"{len(shares)} nodes"
     gpus = f"{devices} {share.accelerator}, " if share.accelerator and devices else ""
@@ -100,7 +105,7 @@ def _common_arguments(share: ClusterShare, ports: Ports, temporary: str) -> list
         f"--dashboard-agent-grpc-port={ports.agent_grpc}",
         f"--dashboard-agent-listen-port={ports.agent_http}",
         f"--metrics-export-port={ports.metrics}",
-        "--min-worker-port=0",  # the kernel's choice: it gives out only free ports
+        "--min-worker-port=0",  # The kernel chooses only free ports.
         "--max-worker-port=0",
         f"--num-cpus={share.cpus}",
         f"--num-gpus={share.devices if share.accelerator else 0}",
@@ -111,7 +116,7 @@ def _common_arguments(share: ClusterShare, ports: Ports, temporary: str) -> list
         "--log-style=record",
         "--log-color=false",
     ]
-    if share.accelerator and share.devices:  # 1 however many there are, as Ray itself has it
+    if share.accelerator and share.devices:  # Ray itself offers one unit of the type for any number of devices.
         arguments.append("--resources=" + json.dumps({f"accelerator_type:{share.accelerator}": 1}))
     if share.num_nodes > 1:
         arguments.append(f"--node-ip-address={share.address}")
@@ -123,7 +128,7 @@ def _common_arguments(share: ClusterShare, ports: Ports, temporary: str) -> list
 
 TOKEN_FILE = "token"
 START_S = 180
-"""Time for Ray to start: its first import from a slow disk takes most of it."""
+"""Seconds for Ray to start; the first import from a slow disk takes most of them."""
 LOOPBACK = "127.0.0.1"
 
 _WORLD_VARIABLES = frozenset(
@@ -139,7 +144,7 @@ _WORLD_VARIABLES = frozenset(
         "WORLD_SIZE",
     }
 )
-# They tune what user code sees of a library, and say nothing of where a cluster is or who may enter it.
+# These variables tune what user code sees of a library. They neither locate a cluster nor grant access to one.
 _KEPT_VARIABLES = frozenset(
     {
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
@@ -159,15 +164,15 @@ _KEPT_VARIABLES = frozenset(
         "RAY_verbose_spill_logs",
     }
 )
-# Ray Train asks the state API for its controller once a second. The dashboard's process serves that, so without one the
-# relay of workers' lines would have this once a second, too.
+# Ray Train asks the state API for its controller once a second. The dashboard's process serves this API. Without a
+# dashboard, the workers' output would contain this line once a second.
 _REPEATED_LOG_LINE = "Failed to query Ray Train Controller actor state"
 _KEPT_PREFIXES = ("RAY_AIR_", "RAY_CGRAPH_", "RAY_DATA_", "RAY_EXPERIMENTAL_NOSET_", "RAY_TRAIN_", "RAY_TUNE_")
 _METRIC_PORT_VARIABLES = frozenset({"AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT"})
 
 
 def stripped_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return variables without those of another Ray cluster and of torch's world."""
+    """Return the variables, except those of another Ray cluster and of torch's world."""
     return {
         name: value
         for name, value in variables.items()
@@ -178,21 +183,22 @@ def stripped_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def default_variables(share: ClusterShare) -> dict[str, str]:
-    """Return what is set unless the caller's variables say otherwise."""
+    """Return the variables that apply unless the caller has set them."""
     return {} if share.dashboard else {"RAY_DEDUP_LOGS_SKIP_REGEX": _REPEATED_LOG_LINE}
 
 
 def cluster_variables(share: ClusterShare, *, token: bool) -> dict[str, str]:
-    """Return the environment of every process of the cluster: Ray's own, workers, driver.
+    """Return the environment of every process of the cluster: Ray's own processes, workers, driver.
 
-    Ray reads some of it when it is imported. `token` says that this Ray knows tokens.
+    Ray reads some variables on import. `token` means that this Ray supports tokens.
     """
     variables = {
-        "RAY_USAGE_STATS_ENABLED": "0",  # they are on by default, and would call out
-        "RAY_raylet_start_wait_time_s": str(START_S),  # 30 by default, which a busy machine takes
+        "RAY_USAGE_STATS_ENABLED": "0",  # Usage statistics are on by default and would contact Ray's servers.
+        "RAY_raylet_start_wait_time_s": str(START_S),  # Ray's default of 30 s is too short for a busy machine.
     }
     if share.num_nodes == 1:
-        # "No cluster of several machines": the one way to have every process of Ray's listen on loopback only.
+        # RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 forbids a cluster of several machines. No other setting makes every
+        # process of Ray listen on loopback only.
         variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if token:
         variables["RAY_AUTH_MODE"] = "token"
@@ -201,65 +207,66 @@ def cluster_variables(share: ClusterShare, *, token: bool) -> dict[str, str]:
 
 
 def port_variables(ports: Ports, address: str) -> dict[str, str]:
-    """Return what is known of a cluster once its ports are, for all of its processes.
+    """Return the variables that depend on the ports, for all processes of the cluster.
 
-    A task asks for the address, too: Ray Train's actors do.
+    Tasks also need the address, because Ray Train's actors read it.
     """
     return {
         "RAY_ADDRESS": address,
-        # Ports that `ray start` has no argument for.
+        # `ray start` has no arguments for the next two ports.
         "AUTOSCALER_METRIC_PORT": str(ports.autoscaler_metrics),
         "DASHBOARD_METRIC_PORT": str(ports.dashboard_metrics),
     }
 
 
 def token_of(secret: str) -> str:
-    """Return the token of a run's cluster, the same on all its nodes and of no use for anything else."""
+    """Return the token of a run's cluster, which is the same on all nodes and has no other use."""
     return hmac.new(secret.encode(), b"the token of the run's Ray cluster", hashlib.sha256).hexdigest()
 
 
 # --- ports ------------------------------------------------------------------------------------------------------------
 
 
-_LOWEST_PORT, _HIGHEST_PORT = 11_000, 30_000  # below, services have their own; above, Kubernetes gives some away
+_LOWEST_PORT, _HIGHEST_PORT = 11_000, 30_000  # Services use lower ports, and Kubernetes assigns higher ones.
 _PORT_RANGE_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
 _PORT_RANGE_MIN = 1_000
 _PORT_TRIES_MAX = 2_000
 
 
 class Ports(NamedTuple):
-    """The ports of the Ray processes of one node; some are used on the head only."""
+    """The ports of the Ray processes of one node; only the head uses some of them."""
 
-    gcs: int  # the head's, the address of the cluster
-    object_manager: int  # the raylet's, for objects
-    node_manager: int  # the raylet's, for work
-    runtime_env_agent: int  # of the agent that makes environments of tasks
+    gcs: int  # Port of the head, part of the cluster's address.
+    object_manager: int  # Port of the raylet for objects.
+    node_manager: int  # Port of the raylet for tasks.
+    runtime_env_agent: int  # Port of the agent that makes the environments of tasks.
     agent_grpc: int
     agent_http: int
-    metrics: int  # of this node, with ``ray[default]``
-    client_server: int  # the head's, for `ray://` connections
+    metrics: int  # Port for the metrics of this node, with ``ray[default]``.
+    client_server: int  # Port of the head for `ray://` connections.
     autoscaler_metrics: int
     dashboard_metrics: int
-    dashboard: int  # the head's web page, where asked for
+    dashboard: int  # Port of the head's web page, if requested.
 
 
 def find_ports(address: str = LOOPBACK, range_file: str = _PORT_RANGE_FILE) -> Ports:
-    """Return free ports at `address` ("" for all addresses of this machine); raises OSError.
+    """Return free ports at `address` ("" for all addresses of this machine); raise OSError.
 
     `range_file` holds the kernel's ephemeral range.
     """
     lowest, highest = _port_range(range_file)
     chosen: list[int] = []
-    with contextlib.ExitStack() as held:  # all at once, so that none is found twice
+    with contextlib.ExitStack() as held:  # Hold all sockets at once, so that no port occurs twice.
         for _ in range(_PORT_TRIES_MAX):
             port = random.SystemRandom().randint(lowest, highest)
             sock = held.enter_context(socket.socket())
             with contextlib.suppress(OSError):
-                sock.bind((address, port))  # also refused where a process listens on all addresses
+                # The kernel also refuses a port at which a process listens on all addresses.
+                sock.bind((address, port))
                 chosen.append(port)
             if len(chosen) == len(Ports._fields):
                 return Ports(*chosen)
-    raise OSError(f"no {len(Ports._fields)} free ports between {lowest} and {highest}")
+    raise OSError(f"found fewer than {len(Ports._fields)} free ports between {lowest} and {highest}")
 
 
 def _port_range(range_file: str) -> tuple[int, int]:
@@ -272,7 +279,7 @@ def _port_range(range_file: str) -> tuple[int, int]:
         return _LOWEST_PORT, min(low - 1, _HIGHEST_PORT)
     if 65_535 - high >= _PORT_RANGE_MIN:
         return high + 1, 65_535
-    return _LOWEST_PORT, 65_535  # it takes nearly all of them: then the tries have to do
+    return _LOWEST_PORT, 65_535  # The ephemeral range covers nearly all ports, so only the tries avoid taken ports.
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -287,52 +294,56 @@ _LAST_LINES = 8
 _WATCHED = frozenset({"gcs_server", "raylet"})
 _AGENTS = ("dashboard_agent_listen_port_", "runtime_env_agent_port_")
 _STARTED = "Ray runtime started"
-_SLOW = "it was not ready"
-# Where Ray says why one of its processes ended, and how such a line begins.
+_SLOW = "Ray was not ready"
+# Logs in which Ray gives the reason for the end of a process, and the pattern of such a line.
 _LOGS = ("raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out")
 _FATAL = re.compile(r"^\[[^\]]* C \d+ \d+\].*", re.M)
 _FATAL_CHARACTERS_MAX = 600
-# What `ray start` prints for a user at a terminal: how to connect and how to stop.
+# Lines that `ray start` prints for a user at a terminal, about connecting and stopping.
 _PLAIN = re.compile(r"^\S+ \S+\s+(INFO|SUCC)\s")
 
 
 class RayStartFailed(Exception):
-    """Ray did not come up on this node; the text says what it wrote last."""
+    """Ray did not start on this node; the text contains Ray's last output."""
 
 
 class RayProcesses(NamedTuple):
-    """Ray's processes on this node, once they are ready."""
+    """Ray's processes on this node, once Ray is ready."""
 
-    pid: int  # of `ray start`
-    watched: dict[int, str]  # pidfd → name, of all processes that this node's Ray depends on
+    pid: int  # Pid of `ray start`.
+    watched: dict[int, str]  # Names by pidfd of all processes on which this node's Ray depends.
     ports: Ports
-    temporary: str  # Ray's directory for sessions
+    temporary: str  # Ray's directory for sessions.
 
     def gone(self, timeout_s: float = 0.0) -> str:
-        """Return the name of what has ended, or "", after waiting for it for `timeout_s`."""
+        """Return the name of an ended process, or ""; wait up to `timeout_s` for an end."""
         ended = linux.readable(self.watched, timeout_s)
-        # `ray start` ends because of another: that one is to be named.
+        # `ray start` ends after another process has ended. Name that other process.
         names = sorted((self.watched[fd] for fd in ended), key=lambda name: name not in _WATCHED)
         return names[0] if names else ""
 
     def last_words(self) -> str:
-        """Return what Ray wrote last that says why it ended."""
+        """Return Ray's last output that explains why Ray ended."""
         return last_words(self.temporary)
 
 
 class RayStartPlan(NamedTuple):
     """Start parameters of Ray on this node."""
 
-    directory: str  # a private one; each try has a directory of its own in it
-    find: Callable[[], Ports]  # finds ports for a try
-    variables: Callable[[Ports], Mapping[str, str]]  # the whole environment, for ports
-    arguments: Callable[[Ports, str], list[str]]  # of `ray start`, for ports and a directory of sessions
+    directory: str  # Private directory, in which each try has its own directory.
+    find: Callable[[], Ports]  # Finds the ports of one try.
+    variables: Callable[[Ports], Mapping[str, str]]  # Returns the whole environment for given ports.
+    # Returns the arguments of `ray start` for ports and a directory of sessions.
+    arguments: Callable[[Ports, str], list[str]]
 
 
 def start(
     family: Family, plan: RayStartPlan, stop: Callable[[], bool], say: Callable[[str], None]
 ) -> RayProcesses | None:
-    """Start Ray on this node and return when it is ready; None when `stop` says so. RayStartFailed."""
+    """Start Ray on this node; return when Ray is ready, or None when `stop` returns True.
+
+    Raises RayStartFailed when Ray does not start.
+    """
     problem = ""
     for number in range(1, _TRIES_MAX + 1):
         engine = _begin(family, plan, os.path.join(plan.directory, str(number)))
@@ -343,7 +354,8 @@ def start(
             return engine
         words = engine.last_words()
         problem = f"{ended}: {words}" if words else ended
-        # End what is left of this try; the agents end with the raylet, and all with the family.
+        # End the remaining processes of this try. The agents end with the raylet, and all processes end with the
+        # family.
         for pid in (*linux.descendants(engine.pid), engine.pid):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -352,12 +364,12 @@ def start(
         if ended.startswith(_SLOW):
             break
         if number < _TRIES_MAX:
-            say(f"Ray did not start, and is started again: {problem}")
+            say(f"Ray did not start. The node task tries again: {problem}")
     raise RayStartFailed(problem)
 
 
 def last_words(temporary: str) -> str:
-    """Return Ray's last output that says why it ended, or ""."""
+    """Return Ray's last output that explains why Ray ended, or ""."""
     logs = os.path.join(temporary, "session_latest", "logs")
     for name in _LOGS:
         if fatal := _FATAL.findall(_tail(os.path.join(logs, name))):
@@ -384,14 +396,14 @@ def _begin(family: Family, plan: RayStartPlan, temporary: str) -> RayProcesses:
 
 
 def _wait(engine: RayProcesses, stop: Callable[[], bool]) -> str | None:
-    """Return "" when Ray is ready, what is wrong, or None when it is to stop."""
+    """Return "" when Ray is ready, the reason of a failure, or None when `stop` returns True."""
     session = os.path.join(engine.temporary, "session_latest")
     until = time.monotonic() + START_S
     while time.monotonic() < until:
         if stop():
             return None
         if gone := engine.gone(_LOOK_S):
-            return f"its {gone} ended before it was ready"
+            return f"its {gone} ended before Ray was ready"
         ready = False
         if "raylet" in engine.watched.values():
             names: list[str] = []
@@ -399,14 +411,15 @@ def _wait(engine: RayProcesses, stop: Callable[[], bool]) -> str | None:
                 names = os.listdir(session)
             agents = all(any(name.startswith(agent) for name in names) for agent in _AGENTS)
             ready = agents or _STARTED in _tail(os.path.join(engine.temporary, OUTPUT_FILE))
-        _watch(engine)  # as soon as there is anything: `ray start` misses a gcs_server that ends early for a while
+        # Watch each process from its start, because `ray start` notices an early end of gcs_server only later.
+        _watch(engine)
         if ready:
             return ""
     return f"{_SLOW} after {START_S} s"
 
 
 def _watch(engine: RayProcesses) -> None:
-    """Watch the processes that `ray start` cannot be without, too."""
+    """Watch the processes on which `ray start` depends, too."""
     for child in linux.descendants(engine.pid):
         with contextlib.suppress(OSError), open(f"/proc/{child}/comm", encoding="utf-8") as file:
             name = file.read().strip()
@@ -416,7 +429,7 @@ def _watch(engine: RayProcesses) -> None:
 
 def _program(argv: list[str], variables: dict[str, str], output: str) -> Callable[[], int]:
     def become() -> int:
-        os.setpgid(0, 0)  # what is sent to the driver's group is not for Ray
+        os.setpgid(0, 0)  # Signals to the driver's process group must not reach Ray.
         null = os.open(os.devnull, os.O_RDONLY)
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for fd, target in ((null, 0), (file, 1), (file, 2)):

@@ -1,17 +1,18 @@
-"""A node's share of the run's Ray cluster: the message, the names of its files, and its private directory.
+"""A node's share of the run's Ray cluster: its message, the names of its files, its directory.
 
-    supervisor ── makes the directory, holds its flock ──▶ stem, which holds it, too ──▶ rank: its cluster lies there
-        │                                                  └─ removes it when the supervisor has died
-        ├─ keeps logs and removes it when no process of the attempt is left
-        └─ the agent removes abandoned ones (`node/supervisor/ray_cluster.py`)
+    supervisor ── makes the directory, holds its flock ──▶ stem, also holds the flock ──▶ rank: puts its cluster there
+        │                                                  └─ removes the directory after the supervisor has died
+        ├─ keeps the logs and removes the directory after the attempt's last process has ended
+        └─ the agent removes abandoned directories (`node/supervisor/ray_cluster.py`)
 
-Ray spills objects below `<directory>/spill`: a directory, or a link to one of the same name on a disk with more room.
-The target goes first, because the link is the only way to it. The path is short, since Ray makes sockets of 62 more
-bytes below it. Ray opens its own directory to all users, so that one lies within this one, which only its owner can
-enter.
+Ray spills objects below `<directory>/spill`. `spill` is a directory, or a link to a directory of the same name on a
+disk with more space. `remove_directory` removes the target of the link first, because only the link leads there. The
+path is short, because Ray creates sockets with 62 more bytes below it. Ray opens its own directory to all users. Ray's
+directory is therefore inside this one, which only its owner can enter.
 
-Failure cases: something of that name that is no directory of ours (left alone); a directory in it that its owner may
-not write to (its mode is changed); a process still writes there (a few more tries, then the next look).
+Failure cases: `remove_directory` does not touch a path that is not a directory of this user. If the owner cannot write
+to an inner directory, the function changes its mode. If a process still writes to the directory, the function tries a
+few more times. A later call removes the rest.
 """
 
 from __future__ import annotations
@@ -27,47 +28,48 @@ from typing import NamedTuple
 from .. import protocol
 
 FILES = "ray"
-"""Directory of an attempt for what is kept of its cluster: logs, metrics, and `directory`, where it lies."""
+"""Directory of an attempt for its cluster's logs and metrics, and for the file with the cluster's path."""
 
 
 class ClusterShare(NamedTuple):
-    """One node's share of the cluster; travels as the dictionary ``"ray"`` of the supervisor's "go"."""
+    """One node's share of the cluster: the dictionary ``"ray"`` in the supervisor's "go" message."""
 
-    # short, private, ours alone, made and removed by the supervisor: Ray's temporary files, sockets and token
+    # Short private path for Ray's temporary files, sockets and token. The supervisor creates and removes this
+    # directory.
     directory: str
-    devices: int  # of the run on this node, offered as Ray's GPUs
-    accelerator: str  # as in ``accelerator_type:H100``; "" for CPU slots
+    devices: int  # Number of the run's devices on this node, which Ray offers as GPUs.
+    accelerator: str  # The type in ``accelerator_type:H100``, or "" for CPU slots.
     cpus: int
     object_store_bytes: int
-    dashboard: bool  # whether the head starts its web page
-    node_rank: int  # 0 has the head and the driver
+    dashboard: bool  # True if the head serves its web page.
+    node_rank: int  # Node number; node 0 has the head and the driver.
     num_nodes: int
-    host: str  # this node's name, for sentences
-    address: str  # where other nodes reach this one; 127.0.0.1 on one node
-    head: tuple[str, int]  # where node 0 tells the others where to join; unused on one node
-    secret: str  # of the nodes of one run, 64 hexadecimal digits
+    host: str  # Name of this node in messages.
+    address: str  # Address of this node for other nodes, 127.0.0.1 on one node.
+    head: tuple[str, int]  # Address at which node 0 accepts the other nodes, unused on one node.
+    secret: str  # Shared secret of the nodes of one run, 64 hexadecimal digits.
 
 
 def files_of(attempt: str) -> str:
-    """Return the directory of an attempt for what is kept of its cluster."""
+    """Return the directory of an attempt for the files of its cluster."""
     return os.path.join(attempt, FILES)
 
 
 def logs_of(attempt: str, node_rank: int) -> str:
-    """Return where the logs of a node's Ray are kept."""
+    """Return the directory for the logs of a node's Ray."""
     return os.path.join(files_of(attempt), str(node_rank))
 
 
 def metrics_file(attempt: str, node_rank: int) -> str:
-    """Return where the latest figures of a node's Ray are left."""
+    """Return the path of the latest metrics of a node's Ray."""
     return os.path.join(files_of(attempt), f"{node_rank}.metrics.json")
 
 
 def read_share(message: protocol.Message) -> ClusterShare:
-    """Return the share a message holds; raises ValueError."""
+    """Return the share in a message; raise ValueError if the message is not valid."""
     head = message.get("head")
     if not isinstance(head, list) or len(head) != 2:
-        raise ValueError(f"no address of a head: {head!r}")
+        raise ValueError(f'field "head" must be a list of host and port, not {head!r}')
     return ClusterShare(
         directory=protocol.text(message, "directory"),
         devices=protocol.integer(message, "devices"),
@@ -93,14 +95,14 @@ REMOVE_PAUSE_MS = 25
 
 
 def is_directory_name(name: str) -> bool:
-    """Return whether the directory of a cluster may be called so."""
+    """Return whether a name is valid for the directory of a cluster."""
     return _DIRECTORY_NAME.fullmatch(name) is not None
 
 
 def remove_directory(path: str) -> bool:
     """Remove the directory of a cluster with everything in it; return whether it is gone.
 
-    A path that is not named as the supervisor names them is left alone.
+    The function leaves a path alone if its name does not follow the supervisor's pattern.
     """
     parent, name = os.path.split(path)
     if parent != DIRECTORY_PARENT or not is_directory_name(name):
@@ -118,10 +120,13 @@ def remove_directory(path: str) -> bool:
 
 
 def _remove_spilled(path: str) -> bool:
-    """Remove spilled objects elsewhere; return whether none is left. Other names are not ours."""
+    """Remove objects spilled to another disk; return whether none remain there.
+
+    The function leaves a target with another name alone.
+    """
     try:
         elsewhere = os.readlink(os.path.join(path, SPILL))
-    except OSError:  # a directory, or nothing
+    except OSError:  # `spill` is a directory or does not exist.
         return True
     if os.path.basename(elsewhere) != os.path.basename(path) or not _is_ours(elsewhere):
         return True
@@ -140,7 +145,7 @@ def _is_ours(path: str) -> bool:
 
 
 def _open_all(path: str) -> None:
-    """Let us write to every directory in it: a task may have made one that its owner cannot change."""
+    """Make all inner directories writable; a task may have created one that its owner cannot change."""
     for directory, _, _ in os.walk(path):
         with contextlib.suppress(OSError):
             os.chmod(directory, 0o700)

@@ -1,29 +1,31 @@
-"""The node task, one process per node of a Ray cluster, and on node 0 its driver, which runs the function.
+"""The node task, one process per node of a Ray cluster; on node 0, a driver runs the function.
 
     supervisor ── "go" with "ray" ─▶ stem ─▶ rank process: the node task (one thread)
                                                ├─ init       of the family's pid namespace (`pid_namespace.py`)
-                                               ├─ driver     a fork that imports Ray meanwhile and waits (`Driver`)
+                                               ├─ driver     a fork that imports Ray and then waits (`Driver`)
                                                ├─ ray start  --block --head … (`ray_start.py`)
                                                └─ monitor   Ray's metrics into a file (`metrics.py`)
     ready ─▶ driver ◀─ {"env": {…}}; function(*args) ─▶ exec enter returned failed, passed on ─▶ supervisor
-    driver ends ─▶ family ends ─▶ ends as the driver did; the supervisor keeps Ray's logs and removes the directory
+    driver ends ─▶ family ends ─▶ task ends as the driver did; the supervisor keeps Ray's logs, removes the directory
 
-On the other nodes of a cluster there is no driver (`cluster.py`). It speaks to the supervisor as any rank does. SIGTERM
-goes to the driver, and so do the signals by which a rank is asked where it is; the memfd for the answer is the same
-file in both. The driver's events go through the node task because only that one knows whether Ray died first.
+Other nodes of a cluster have no driver (`cluster.py`). A node task reports to the supervisor as any rank does. The node
+task passes SIGTERM and the stack signals on to the driver. Both processes have the same memfd for stacks. The driver's
+events go through the node task, because only the node task knows whether Ray ended first.
 
 Failure cases:
-- Ray does not come up, or not on all nodes, before the driver has begun: the failure is `start_failed`: nothing of the
-  user's ran, so the run may begin again;
-- one of its processes without which it is no cluster ends, or another node is lost: the failure is `engine_head_lost`
-  and names node and process. What the driver raises then is a consequence of it, told as a note. A driver that hangs is
-  given `_CONSEQUENCE_S` and ended;
-- the driver cannot import Ray: the function's own import says so;
-- the driver fails, or ends without a word (even before its start): told as for any rank, after a look whether Ray is
-  gone;
-- Ray ends after the driver has returned: nothing, the result is there; the driver is given `_FAREWELL_S` to end;
-- there is no room for the token, or no process can be had: the failure says so, as where Ray does not come up;
-- this process dies: init, driver and Ray follow (PR_SET_PDEATHSIG).
+
+* Ray does not start on all nodes before the driver has begun. The failure is `start_failed`. No user code has
+  run, so the run may begin again.
+* A required process of Ray ends, or another node is lost. The failure is `engine_head_lost` and names node and
+  process. An exception that the driver raises afterwards becomes a note of the failure. A driver that hangs
+  gets `_CONSEQUENCE_S`, and then the node task ends it.
+* The driver cannot import Ray. The import in the user's function raises the error.
+* The driver fails or ends without an event, even before its start. The node task checks whether Ray is gone,
+  and then reports the failure as for any rank.
+* Ray ends after the driver has returned. The result stands, and the driver gets `_FAREWELL_S` to end.
+* The disk has no space for the token, or no process can start. The node task reports this like a Ray that does
+  not start.
+* The node task dies. The kernel then ends init, driver and Ray (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -48,29 +50,31 @@ from .ray_start import Ports, RayProcesses
 from .share import ClusterShare, logs_of, metrics_file
 
 _KIND = "engine_head_lost"
-_NOT_STARTED = "start_failed"  # the driver has not begun
-_CONSEQUENCE_S = 2.0  # for the driver to notice by itself that Ray is gone, and to say where it was
-_SUSPICION_S = 0.5  # for a death of Ray's to show that the driver may have noticed first
+_NOT_STARTED = "start_failed"  # Failure kind before the driver has begun.
+_CONSEQUENCE_S = 2.0  # Seconds for the driver to notice the end of Ray and to report its own error.
+_SUSPICION_S = 0.5  # Seconds for the end of Ray to show after the driver has failed.
 _STRANGER_S = 0.1
-_FAREWELL_S = 10.0  # for a driver whose outcome is known: without Ray it may try to say goodbye for a minute
-_GATHER_S = 300.0  # for the other nodes to join once Ray's head is up
-_KILLED_S = 1.0  # for a killed driver to end; one in the middle of a device call may take longer, and is left
-# Ray connects by itself at the first task, actor or object, but not when it is asked for what a cluster has. A function
-# of `ray_launch` needs no `ray.init()`, whatever it does first.
+_FAREWELL_S = 10.0  # Seconds for a driver with a known outcome to end. Without Ray, its shutdown may take a minute.
+_GATHER_S = 300.0  # Seconds for the other nodes to join after Ray's head is up.
+_KILLED_S = 1.0  # Seconds for a killed driver to end. The node task does not wait longer for a device call.
+# Ray connects by itself at the first task, actor or object, but not for questions about the cluster. The node task
+# makes these functions connect first, so that user code of `ray_launch` needs no `ray.init()`.
 _ASKED_FIRST = ("available_resources", "cluster_resources", "nodes", "timeline")
 
 
 class RayTaskWork(NamedTuple):
-    """Work of a node task for its rank."""
+    """The work of a node task for its rank."""
 
     directory: str
-    environment: dict[str, str]  # the rank's variables, the caller's and ours
-    report: protocol.Report  # sends an event to the supervisor
-    # called in the driver: runs the function, given a way to report; returns the exit code
+    environment: dict[str, str]  # Variables of the rank, from the caller and from this package.
+    report: protocol.Report  # Sends an event to the supervisor.
+    # Called in the driver with a function that reports events. Runs the user's function; returns the exit code.
     drive: Callable[[protocol.Report], int]
-    finish: Callable[[], int]  # stores and reports None as what the rank returned; returns the exit code
-    fail: Callable[[BaseException], int]  # stores and reports an exception as the rank's failure; returns the exit code
-    lose: Callable[[protocol.Message], int]  # the same for a failure that is not an exception, from its record
+    finish: Callable[[], int]  # Stores and reports None as the rank's result; returns the exit code.
+    # Stores and reports an exception as the rank's failure; returns the exit code.
+    fail: Callable[[BaseException], int]
+    # Stores and reports the record of a failure without an exception; returns the exit code.
+    lose: Callable[[protocol.Message], int]
 
 
 def run(share: ClusterShare, work: RayTaskWork) -> int:
@@ -108,13 +112,13 @@ class _Task:
         kept = {**ray_start.default_variables(share), **ray_start.stripped_variables(work.environment)}
         self.environment = {**kept, **ray_start.cluster_variables(share, token=self.tokens)}
         self.without_metrics = metrics.missing()
-        self.outcome = False  # whether how the driver ended has been said
-        self.begun = False  # whether a node without a driver has said that it runs
-        self.family = Family()  # last: what can fail comes before there is anything to end
+        self.outcome = False  # True once the node task has reported the driver's outcome.
+        self.begun = False  # True once a node without a driver has reported its start.
+        self.family = Family()  # Created last, because earlier steps may fail while there is no process to end.
         self._say_what_is_missing()
 
     def head(self) -> int:
-        """Start the head, then run the driver to its end; return how it ended, a signal as a negative number."""
+        """Start the head and run the driver to its end; return its exit code, or a negative signal number."""
         try:
             driver = Driver(
                 self.family, {**ray_start.stripped_variables(dict(os.environ)), **self.environment}, self.work.drive
@@ -141,9 +145,10 @@ class _Task:
         return self._attend(driver)
 
     def member(self) -> int:
-        """Run a node without a driver until the driver has ended; return how this ends.
+        """Run a node without a driver until the driver has ended; return the exit code.
 
-        It reports that it runs once it has joined: before that, none of the user's code has begun anywhere.
+        The node reports its start only after it has joined. Before that, no user code has begun on any node. A negative
+        number means the end by a signal.
         """
         node = cluster.TaskNode(self.share, self.family, self.environment, self.kept)
 
@@ -156,7 +161,7 @@ class _Task:
             return -signal.SIGTERM
         if lost:
             return self._lose(lost, None, _KIND if self.begun else _NOT_STARTED)
-        self._begin()  # also where the driver ended before all had joined
+        self._begin()  # The driver may have ended before all nodes had joined.
         self.family.end()
         return self.work.finish()
 
@@ -180,7 +185,7 @@ class _Task:
         return ray_start.start(self.family, plan, lambda: driver.has_ended() or bool(self.cluster.gone()), self._say)
 
     def _gather(self, driver: Driver, engine: RayProcesses | None) -> str:
-        """Wait for the other nodes; return what went wrong, "" also where the driver has ended."""
+        """Wait for the other nodes; return the reason of a failure, or "" also if the driver has ended."""
         if engine is not None:
             self.cluster.begin(engine, ray_start.cluster_address(self.share, engine.ports))
         until = time.monotonic() + _GATHER_S
@@ -192,9 +197,9 @@ class _Task:
         return gone
 
     def _record_metrics(self, found: Ports, leave: Callable[[], None]) -> None:
-        """Have this node's metrics read (`metrics.py`) for as long as the family lives.
+        """Record this node's metrics (`metrics.py`) in a process of the family.
 
-        `leave` closes what the process that reads them must not hold.
+        `leave` closes the connections that the recording process must not hold.
         """
         path = metrics_file(self.work.directory, self.share.node_rank)
 
@@ -203,11 +208,11 @@ class _Task:
             return metrics.run(self.share.address, found.metrics, path)
 
         if not self.without_metrics:
-            with contextlib.suppress(OSError):  # no process can be had: the run goes on without
+            with contextlib.suppress(OSError):  # If no process can start, the run continues without metrics.
                 self.family.fork(read)
 
     def _attend(self, driver: Driver) -> int:
-        """Pass on what the driver says until it has ended or Ray has."""
+        """Pass on the driver's events until the driver or Ray has ended."""
         talks = True
         while True:
             heard = [driver.channel.fileno()] if talks else []
@@ -227,7 +232,7 @@ class _Task:
                 return self._cluster_gone(driver, gone)
 
     def _take(self, event: protocol.Message, driver: Driver) -> int | None:
-        """Pass an event on; return the exit code where it is a failure that Ray's end explains."""
+        """Pass an event on; return the exit code if the end of Ray explains a failure."""
         if event.get("event") == "failed":
             failure = event.get("failure")
             record = failure if isinstance(failure, dict) else {}
@@ -240,7 +245,7 @@ class _Task:
         return None
 
     def _cluster_gone(self, driver: Driver, gone: str) -> int:
-        """Let the driver report its outcome, unless it has, end it, and report the failure."""
+        """Let the driver report an outcome within a limit, then end the driver and report the failure."""
         if self.outcome:
             return self._without_ray(driver)
         until = time.monotonic() + _CONSEQUENCE_S
@@ -262,8 +267,8 @@ class _Task:
         return self._lose(gone, consequence)
 
     def _without_ray(self, driver: Driver) -> int:
-        """Let a driver end whose outcome has been said; how it does without Ray says nothing of the function."""
-        self.cluster.done()  # other nodes would take their Ray's end for a loss
+        """Let a driver with a known outcome end; its exit without Ray does not change the outcome."""
+        self.cluster.done()  # Otherwise other nodes would treat the end of their Ray as a loss.
         linux.readable([driver.pidfd], _FAREWELL_S)
         driver.kill()
         driver.reap()
@@ -275,14 +280,15 @@ class _Task:
 
     def _pass_signals_to(self, driver: Driver) -> None:
         def terminate(_number: int, _frame: types.FrameType | None) -> None:
-            if not self.outcome:  # Ray's own handler would break into the tidying up of a driver that is through
+            if not self.outcome:  # Ray's own handler would interrupt the shutdown of a driver that has an outcome.
                 driver.end(signal.SIGTERM)
 
         def look(number: int, _frame: types.FrameType | None) -> None:
             driver.look(number)
 
         faulthandler.unregister(protocol.STACK_SIGNAL)
-        faulthandler.disable()  # the driver's last stack is in that file; a signal that is repeated here must add none
+        # The file holds the driver's last stack. A repeated signal in this process must not add another.
+        faulthandler.disable()
         signal.signal(signal.SIGTERM, terminate)
         for number in protocol.LOOK_SIGNALS:
             signal.signal(number, look)
@@ -290,13 +296,13 @@ class _Task:
     def _say_what_is_missing(self) -> None:
         if not self.tokens:
             self._say(
-                f"Ray {self.version} has no token authentication, so any process on this machine can use the run's "
-                f"cluster; Ray 2.52 and later have it"
+                f"Ray {self.version} has no token authentication, so any process on this machine can use the "
+                "run's cluster. Use Ray 2.52 or later"
             )
         if self.family.refused:
             self._say(
-                f"the run's Ray has no pid namespace of its own ({self.family.refused}): a `ray stop` in the run would "
-                f"end your other Rays on this machine, too"
+                f"the run's Ray has no pid namespace of its own ({self.family.refused}), so a `ray stop` in the "
+                "run would also end your other Ray processes on this machine"
             )
         if self.without_metrics:
             self._say(self.without_metrics)
@@ -310,7 +316,7 @@ def _not_started(share: ClusterShare, error: Exception) -> str:
 
 
 def _record(text: str, consequence: protocol.Message | None, kind: str) -> protocol.Message:
-    """Return the record of a failure that is not the function's, with the function's consequent error."""
+    """Return the record of a failure outside of the function, with the function's consequent error."""
     record: protocol.Message = {
         "type": "EngineHeadLost" if kind == _KIND else "RunError",
         "module": "serverless_gpu.errors",
@@ -330,10 +336,10 @@ def _record(text: str, consequence: protocol.Message | None, kind: str) -> proto
 
 
 class Driver:
-    """The process the function runs in, on node 0.
+    """The process on node 0 that runs the function.
 
-    `variables` is its environment while it imports Ray, which reads some of it then. `drive` runs the function with a
-    way to report, and returns the exit code.
+    `variables` is the driver's environment during the import of Ray, which reads some variables then. `drive` takes a
+    function that reports events, runs the user's function and returns the exit code.
     """
 
     def __init__(self, family: Family, variables: Mapping[str, str], drive: Callable[[protocol.Report], int]) -> None:
@@ -343,17 +349,17 @@ class Driver:
             self.channel.close()
             return _be_driver(theirs, variables, drive)
 
-        self.pid = family.fork(be)  # in the node task's namespace
+        self.pid = family.fork(be)  # The driver belongs to the node task's pid namespace.
         theirs.close()
-        self.pidfd = os.pidfd_open(self.pid)  # readable when it has ended
+        self.pidfd = os.pidfd_open(self.pid)  # The pidfd is readable once the driver has ended.
 
     def begin(self, variables: Mapping[str, str]) -> None:
-        """Let it run the function, with some more variables."""
-        with contextlib.suppress(OSError):  # it has ended: its watcher reports that
+        """Let the driver run the function, with additional variables."""
+        with contextlib.suppress(OSError):  # The driver has ended, and `_attend` notices that by the pidfd.
             self.channel.send(protocol.encode({"env": dict(variables)}))
 
     def hear(self) -> protocol.Message | None:
-        """Return its next event, or None when it will say nothing more."""
+        """Return the driver's next event, or None when the driver sends no more events."""
         try:
             received = self.channel.receive()
         except OSError:
@@ -361,43 +367,43 @@ class Driver:
         return None if received is None else protocol.decode(received[0])
 
     def has_ended(self) -> bool:
-        """Return whether it has ended; it may still be to be reaped."""
+        """Return whether the driver has ended, reaped or not."""
         return bool(linux.readable([self.pidfd], 0))
 
     def end(self, number: int) -> None:
-        """Send it a signal, unless it has ended; a reused pid is never signalled."""
+        """Send the driver a signal, unless it has ended; never signal a reused pid."""
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> None:
-        """End it and wait for that: what it is writing would else be there after what is written next."""
+        """Kill the driver and wait for its end, so that it overwrites no later file."""
         self.end(signal.SIGKILL)
         linux.readable([self.pidfd], _KILLED_S)
 
     def reap(self) -> int:
-        """Return how it ended, a signal as a negative number; waits for that."""
+        """Wait for the driver's end; return its exit code, or a negative signal number."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def look(self, number: int) -> None:
-        """Pass on a signal by which a rank is asked where it is: its main thread answers."""
-        if not self.has_ended():  # before that the pid is its own: it is reaped by this thread only
+        """Pass a stack signal on to the driver's main thread, which answers it."""
+        if not self.has_ended():  # Only this thread reaps the driver, so the kernel has not reused its pid.
             with contextlib.suppress(OSError):
                 linux.signal_main_thread(self.pid, number)
 
 
 def _be_driver(channel: Channel, variables: Mapping[str, str], drive: Callable[[protocol.Report], int]) -> int:
     linux.set_name("sgpu-driver")
-    os.setpgid(0, 0)  # `os.killpg(0, ...)` in user code reaches the driver's own processes only
+    os.setpgid(0, 0)  # `os.killpg(0, ...)` in user code reaches only the driver's own processes.
     os.environ.clear()
     os.environ.update(variables)
     with contextlib.suppress(Exception):
         ray = importlib.import_module("ray")
-        for name in _ASKED_FIRST:  # functions that would otherwise ask for a `ray.init()` first
+        for name in _ASKED_FIRST:  # These functions would otherwise require an explicit `ray.init()`.
             if (function := getattr(ray, name, None)) is not None:
                 setattr(ray, name, _connected(ray, function))
-        # SIGTERM is to a driver what it is to any rank. Ray would have it raise SystemExit, also in a function that has
-        # asked whether it is to stop: before `ray.init`, whose handler would take that one's place, or after that, when
-        # the later handler calls the one before.
+        # A driver must react to SIGTERM like any rank. Ray's handler would raise SystemExit, even in a function that
+        # checks for a stop itself. `ray.init` would replace a handler that the function has installed. A handler
+        # installed later would call Ray's handler.
         utilities = importlib.import_module("ray._private.utils")
         if hasattr(utilities, "set_sigterm_handler"):
             vars(utilities)["set_sigterm_handler"] = lambda _handler: None

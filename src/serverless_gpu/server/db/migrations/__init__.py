@@ -1,11 +1,11 @@
-"""How tables of an older version become those of this one.
+"""Migrates the tables of an older version to this version.
 
-    nothing there        made from `server.tables`, as the last revision leaves them (a test compares)
-    an older revision    Alembic runs what is in `versions/`, in order
-    this revision        nothing to do, and Alembic (300 ms of import) is not even loaded
-    a newer one          refused: an older server would not know what it overwrites
+    no tables            created from `server.tables`, equal to the last revision's result (a test compares)
+    an older revision    Alembic runs the newer revisions in `versions/`, in order
+    this revision        nothing to do; Alembic (300 ms of import) is not even loaded
+    a newer revision     refused, because an older server would overwrite unknown data
 
-All of it is one transaction, under the database's own lock.
+The whole migration is one transaction under the database's own lock.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from serverless_gpu.errors import ServerProblem
 from serverless_gpu.server.db import tables
 
 HEAD = "0009"
-LOCK = 7_310_227_001  # any number that nobody else of the same database takes
+LOCK = 7_310_227_001  # any number that no other user of the same database locks
 _PLACE = Path(__file__).parent
 
-_version = sa.Table(  # as Alembic makes it
+_version = sa.Table(  # the same table as Alembic creates
     "alembic_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True)
 )
 
 
 def revision(connection: sa.Connection) -> str | None:
-    """Return the revision that a database has, or None when it has none."""
+    """Return the revision of a database, or None if it has none."""
     if not sa.inspect(connection).has_table(_version.name):
         return None
     found: str | None = connection.scalar(sa.select(_version.c.version_num))
@@ -36,15 +36,15 @@ def revision(connection: sa.Connection) -> str | None:
 
 
 def is_current(connection: sa.Connection) -> bool:
-    """Return whether there is nothing to do."""
+    """Return True if the database has the current revision."""
     return revision(connection) == HEAD
 
 
 def bring(connection: sa.Connection) -> None:
-    """Bring a database to this version, inside of the caller's transaction.
+    """Migrate a database to this version, inside of the caller's transaction.
 
     Raises:
-        ServerProblem: it is of a newer version, or holds tables of something else.
+        ServerProblem: the database has a newer version, or contains tables of another program.
     """
     found = revision(connection)
     if found == HEAD:
@@ -59,7 +59,7 @@ def bring(connection: sa.Connection) -> None:
 def _make(connection: sa.Connection) -> None:
     there = set(sa.inspect(connection).get_table_names()) & set(tables.metadata.tables)
     if there:
-        message = f"the database has a table {sorted(there)[0]!r} that this program did not make"
+        message = f"the database has a table {sorted(there)[0]!r} that this program did not create"
         raise ServerProblem(message, hint="give the server a database of its own")
     tables.metadata.create_all(connection, checkfirst=False)
     _version.create(connection)
@@ -67,10 +67,10 @@ def _make(connection: sa.Connection) -> None:
 
 
 def upgrade(connection: sa.Connection, to: str = "head") -> None:
-    """Run every revision that a database lacks, up to one.
+    """Run every missing revision up to the given one.
 
     Raises:
-        ServerProblem: its revision is not known here.
+        ServerProblem: the revision of the database is unknown to this version.
     """
     import alembic.command
     import alembic.config
@@ -82,5 +82,5 @@ def upgrade(connection: sa.Connection, to: str = "head") -> None:
     try:
         alembic.command.upgrade(config, to)
     except alembic.util.CommandError as error:
-        message = f"the database was made by a newer version of serverless-gpu (revision {revision(connection)})"
-        raise ServerProblem(message, hint="start the version that made it, or a newer one") from error
+        message = f"a newer version of serverless-gpu created the database (revision {revision(connection)})"
+        raise ServerProblem(message, hint="start the version that created the database, or a newer one") from error

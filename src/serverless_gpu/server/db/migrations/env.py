@@ -1,4 +1,4 @@
-"""What Alembic runs to run revisions: they share the caller's connection and transaction."""
+"""Configures Alembic to run revisions on the caller's connection and transaction."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from alembic import context
 
 from serverless_gpu.server.db.tables import metadata
 
-# SQLite cannot alter a column: Alembic then copies the table, which it calls a batch.
+# SQLite cannot alter a column, so Alembic copies the table, which it calls a batch.
 context.configure(
     connection=context.config.attributes["connection"],
     target_metadata=metadata,

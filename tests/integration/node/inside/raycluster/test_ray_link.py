@@ -167,8 +167,8 @@ def test_F45_node_task_that_dies_is_named(head: HeadLink, member: Callable[..., 
     talk(head, node, until=word(ADDRESS, 0))
     node.close()
     [lost] = talk(head, until=word(LOST, 1))
-    text = "Node pollux-1 of the run's Ray cluster is gone: its node task does not answer any more"
-    assert lost == LinkState(LOST, 1, "pollux-1", f"{text} (the connection was closed)")
+    text = "Node pollux-1 of the run's Ray cluster is gone: its node task no longer answers"
+    assert lost == LinkState(LOST, 1, "pollux-1", f"{text} (the peer closed the connection)")
 
 
 def test_F45_head_that_dies_is_named(head: HeadLink, member: Callable[..., MemberLink]) -> None:

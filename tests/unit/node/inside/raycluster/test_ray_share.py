@@ -381,15 +381,15 @@ def test_what_goes_with_the_devices(
             OBJECT_STORE_BYTES_MIN,
             60_000_000,
             20 * GB,
-            "is 80.0 MB, not 20.0 GB, and lies in /tmp; in a container --shm-",
+            "is 80.0 MB, not 20.0 GB, and is in /tmp; in a container, enlarge it with --shm-",
         ),
         (
             OBJECT_STORE_BYTES_MIN,
             60_000_000,
             None,
-            "has 60.0 MB for this run, so Ray's object store is 80.0 MB, and lies",
+            "has 60.0 MB for this run, so Ray's object store is 80.0 MB, and is",
         ),
-        (200 * GB, 900 * GB, 300 * GB, "the object store is 200.0 GB, the most there can be, and not 300.0 GB"),
+        (200 * GB, 900 * GB, 300 * GB, "the object store is 200.0 GB, the maximum, instead of 300.0 GB"),
     ],
 )
 def test_an_object_store_that_was_cut_says_so(size: int, shared: int, asked: int | None, said: str) -> None:

@@ -1,0 +1,90 @@
+"""Groups of commands that import a command when it runs or shows its help.
+
+    COMMANDS (`program.py`)   name ─▶ CommandEntry: module, first sentence of the help
+    sgpu --help               writes the table in sections, imports no command
+    sgpu runs                 imports `cli/runs/run_table.py` alone
+    sgpu nodes                a renamed command: prints a notice on stderr and runs `sgpu node list`
+
+Importing all commands takes 30 times as long as starting Python. A test compares the table's sentences with the
+commands' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import click
+
+from serverless_gpu.lazy_import import load
+
+HELP_CHARACTERS_MAX = 45
+"""Longest one-line help: with the longest name it fits a terminal of 80 columns."""
+
+
+class CommandEntry(NamedTuple):
+    """One command of a table."""
+
+    place: str  # ``"module:attribute"`` below `serverless_gpu.cli`
+    summary: str  # first sentence of its help
+
+
+class LazyGroup(click.Group):
+    """A group of commands from a table.
+
+    Args:
+        table: The commands by name. Without a table, commands are added with decorators.
+        sections: Title of each section of the help and the names in it; without it, one section in alphabetical order.
+        renamed: The old name of a command and its new path below `sgpu`, for example ``{"nodes": "node list"}``.
+    """
+
+    def __init__(
+        self,
+        *,
+        table: Mapping[str, CommandEntry] | None = None,
+        sections: Mapping[str, Sequence[str]] | None = None,
+        renamed: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        self.table = table or {}
+        self.sections = sections or {}
+        self.renamed = renamed or {}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands, sorted."""
+        return sorted({*self.table, *self.commands})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command and import it; None for an unknown name."""
+        if cmd_name in self.table and cmd_name not in self.commands:
+            module, _, attribute = self.table[cmd_name].place.partition(":")
+            self.add_command(getattr(load(f"serverless_gpu.cli.{module}"), attribute), cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the arguments name; print a notice for a name of an earlier version."""
+        new = self.renamed.get(args[0])
+        if new is None:
+            return super().resolve_command(ctx, args)
+        if not ctx.resilient_parsing:
+            root = ctx.find_root().info_name
+            old = f"{ctx.command_path} {args[0]}"
+            click.echo(f"sgpu: `{old}` is now `{root} {new}`; the next release removes the old name", err=True)
+        path = new.split()
+        own = ctx.command_path.split()[1:]
+        return super().resolve_command(ctx, [*path[len(own) :], *args[1:]])
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands for `--help`, without importing those of the table."""
+        names = self.list_commands(ctx)
+        width = max(map(len, names))
+        limit = formatter.width - 6 - width
+        own = {name: command.get_short_help_str(limit) for name, command in self.commands.items()}
+        summaries = {**own, **{name: entry.summary for name, entry in self.table.items()}}
+        for title, members in (self.sections or {"Commands": names}).items():
+            with formatter.section(title):
+                # Padding gives the sections one column of summaries.
+                formatter.write_dl([(name.ljust(width), summaries[name]) for name in members])

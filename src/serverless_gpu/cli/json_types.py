@@ -1,0 +1,388 @@
+"""Types of what commands print with `--json`, where that is no message of the server (`wire/`) and no other struct.
+
+`sgpu schema COMMAND` prints a type as a JSON schema; only it loads this module. The tests compare the output of each
+command with its type.
+
+Times ending in `_ns` are nanoseconds since 1970; other times are UTC text (ISO 8601). Money is in micros, which are
+millionths of the currency.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NotRequired, TypedDict
+
+from serverless_gpu.cli.environments.show import Pth
+from serverless_gpu.cli.this_machine import ServerState
+from serverless_gpu.environment.documents import SnapshotMember
+from serverless_gpu.environment.scan.changes import Change
+from serverless_gpu.environment.stores.collection import Tally
+from serverless_gpu.model.cost import Cost
+from serverless_gpu.model.lifecycle.attempt import Stopped
+from serverless_gpu.model.receipt import Receipt
+from serverless_gpu.model.spec import RunSpec
+from serverless_gpu.node.base.protocol import Status
+from serverless_gpu.wire.runs import AttemptView
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+class RunCrew(TypedDict):
+    """One node of a run of the server."""
+
+    node: str
+    state: str
+    reason: str | None
+    first_rank: int
+    gpus: int
+    sentence: str
+    heard: str
+    started: str | None
+    ended: str | None
+
+
+class RunRow(TypedDict):
+    """A run, as `sgpu runs` lists it; the keys from `directory` on depend on where it runs."""
+
+    id: str
+    kind: str
+    name: str
+    state: str
+    reason: str | None
+    live: bool
+    created: str
+    started: str | None
+    ended: str | None
+    took_ms: int | None
+    ranks: int
+    gpu_type: str | None
+    gpu_ms: int | None
+    micros: int | None
+    currency: str | None
+    # A run of this machine.
+    devices: NotRequired[list[str] | None]
+    directory: NotRequired[str]
+    problem: NotRequired[str]
+    size_bytes: NotRequired[int]
+    # A run of the server.
+    gpus: NotRequired[int]
+    owner: NotRequired[str]
+    team: NotRequired[str]
+    pool: NotRequired[str]
+    node: NotRequired[str]
+    nodes: NotRequired[list[RunCrew]]
+    attempt: NotRequired[int]
+    sentence: NotRequired[str]
+    waiting: NotRequired[dict[str, Any] | None]
+    server: NotRequired[bool]
+
+
+class RunFile(TypedDict):
+    """A file that belongs to a run."""
+
+    name: str
+    size_bytes: int
+
+
+class RunDetails(RunRow):
+    """Everything about one run, as `sgpu show` prints it."""
+
+    spec: RunSpec | None
+    receipt: Receipt | None
+    failure: str
+    files: list[RunFile]
+    # A run of this machine.
+    stopped: NotRequired[Stopped | None]
+    tracked: NotRequired[str]
+    # A run of the server.
+    attempts: NotRequired[list[AttemptView]]
+    receipts: NotRequired[dict[str, Receipt | None]]
+    cost: NotRequired[Cost | None]
+
+
+class ResultCopy(TypedDict):
+    """A copied result of one rank."""
+
+    rank: int
+    path: str
+    size_bytes: int
+
+
+class MetricSeries(TypedDict):
+    """Samples of one metric."""
+
+    times: list[float]
+    values: list[float]
+
+
+MetricSeriesByName = dict[str, MetricSeries]
+
+
+class StartEstimate(TypedDict):
+    """Expected start and cost of a run."""
+
+    start: str | None
+    seconds: float | None
+    is_bound: bool
+    basis: str
+    node: str
+    nodes: list[str]
+    place: int
+    impossible: bool
+    cost: Any
+    policy: str
+    budgets: list[str]
+
+
+class DryRun(TypedDict):
+    """What `sgpu submit --dry-run` would submit."""
+
+    submitted: bool
+    server: str | None
+    imports: str
+    snapshot: str | None
+    spec: RunSpec
+    estimate: StartEstimate
+
+
+# --- this machine -----------------------------------------------------------------------------------------------------
+
+
+class MlflowState(TypedDict):
+    """An MLflow server of this home."""
+
+    uri: str
+    ready: bool
+    stage: str
+    problem: str
+    store: str
+    pid: int | None
+    version: str
+    python: str
+    memory_bytes: int
+    used_s: float
+    directory: str
+
+
+class MachineStatus(TypedDict):
+    """The agent, the server and the MLflow servers of this home."""
+
+    agent: Status | None
+    server: ServerState | None
+    mlflow: list[MlflowState]
+
+
+class DeviceRow(TypedDict):
+    """A device of this machine."""
+
+    uuid: str
+    type: str
+    kind: str
+    memory_bytes: int
+    state: str
+
+
+class GpuList(TypedDict):
+    """Devices of this machine, and the reasons why others cannot be used."""
+
+    devices: list[DeviceRow]
+    unavailable: list[str]
+
+
+class TopFrame(TypedDict):
+    """One frame of `sgpu top`; null means unknown."""
+
+    at_ns: int
+    node: str
+    host: dict[str, Any]
+    devices: list[dict[str, Any]]
+    runs: list[dict[str, Any]]
+
+
+class DoctorFinding(TypedDict):
+    """One finding of a check."""
+
+    outcome: str
+    sentence: str
+    mend: str
+
+
+class DoctorCheck(TypedDict):
+    """One check and its findings."""
+
+    code: str
+    group: str
+    title: str
+    cause: str
+    findings: list[DoctorFinding]
+
+
+class DoctorReport(TypedDict):
+    """All checks of this machine and environment."""
+
+    version: str
+    python: str
+    failed: bool
+    checks: list[DoctorCheck]
+
+
+class Setting(TypedDict):
+    """A setting of the server, its value and where that comes from."""
+
+    name: str
+    value: Any
+    origin: str
+
+
+LogLine = dict[str, Any]
+"""A line of the server's log: `ts`, `level`, `logger`, `msg`, and fields of the event."""
+
+# --- environments -----------------------------------------------------------------------------------------------------
+
+
+class EnvironmentRoot(TypedDict):
+    """A directory of Python's path, and the units in it."""
+
+    kind: str
+    directory: str
+    before: Any
+    members: list[SnapshotMember]
+    unowned: list[str]
+    generated: list[str]
+    pth: list[Pth]
+
+
+class EnvironmentDetails(TypedDict):
+    """Contents of an environment."""
+
+    known: bool
+    address: str
+    captured: str | None
+    size_bytes: int
+    files: int
+    interpreter: str
+    python: str
+    prefix: str
+    roots: list[EnvironmentRoot]
+    left_out: list[str]
+    variables: Any
+
+
+class EnvironmentFingerprint(TypedDict):
+    """Address of the environment, and its changes since the last capture."""
+
+    address: str
+    known: bool
+    last: str | None
+    changes: list[Change]
+    times_ms: dict[str, int]
+
+
+class EnvironmentDifference(TypedDict):
+    """Differences between two snapshots."""
+
+    old: str
+    new: str
+    changes: list[Change]
+    variables_added: list[str]
+    variables_removed: list[str]
+
+
+class EnvironmentCapture(TypedDict):
+    """Result of a capture."""
+
+    address: str
+    size_bytes: int
+    files: int
+    units: int
+    new: list[SnapshotMember]
+    sent_bytes: int
+    store: str
+    took_ms: int
+    left_out: list[str]
+    repaired: NotRequired[list[str]]
+
+
+class EnvironmentRestore(TypedDict):
+    """Result of a restore."""
+
+    address: str
+    tree: str
+    python: str
+    linked: int
+    copied: int
+    fetched_bytes: int
+    units_fetched: int
+    ms: int
+    note: str
+    size_bytes: int
+    files: int
+
+
+class EnvironmentCollection(TypedDict):
+    """Result of a garbage collection."""
+
+    kept: Tally
+    condemned: Tally
+    waiting: Tally
+    deleted: Tally
+    deleted_keys: list[str]
+    condemned_keys: list[str]
+    unreadable: list[str]
+    busy: bool
+    dry_run: bool
+    store: str
+    in_use: list[str]
+    cache_units: int
+    cache_bytes: int
+    cache_freed_bytes: int
+
+
+# --- money and planning -----------------------------------------------------------------------------------------------
+
+UsageReport = TypedDict(
+    "UsageReport",
+    {
+        "report": list[dict[str, Any]],
+        "from": str,
+        "to": str,
+        "totals": list[dict[str, Any]],
+        "is_cut": bool,
+        "remarks": list[str],
+        "formulas": list[str],
+    },
+)
+"""Use and cost, a row for each group."""
+
+Advice = TypedDict(
+    "Advice",
+    {
+        "source": str,
+        "from": str,
+        "to": str,
+        "left_out": list[str],
+        "gpu_type": str,
+        "attempts": int,
+        "gpu_ms": int,
+        "unpriced_ms": int,
+        "charged_micros": int,
+        "waited_gpu_ms": int,
+        "currency": str,
+        "advice": dict[str, Any] | None,
+        "queues": list[dict[str, Any]],
+        "runs": list[dict[str, Any]],
+        "formulas": list[Any],
+    },
+)
+"""Recommended number of reserved GPUs, its costs, and runs with unused GPUs."""
+
+
+class Simulation(TypedDict):
+    """Outcome of a replay for each scheduling policy."""
+
+    trace: str
+    left_out: dict[str, int]
+    cluster: str
+    gpus: int
+    gang_gpus: int
+    impossible: dict[str, int]
+    policies: dict[str, dict[str, Any]]
