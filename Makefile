@@ -170,6 +170,14 @@ format: venv ## rewrite the code in its canonical format
 	$(BIN)/ruff check --fix-only --quiet $(CODE)
 	$(BIN)/ruff format $(CODE)
 
+$(VENV)/.installed-site: $(VENV)/.installed
+	@echo "installing into $(VENV): Sphinx and the theme of the documentation site"
+	@$(INSTALL) -e '.[site]'
+	@touch $@
+
+site: $(VENV)/.installed-site ## build the documentation site in build/site; warnings and broken links fail
+	@$(BIN)/python -m scripts.site
+
 docs: venv ## write the pages that are made from code (docs/troubleshooting.md, docs/openapi.json)
 	@$(BIN)/python -m scripts.troubleshooting
 	@$(BIN)/python -m scripts.openapi

@@ -33,9 +33,9 @@ _PHRASE = re.compile(
     re.IGNORECASE,
 )
 _OPENING = re.compile(r"(What|Who|Whose|Whom|Whether|That|How|Where|When|Which)\b")
-_CODE = re.compile(r"``.*?``|`[^`]*`|https?://\S+|\([^()]*\.\w+\)")
+_CODE = re.compile(r"!\[[^\]]*\]\([^)]*\)|``.*?``|`[^`]*`|https?://\S+|\([^()]*\.\w+\)")
 _PICTURE = re.compile(r"[─│└┌├▶◀┐┘▼▲═╌]")
-_END = re.compile(r"(?<=[.!?:])[\"')*_”]*\s+(?=[\"'(*_`“A-Z0-9])|\n\s*\n")
+_END = re.compile(r"(?<=[.!?:])[\"')*_”]*\s+(?=[\"'(*_`“\[A-Z0-9])|\n\s*\n")
 _FENCE = re.compile(r"^\s*(```|~~~)")
 _TABLE = re.compile(r"^\s*(\||[-=+ ]+$)")
 _ITEM = re.compile(r"^\s*(?:[-*+]|\d+\.|#+|>|:|!!!)\s")
@@ -43,8 +43,8 @@ _ITEM = re.compile(r"^\s*(?:[-*+]|\d+\.|#+|>|:|!!!)\s")
 
 def check(source: Source) -> Iterator[Finding]:
     """Yield what the prose of one Python file breaks."""
-    for number, line in enumerate(source.text.splitlines(), 1):
-        for match in _PHRASE.finditer(line):
+    for number, text in _texts(source):
+        for match in _PHRASE.finditer(text):
             yield source.finding(number, "voice", f"'{match[0]}' hides who acts: name the actor")
     for node in ast.walk(source.tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -102,6 +102,14 @@ def long_sentences(text: str) -> Iterator[str]:
         words = re.findall(r"[^\W_][\w'’.,%/+-]*", plain)
         if len(words) > WORDS_MAX:
             yield f"a sentence of {len(words)} words (at most {WORDS_MAX}): '{' '.join(sentence.split())[:60]}…'"
+
+
+def _texts(source: Source) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of every comment and every string: code is no prose."""
+    yield from source.comments()
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
 
 
 def _docstring(docstring: str) -> Iterator[str]:

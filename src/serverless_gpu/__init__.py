@@ -1,4 +1,4 @@
-"""The function runtime for GPUs you own.
+"""A function runtime for GPUs that a team owns.
 
 from serverless_gpu import distributed
 
@@ -18,12 +18,12 @@ from serverless_gpu.version import __version__ as __version__
 
 if not os.path.isdir(__path__[0]):
     raise ImportError(
-        f"serverless_gpu cannot run from inside of an archive ({__path__[0]}): ranks and the agent are interpreters of "
-        "their own, which start with its files. Install it: pip install serverless-gpu; unpack a zipapp, shiv "
-        "or pex"
+        f"serverless_gpu cannot run from an archive ({__path__[0]}): ranks and the agent are separate "
+        "interpreters that load its files. Install it: pip install serverless-gpu. Unpack a zipapp, shiv or pex"
     )
 
-TYPE_CHECKING = False  # type checkers know this name; importing `typing` would be most of what this import costs
+# Type checkers recognize this name. An import of `typing` would take most of this module's import time.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from serverless_gpu.client.decorator import DistributedFunction as DistributedFunction
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["DistributedFunction", "GPUType", "Receipt", "Run", "RunList", "Session", "as_completed", "attach"]
 __all__ += ["distributed", "errors", "session"]
 
-# Loaded when first asked for, so that `import serverless_gpu` costs a few milliseconds, in ranks too.
+# Names load on first use, so that `import serverless_gpu` takes a few milliseconds, also in ranks.
 _ORIGINS = {
     "DistributedFunction": "serverless_gpu.client.decorator",
     "distributed": "serverless_gpu.client.decorator",
@@ -52,7 +52,7 @@ _ORIGINS = {
     "session": "serverless_gpu.client.session",
     "GPUType": "serverless_gpu.compute",
     "Receipt": "serverless_gpu.model.receipt",
-    "load_ipython_extension": "serverless_gpu.client.notebook",  # %load_ext serverless_gpu
+    "load_ipython_extension": "serverless_gpu.client.notebook",  # For `%load_ext serverless_gpu`.
 }
 _MODULES = ("compute", "errors", "launcher", "ray", "runtime", "testing")
 

@@ -1,7 +1,7 @@
-"""The only source of clocks and fresh identifiers.
+"""The only source of clocks and new identifiers.
 
-Everything that decides takes time and identifiers as values; code that acts gets them here. Durations and deadlines use
-`boottime_ns` (it goes on during suspend and never jumps); `wall_ns` only places a moment on a calendar.
+Code that makes decisions receives times and identifiers as values. Code that acts gets them here. Durations and
+deadlines use `boottime_ns`, which counts during suspend and never jumps. `wall_ns` only gives calendar dates.
 """
 
 from __future__ import annotations
@@ -11,28 +11,29 @@ import os
 import time
 from typing import Protocol
 
-# Crockford's base 32: no letters that read like digits, and lower case sorts like its value.
+# Crockford's base 32 has no letters that look like digits. In lower case, its text order is its numeric order.
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
-_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")  # in no other language
-_CLOCK_BOOTTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # macOS has no boottime clock
+# Always English, in every locale.
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_CLOCK_BOOTTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # macOS has no boottime clock.
 
 CLOCK_FAULT = "SGPU_FAULT_CLOCK"
-"""By how many seconds a test has the wall clock of a node's processes be ahead."""
+"""Environment variable: the number of seconds by which a test sets the wall clock of a node's processes ahead."""
 
 
 class Clock(Protocol):
-    """What a loop may ask about time."""
+    """The clocks that a loop may read."""
 
     def boottime_ns(self) -> int:
-        """Return nanoseconds since boot, suspend included."""
+        """Return nanoseconds since boot, including suspend."""
         ...
 
     def wall_ns(self) -> int:
-        """Return nanoseconds since 1970, UTC, as the machine believes."""
+        """Return nanoseconds since 1970 in UTC, according to the machine."""
         ...
 
     def boot_id(self) -> str:
-        """Return the identifier of this boot; boottimes of two boots cannot be compared."""
+        """Return the identifier of this boot. Boottimes of different boots are not comparable."""
         ...
 
 
@@ -40,11 +41,11 @@ class SystemClock:
     """The machine's clocks."""
 
     def boottime_ns(self) -> int:
-        """Return nanoseconds since boot, suspend included."""
+        """Return nanoseconds since boot, including suspend."""
         return time.clock_gettime_ns(_CLOCK_BOOTTIME)
 
     def wall_ns(self) -> int:
-        """Return nanoseconds since 1970, UTC, as the machine believes."""
+        """Return nanoseconds since 1970 in UTC, according to the machine."""
         ahead_s = os.environ.get(CLOCK_FAULT)
         return time.time_ns() + (round(float(ahead_s) * 1e9) if ahead_s else 0)
 
@@ -58,16 +59,17 @@ class SystemClock:
 
 
 def new_run_id() -> str:
-    """Return a run identifier: 26 characters, sortable by creation time, 80 random bits (the ULID layout)."""
+    """Return a run identifier: 26 characters, sorted by creation time, with 80 random bits (ULID layout)."""
     value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big")
     return "".join(_ALPHABET[value >> shift & 31] for shift in range(125, -1, -5))
 
 
 def machine() -> str:
-    """Return a name for what files and processes look like from here: machine, root file system, user.
+    """Return an identifier of this machine, root file system and user.
 
-    Two processes with the same name find the same files under the same paths. A container has another root than its
-    host, so it is another machine.
+    Two processes with the same identifier find the same files under the same paths. A container has a root file system
+    of
+    its own, so it counts as another machine than its host.
     """
     identity = "no identity"
     for path in ("/etc/machine-id", "/proc/sys/kernel/random/boot_id"):
@@ -84,11 +86,14 @@ def machine() -> str:
 
 
 def created_wall_ns(run_id: str) -> int | None:
-    """Return when an identifier was made, nanoseconds since 1970; None for what `new_run_id` did not make."""
+    """Return the creation time of a run identifier, or None for other text.
+
+    The time is in nanoseconds since 1970. Only identifiers from `new_run_id` have one.
+    """
     if len(run_id) != 26 or not set(run_id) <= set(_ALPHABET):
         return None
     value = 0
-    for letter in run_id[:10]:  # 50 bits: the time is the lower 48
+    for letter in run_id[:10]:  # 50 bits; the lower 48 are the time.
         value = value << 5 | _ALPHABET.index(letter)
     return value * 1_000_000
 
@@ -99,7 +104,7 @@ def format_moment(wall_ns: int) -> str:
 
 
 def format_utc(wall_ns: int) -> str:
-    """Return a moment for machines, for example ``"2027-01-15T14:03:22Z"``."""
+    """Return a moment in ISO 8601 for machines, for example ``"2027-01-15T14:03:22Z"``."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(wall_ns / 1e9))
 
 
@@ -109,7 +114,7 @@ def format_clock(wall_ns: int) -> str:
 
 
 def format_soon(wall_ns: int, now_ns: int | None = None) -> str:
-    """Return a coming moment as local time of day, with its date on another day: ``"14:20"``, ``"24 Nov 14:20"``."""
+    """Return a future moment as local time, with its date if it is not today: ``"24 Nov 14:20"``."""
     now_s = (SystemClock().wall_ns() if now_ns is None else now_ns) / 1e9
     moment, today = time.localtime(wall_ns / 1e9), time.localtime(now_s)
     clock = time.strftime("%H:%M", moment)
@@ -120,6 +125,6 @@ def format_soon(wall_ns: int, now_ns: int | None = None) -> str:
 
 
 def format_soon_zoned(wall_ns: int, now_ns: int | None = None) -> str:
-    """Return a moment to come with the zone of this machine, for who may read it in another: ``"14:20 CET"``."""
+    """Return a future moment with this machine's zone, for readers in other zones: ``"14:20 CET"``."""
     zone = time.strftime("%Z", time.localtime(wall_ns / 1e9))
     return f"{format_soon(wall_ns, now_ns)} {zone}".strip()

@@ -8,7 +8,7 @@ __all__ = ["GPUType"]
 
 
 class GPUType(StrEnum):
-    """Types of the catalogue whose names are identifiers; any string the catalogue knows is accepted beside them."""
+    """GPU types of the catalogue. Every API also accepts the name of a type as a string."""
 
     A10 = "A10"
     A10G = "A10G"

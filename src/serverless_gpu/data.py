@@ -1,9 +1,10 @@
-"""Reserves the name `serverless_gpu.data`: importing it raises an ImportError that names what to use instead."""
+"""Reserves the name `serverless_gpu.data`. Its import raises an ImportError with alternatives."""
 
 from __future__ import annotations
 
 raise ImportError(
-    "serverless_gpu.data does not exist in this version. Read data in the function with a loader that knows the rank: "
-    "torch.utils.data.DistributedSampler, or datasets.distributed.split_dataset_by_node(dataset, rank, world_size)",
+    "serverless_gpu.data does not exist in this version. Read data in the function with a loader that knows the "
+    "rank: torch.utils.data.DistributedSampler, or datasets.distributed.split_dataset_by_node(dataset, rank, "
+    "world_size)",
     name="serverless_gpu.data",
 )

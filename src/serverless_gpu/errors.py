@@ -1,56 +1,56 @@
-"""Every exception this package raises, as one tree.
+"""Every exception that this package raises, as one tree.
 
     ServerlessGpuError
-    ├── UsageError                 the call itself is wrong; refused before anything starts
+    ├── UsageError                 the call is not valid; the client refuses it before anything starts
     │   ├── InvalidOption          (TypeError)   unknown option, or an option of the wrong type
     │   ├── InvalidValue           (ValueError)  right type, impossible value
     │   │   ├── UnknownGpuType
-    │   │   └── PolicyViolation      the run is not within its usage policy, or does not say which
+    │   │   └── PolicyViolation      the run breaks its usage policy, or does not name its policy
     │   ├── ArgumentMismatch       (TypeError)   arguments do not bind to the function's signature
     │   ├── NotDistributable       (TypeError)   not a plain callable
-    │   ├── NotPicklable           (TypeError)   something the function captured cannot travel
-    │   ├── RayMissing             (ImportError) ray_launch without a Ray that can make a cluster
-    │   └── SecretMissing          a secret that is named is not there
-    ├── HardwareError              this machine cannot do what was asked
+    │   ├── NotPicklable           (TypeError)   pickle cannot serialize something that the function captured
+    │   ├── RayMissing             (ImportError) ray_launch without a Ray that can start a cluster
+    │   └── SecretMissing          the named secret does not exist
+    ├── HardwareError              this machine lacks something that the run needs
     │   ├── NoGpu · GpuTypeMismatch · NotEnoughGpus
     │   └── NoSuitableNode           no node of the server could ever serve the run
     ├── StorageError               disk full, directory not writable
     ├── EnvironmentProblem         an environment cannot be captured, sent or restored
-    │   ├── EnvironmentUnsupported   a kind of environment that cannot travel, or a file in it that cannot
-    │   ├── EnvironmentTooLarge      over the limit; names what is largest
-    │   ├── EnvironmentMissing       the store has no such snapshot
-    │   ├── EnvironmentRejected      what was sent is not what a snapshot may be
-    │   ├── EnvironmentCorrupt       what was stored is not what its address says, twice
+    │   ├── EnvironmentUnsupported   an unsupported kind of environment, or an unsupported file in it
+    │   ├── EnvironmentTooLarge      over the size limit; the message names the largest parts
+    │   ├── EnvironmentMissing       the store does not have this snapshot
+    │   ├── EnvironmentRejected      a sent unit or snapshot breaks the rules
+    │   ├── EnvironmentCorrupt       stored bytes do not match their address, twice
     │   └── StoreUnavailable         the store does not answer, or refuses
     ├── AgentUnavailable           the node's agent does not answer
-    ├── ServerProblem              a server refused, or is not there
+    ├── ServerProblem              a server refused a request, or failed
     │   ├── ServerNotConfigured      remote=True without a server
-    │   ├── ServerUnavailable        it does not answer, or cannot now
+    │   ├── ServerUnavailable        the server does not answer, or cannot do this now
     │   ├── NotAuthenticated · NotAllowed · NotFound
-    │   ├── IdempotencyConflict      a run of this identifier exists and is another one
+    │   ├── IdempotencyConflict      another run has this identifier
     │   ├── StaleAttempt             a report about an attempt that is not the current one
-    │   ├── AlreadyFinished          a stop for a run that has ended
-    │   ├── HashMismatch             bytes arrived that are not what their name says
+    │   ├── AlreadyFinished          a stop request for a run that has ended
+    │   ├── HashMismatch             received bytes do not match the digest in their name
     │   ├── TooLarge                 a body, label or page over its limit
-    │   ├── AuditBroken              the audit, or a copy of it, is not what was written down
-    │   └── ServerStorageFull        the server's disk or store has no room
+    │   ├── AuditBroken              the audit log, or a copy of it, has changed since the server wrote it
+    │   └── ServerStorageFull        the server's disk or store is full
     ├── SessionEnded               a call in a session that has ended
     └── RunError                   a run started and did not succeed
-        ├── RemoteError            a rank raised, and its exception cannot be rebuilt here
-        ├── RankCrashed            a rank died of a signal
-        ├── OutOfMemory            a rank was ended by the kernel for host memory
-        ├── CollectiveHang         ranks waited for others that did not come, longer than hang_timeout=
+        ├── RemoteError            a rank raised an exception that this process cannot rebuild
+        ├── RankCrashed            a signal killed a rank
+        ├── OutOfMemory            the kernel killed a rank because host memory ran out
+        ├── CollectiveHang         ranks waited for other ranks longer than hang_timeout=
         ├── RunTimedOut · RunCancelled · NodeLost · BudgetExhausted
-        ├── RuntimeLost            the ranks' parent process died on a node that goes on
+        ├── RuntimeLost            the ranks' parent process died while its node kept running
         ├── CommandFailed          a submitted command ended with an exit code other than 0
         ├── EngineHeadLost         the run's Ray cluster lost its head, or a node
-        ├── ResultNotSerializable · ResultTooLarge   the function finished, its value cannot travel
-        ├── ResultUnavailableHere  the value arrived, this process cannot load it
-        └── UntrustedResult        the value is somebody else's, and loading it would run their code
+        ├── ResultNotSerializable · ResultTooLarge   the function finished, but its result cannot be sent
+        ├── ResultUnavailableHere  the result arrived, but this process cannot load it
+        └── UntrustedResult        another principal made the result; loading it would run their code
 
-An `Exception` raised by user code is *not* in this tree: it reaches the caller as its own type. A class without a
-message of its own says its docstring's first line, so each class must explain itself. `code` is stable: it goes over
-the wire and into documentation; `status` is what an HTTP API answers for it.
+An `Exception` that user code raises is *not* in this tree: the caller gets it with its own type. An exception without
+a message uses the first line of its class's docstring, so each class must explain itself. `code` is stable: the
+server's API sends it, and the documentation lists it. `status` is the status code that the HTTP API sends for it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from typing import Any, ClassVar
 
 
 class ServerlessGpuError(Exception):
-    """Something in serverless-gpu failed."""
+    """serverless-gpu failed."""
 
     code: ClassVar[str] = "error"
     status: ClassVar[int] = 500
@@ -69,7 +69,7 @@ class ServerlessGpuError(Exception):
     def __init_subclass__(
         cls, *, code: str | None = None, status: int | None = None, retryable: bool | None = None, **others: Any
     ) -> None:
-        """Set what the class statement gives; the rest is inherited."""
+        """Set the attributes that the class statement gives. A class inherits the others."""
         super().__init_subclass__(**others)
         for name, value in (("code", code), ("status", status), ("retryable", retryable)):
             if value is not None:
@@ -84,7 +84,7 @@ class ServerlessGpuError(Exception):
         return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Rebuilt without __init__: subclasses may take more arguments than the message.
+        # Unpickling does not call __init__, because subclasses may take more arguments than the message.
         return (_rebuild, (type(self), self.args), self.__dict__)
 
 
@@ -95,7 +95,7 @@ def _rebuild(cls: type[ServerlessGpuError], args: tuple[object, ...]) -> Serverl
 
 
 class UsageError(ServerlessGpuError, code="usage", status=400):
-    """The call is not valid, and nothing was started."""
+    """The call is not valid. Nothing was started."""
 
 
 class InvalidOption(UsageError, TypeError, code="invalid_option"):
@@ -103,7 +103,7 @@ class InvalidOption(UsageError, TypeError, code="invalid_option"):
 
 
 class InvalidValue(UsageError, ValueError, code="invalid_value"):
-    """A value is of the right type but not possible."""
+    """A value has the right type but is not valid."""
 
 
 class UnknownGpuType(InvalidValue, code="unknown_gpu_type"):
@@ -111,7 +111,7 @@ class UnknownGpuType(InvalidValue, code="unknown_gpu_type"):
 
 
 class PolicyViolation(InvalidValue, code="policy_violation"):
-    """The run is not within the usage policy that it is under, or does not say which of several it is."""
+    """The run breaks its usage policy, or does not say which of several policies applies."""
 
 
 class ArgumentMismatch(UsageError, TypeError, code="argument_mismatch"):
@@ -119,19 +119,19 @@ class ArgumentMismatch(UsageError, TypeError, code="argument_mismatch"):
 
 
 class NotDistributable(UsageError, TypeError, code="not_distributable"):
-    """This object cannot be run on several ranks."""
+    """This object cannot run on several ranks."""
 
 
 class NotPicklable(UsageError, TypeError, code="not_picklable"):
-    """Something the function needs cannot be sent to another process."""
+    """Pickle cannot serialize something that the function needs."""
 
 
 class RayMissing(UsageError, ImportError, code="ray_missing"):
-    """The caller's environment has no Ray that a cluster can be made with."""
+    """The caller's environment has no Ray that can start a cluster."""
 
 
 class SecretMissing(UsageError, code="secret_missing"):
-    """A secret that is named does not exist, or is not for this run."""
+    """The named secret does not exist, or this run may not read it."""
 
 
 class HardwareError(ServerlessGpuError, code="hardware", status=409):
@@ -151,14 +151,15 @@ class NotEnoughGpus(HardwareError, code="not_enough_gpus"):
 
 
 class NoSuitableNode(HardwareError, code="no_suitable_node"):
-    """No node of the server could ever serve the run, so it was not queued.
+    """No node of the server could ever serve the run, so the server did not queue it.
 
     Attributes:
-        gpus: how many devices were asked for, or None for all of a node's.
-        gpu_type: of which type, or None.
-        pool: in which pool, or "".
-        choices: requests that some node could serve: mappings with ``gpus``, ``gpu_type``, ``pool`` and ``env``, each
-            only where it differs from what was asked for.
+        gpus: number of requested devices, or None for all devices of a node.
+        gpu_type: requested type, or None.
+        pool: requested pool, or "".
+        choices: requests that some node could serve. Each is a mapping with ``gpus``, ``gpu_type``, ``pool`` and
+            ``env``,
+            limited to the differences from the request.
     """
 
     gpus: int | None = None
@@ -168,7 +169,7 @@ class NoSuitableNode(HardwareError, code="no_suitable_node"):
 
 
 class StorageError(ServerlessGpuError, code="storage", status=507):
-    """A file or directory could not be written."""
+    """A file or directory cannot be written."""
 
 
 class EnvironmentProblem(ServerlessGpuError, code="environment"):
@@ -188,15 +189,15 @@ class EnvironmentMissing(EnvironmentProblem, code="environment_missing", status=
 
 
 class EnvironmentRejected(EnvironmentProblem, code="environment_rejected", status=422):
-    """A unit or snapshot breaks the rules of what it may hold, and nothing of it was used."""
+    """A unit or snapshot breaks the rules for its content, so no part of it was used."""
 
 
 class EnvironmentCorrupt(EnvironmentProblem, code="env_corrupt"):
-    """Stored bytes are not what their address says, also when they were fetched again."""
+    """Stored bytes do not match their address, even after a second download."""
 
 
 class StoreUnavailable(EnvironmentProblem, code="store_unavailable", status=503, retryable=True):
-    """The store of environments does not answer, or refuses."""
+    """The environment store does not answer, or refuses."""
 
 
 class AgentUnavailable(ServerlessGpuError, code="agent_unavailable", status=503, retryable=True):
@@ -204,14 +205,14 @@ class AgentUnavailable(ServerlessGpuError, code="agent_unavailable", status=503,
 
 
 class ServerProblem(ServerlessGpuError, code="server"):
-    """The server refused, or something went wrong in it."""
+    """The server refused the request or failed."""
 
 
 class ServerNotConfigured(ServerProblem, code="server_not_configured", status=400):
     """No server is configured for remote runs.
 
     Attributes:
-        is_missing: whether there is none at all; else its file cannot be read.
+        is_missing: True if there is no configuration; False if its file cannot be read.
     """
 
     is_missing: bool = False
@@ -226,39 +227,39 @@ class NotAuthenticated(ServerProblem, code="not_authenticated", status=401):
 
 
 class NotAllowed(ServerProblem, code="not_allowed", status=403):
-    """The token's owner may not do this."""
+    """The token's owner has no permission for this request."""
 
 
 class NotFound(ServerProblem, code="not_found", status=404):
-    """There is no such thing, or the token's owner may not see it."""
+    """The requested object does not exist, or the token's owner may not see it."""
 
 
 class AuditBroken(ServerProblem, code="audit_broken"):
-    """The audit, or a copy of it, is not what was written down."""
+    """The audit log, or a copy of it, has changed since the server wrote it."""
 
 
 class IdempotencyConflict(ServerProblem, code="idempotency_conflict", status=409):
-    """A run with this identifier exists and was asked for differently."""
+    """Another run has this identifier."""
 
 
 class StaleAttempt(ServerProblem, code="stale_attempt", status=409):
-    """A report came about an attempt that is not the run's current one."""
+    """The report is about an attempt that is not the run's current one."""
 
 
 class AlreadyFinished(ServerProblem, code="already_finished", status=409):
-    """The run has ended already."""
+    """The run has already ended."""
 
 
 class HashMismatch(ServerProblem, code="hash_mismatch", status=422):
-    """The bytes that arrived are not those their name says."""
+    """The received bytes do not match the digest in their name."""
 
 
 class TooLarge(ServerProblem, code="too_large", status=413):
-    """A request is over a limit of the server."""
+    """A request exceeds a limit of the server."""
 
 
 class ServerStorageFull(ServerProblem, code="storage_full", status=503):
-    """The server has no room to store this."""
+    """The server's disk or store is full."""
 
 
 class SessionEnded(ServerlessGpuError, code="session_ended", status=409):
@@ -269,10 +270,10 @@ class RunError(ServerlessGpuError, code="run_failed"):
     """A run ended without success.
 
     Attributes:
-        run_id: the run.
-        rank: global rank that failed first, or None when no single rank did.
+        run_id: identifier of the run.
+        rank: global rank that failed first, or None if no single rank did.
         reason: the machine-readable `Reason` value, for example ``"rank_signal"``.
-        log_tail: last lines that rank wrote.
+        log_tail: last lines that the rank wrote.
     """
 
     def __init__(
@@ -293,24 +294,25 @@ class RunError(ServerlessGpuError, code="run_failed"):
 
 
 class RemoteError(RunError, code="remote_error"):
-    """A rank raised an exception that cannot be rebuilt in this process."""
+    """A rank raised an exception that this process cannot rebuild."""
 
 
 class RankCrashed(RunError, code="rank_crashed"):
-    """A rank was ended by a signal or left without a result."""
+    """A signal killed a rank, or a rank exited without a result."""
 
 
 class OutOfMemory(RunError, code="out_of_memory"):
-    """A rank was ended because host memory ran out."""
+    """The kernel killed a rank because host memory ran out."""
 
 
 class CollectiveHang(RunError, code="collective_hang"):
-    """The run was silent and at least one rank stood still, for as long as hang_timeout allows.
+    """The run wrote no output and at least one rank made no progress for the time in hang_timeout.
 
     Attributes:
-        ranks_waiting: global ranks that seem to wait for others: in a collective, a backward pass, at a socket; where
-            none is, the most that stand in one place.
-        ranks_elsewhere: global ranks that do not, those that had returned among them; empty when all wait.
+        ranks_waiting: global ranks that seem to wait for other ranks: in a collective, in a backward pass or at a
+            socket.
+            If no rank does, the largest group of ranks at the same place in the code.
+        ranks_elsewhere: all other global ranks, including ranks that had returned. Empty if all ranks wait.
     """
 
     ranks_waiting: Sequence[int] = ()
@@ -326,29 +328,29 @@ class RunCancelled(RunError, code="cancelled"):
 
 
 class NodeLost(RunError, code="node_lost"):
-    """The process that looked after the run is gone."""
+    """The run's supervisor or node is gone."""
 
 
 class RuntimeLost(RunError, code="runtime_lost"):
-    """The ranks' parent process died on a node that goes on: the run failed, and does not continue by itself."""
+    """The ranks' parent process died while its node kept running, so the run failed."""
 
 
 class BudgetExhausted(RunError, code="budget_exhausted", status=402):
-    """A budget is used up: the run was stopped, or was not taken."""
+    """A budget is used up: the server stopped or refused the run."""
 
 
 class CommandFailed(RunError, code="command_failed"):
     """A submitted command ended with an exit code other than 0.
 
     Attributes:
-        exit_code: of the first that did.
+        exit_code: exit code of the first rank that failed.
     """
 
     exit_code: int = 1
 
 
 class EngineHeadLost(RunError, code="engine_head_lost"):
-    """A process died without which the run's Ray cluster cannot go on: of its head, or a node's raylet."""
+    """The run's Ray cluster lost a process that it needs: its head or the raylet of a node."""
 
 
 class ResultNotSerializable(RunError, code="result_unserialisable"):
@@ -364,11 +366,11 @@ class ResultUnavailableHere(RunError, code="result_unavailable_here"):
 
 
 class UntrustedResult(RunError, code="untrusted_result"):
-    """The result was made by another principal, and loading it would run their code here."""
+    """Another principal made the result. Loading it would run their code in this process."""
 
 
 def error_class(code: str) -> type[ServerlessGpuError]:
-    """Return the class with a code, `ServerlessGpuError` for a code this version does not know."""
+    """Return the class with a code, or `ServerlessGpuError` if this version does not know the code."""
     queue: list[type[ServerlessGpuError]] = [ServerlessGpuError]
     for cls in queue:
         if cls.code == code:

@@ -1,12 +1,14 @@
-"""Importing a part of this package when it is first asked for, and what is said when that fails.
+"""Imports parts of this package on first use and explains failures.
 
     serverless_gpu.distributed  ──▶  __getattr__  ──▶  load("serverless_gpu.client.decorator")
 
-Failure case: a file of the user's has the name of one of Python's modules, and our import gets it. What is raised then
-is often an AttributeError, which Python's `from … import …` would turn into "cannot import name", of this package. This
-module itself needs nothing that can be hidden: what it imports is loaded before any program runs.
+Failure case: A file of the user has the name of a standard library module, so this package imports that file instead.
+The import then often raises an AttributeError. Python's `from … import …` would turn that into a "cannot import name"
+error about this package. This module imports only modules that Python loads before any program runs. So no user file
+can hide them.
 
-On Windows everything is refused with one sentence but the exceptions, the types of GPUs, and what prints the sentence.
+On Windows, `load` refuses every module with the same message. The exceptions, the GPU types and the module that prints
+the message are exempt.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _ON_WINDOWS = ("serverless_gpu.cli.output", "serverless_gpu.compute", "serverles
 
 
 def load(module: str) -> ModuleType:
-    """Return a module of this package; ImportError names the file that hides a module it needs."""
+    """Return a module of this package. Raise ImportError, which names the file that hides a needed module."""
     if sys.platform == "win32" and module not in _ON_WINDOWS:
         refusal: Exception = importlib.import_module("serverless_gpu.operating_system").windows_refusal()
         raise refusal
@@ -39,4 +41,4 @@ def _why(error: AttributeError) -> str:
     name, file = getattr(lacking, "__name__", None), getattr(lacking, "__file__", None)
     if name not in sys.stdlib_module_names or not file or file.startswith(os.path.dirname(os.__file__)):
         return str(error)
-    return f"{file} hides Python's own module {name}\nhint: give {file} another name"
+    return f"{file} hides Python's own module {name}\nhint: rename {file}"

@@ -1,11 +1,11 @@
-"""The operating system and its limits: Linux or not, no more threads, no more inodes.
+"""Checks the operating system and its limits: Linux or not, limit of threads, limit of inodes.
 
-Linux runs everything, macOS is a client of a server, Windows is refused. A part that needs Linux calls `require_linux`
-first. `lazy_import.load` refuses Windows, where the standard library lacks modules that the client needs (fcntl,
-resource, termios).
+Linux runs everything. macOS can be the client of a server. Windows is not supported. Code that needs Linux calls
+`require_linux` first. `lazy_import.load` refuses Windows, whose standard library lacks modules that the client needs
+(fcntl, resource, termios).
 
-Failure cases: a container or user is at its limit of threads (`start_thread` raises HardwareError); a disk without
-space has bytes but no inodes (`lacks_inodes`), so freeing bytes does not help.
+Failure cases: If a container or user is at its limit of threads, `start_thread` raises HardwareError. A full disk can
+have free bytes but no inodes (`lacks_inodes`), so freeing bytes does not help.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ from serverless_gpu.errors import HardwareError
 
 NAMES = {"darwin": "macOS", "win32": "Windows", "cygwin": "Cygwin"}
 _ON_MACOS = (
-    "run it on a Linux machine, for example by ssh; on macOS commands that ask a server work: sgpu login, sgpu runs"
+    "run it on a Linux machine, for example over ssh; on macOS, only commands that use a server work: sgpu login, "
+    "sgpu runs"
 )
 _WINDOWS = "serverless-gpu does not run on Windows, neither the client nor the ranks"
-_ON_WINDOWS = "install it in WSL 2, which is Linux: `wsl --install`, and there `pip install serverless-gpu`"
-_THREAD_LIMIT = "can't start new thread"  # Python's own message
+_ON_WINDOWS = "install it in WSL 2, which is Linux: run `wsl --install`, then `pip install serverless-gpu` in WSL"
+_THREAD_LIMIT = "can't start new thread"  # Python's own message.
 _BYTES_MIN = 1 << 20
 _INODES_MIN = 8
 
 
 def require_linux(what: str, why: str = "") -> None:
-    """Raise HardwareError where the kernel is not Linux; `what` is a plural subject: "ranks"."""
+    """Raise HardwareError if the kernel is not Linux. `what` is a plural subject, for example "ranks"."""
     if sys.platform != "linux":
         name = NAMES.get(sys.platform, sys.platform)
-        raise HardwareError(f"{what} need Linux, and this is {name}{f': {why}' if why else ''}", hint=_ON_MACOS)
+        raise HardwareError(
+            f"{what} need Linux, but this machine runs {name}{f': {why}' if why else ''}", hint=_ON_MACOS
+        )
 
 
 def windows_refusal() -> HardwareError:
@@ -42,7 +45,7 @@ def windows_refusal() -> HardwareError:
 
 
 def start_thread(work: Callable[[], object], name: str) -> None:
-    """Start a daemon thread; raise HardwareError at the limit of threads."""
+    """Start a daemon thread. Raise HardwareError at the limit of threads."""
     try:
         threading.Thread(target=work, name=name, daemon=True).start()
     except RuntimeError as error:
@@ -52,22 +55,24 @@ def start_thread(work: Callable[[], object], name: str) -> None:
 
 
 def is_thread_limit(error: BaseException) -> bool:
-    """Return whether an error says that no thread can be started."""
+    """Return True if an error means that Python cannot start another thread."""
     return isinstance(error, RuntimeError) and _THREAD_LIMIT in str(error)
 
 
 def thread_limit() -> HardwareError:
-    """Return the error a person gets where no thread can be started."""
+    """Return the error for users whose process cannot start another thread."""
     return HardwareError(
         "no thread can be started: the limit of processes and threads is reached",
-        hint="raise it: `ulimit -u`, in a container `docker run --pids-limit=…` (Kubernetes: podPidsLimit of the node)",
+        hint="raise the limit: `ulimit -u`, or in a container `docker run --pids-limit=…` (Kubernetes: "
+        "podPidsLimit of the node)",
     )
 
 
 def lacks_inodes(path: Path) -> bool:
-    """Return whether the disk of a path, which need not exist, has bytes but no inodes for a file.
+    """Return True if a path's disk has free bytes but no inode for another file.
 
-    File systems that make inodes as they go (btrfs) count none and never lack them.
+    The path need not exist. File systems that create inodes on demand (btrfs) report a count of zero and never lack
+    them.
     """
     for directory in (path, *path.parents):
         try:

@@ -1,6 +1,8 @@
-"""`from serverless_gpu.ray import ray_launch`: a function as the driver of a private Ray cluster; and `ray_init` in it.
+"""Public API for Ray: `ray_launch` starts a private cluster, `ray_init` connects to it.
 
-Drivers and Ray's workers import this module, too, so it loads nothing until a name is asked for.
+`ray_launch` runs a function as the driver of the cluster.
+
+Drivers and Ray's workers import this module too, so it loads nothing until first use.
 """
 
 from __future__ import annotations
@@ -20,24 +22,24 @@ if TYPE_CHECKING:
 __all__ = ["ray_init", "ray_launch"]
 
 _OF_THE_CLUSTER = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")
-_HINT = "gpus=, cpus= and object_store_memory= of ray_launch say how large it is"
+_HINT = "use gpus=, cpus= and object_store_memory= of ray_launch to set the size"
 
 
 def ray_init(*args: Any, **kwargs: Any) -> Any:
-    """Do what `ray.init` does: inside of a run of `ray_launch` connect to its cluster, elsewhere as Ray does it.
+    """Connect to the cluster of a `ray_launch` run. Outside of such a run, call `ray.init`.
 
-    It may be called twice. Whether there is a dashboard is said to `ray_launch`.
+    A function may call it twice. The dashboard is an option of `ray_launch`.
 
     Args:
-        args: the address; left out inside of a run.
-        kwargs: what `ray.init` takes.
+        args: the address; omit it inside of a run.
+        kwargs: the arguments of `ray.init`.
 
     Returns:
-        What `ray.init` returns.
+        The result of `ray.init`.
 
     Raises:
         ModuleNotFoundError: this environment has no Ray.
-        InvalidOption: the size of a cluster, inside of a run that has one.
+        InvalidOption: the call sets the size of a cluster inside of a run, whose cluster already has a size.
     """
     try:
         import ray
@@ -50,7 +52,7 @@ def ray_init(*args: Any, **kwargs: Any) -> Any:
     sizes = [name for name in _OF_THE_CLUSTER if kwargs.get(name) is not None]
     if sizes:
         raise InvalidOption(
-            f"the cluster of this run is there already, so {', '.join(sizes)} cannot be said", hint=_HINT
+            f"the cluster of this run already exists, so ray_init cannot set {', '.join(sizes)}", hint=_HINT
         )
     kwargs.setdefault("ignore_reinit_error", True)
     return ray.init(**kwargs)

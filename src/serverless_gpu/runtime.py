@@ -1,18 +1,19 @@
-"""Reports where this process stands in its gang, and whether it is to stop: `from serverless_gpu import runtime as rt`.
+"""Tells a process its ranks and stop requests: `from serverless_gpu import runtime as rt`.
 
-The variables torch and torchrun use come first, so that the answers are right under `torchrun` and `accelerate`, too.
-Outside of any gang a process is rank 0 of 1, and never asked to stop.
+The variables of torch and torchrun have priority, so that the answers are also right under `torchrun` and
+`accelerate`. Outside of any gang, a process is rank 0 of 1 and receives no stop requests.
 
-The checkpoint contract, for runs that are to go on where they were stopped:
+The checkpoint contract, for runs that continue after a stop:
 
     supervisor ── stop_reason (a file), SIGTERM ──▶ rank: should_stop(), on_stop ── saves, returns ──▶ next attempt
                                                           └──▶ checkpoint_dir() ─────────────────────▶ resume_dir()
 
-SIGTERM ends a process at once, as it always does, until one of `should_stop`, `stop_reason` and `on_stop` is called:
-from then on the process has the run's grace for what it wants to save. Failure cases: the main thread is in a
-collective that a rank left already, then Python hears no signal and the grace ends it (how ranks leave together:
-docs/how-to/checkpoints-and-stopping.md); a child that a rank forked is not asked to stop and keeps the usual SIGTERM,
-but may look.
+By default SIGTERM ends a process at once. After the first call of `should_stop`, `stop_reason` or `on_stop`, the
+process has the run's grace period to save its state.
+
+Failure cases: If the main thread is in a collective that another rank has already left, Python runs no signal handler.
+The end of the grace period then ends the process (see docs/how-to/checkpoints-and-stopping.md). A child that a rank
+forked receives no stop request and keeps the default SIGTERM handler. It can still call `stop_reason`.
 """
 
 from __future__ import annotations
@@ -48,19 +49,19 @@ _STOP_REASON = "SGPU_STOP_REASON"
 _CHECKPOINT_DIR = "SGPU_CHECKPOINT_DIR"
 _SECRETS_DIR = "SGPU_SECRETS_DIR"
 _OUTSIDE = "checkpoints"
-_NAME_IT = 'name it at the call: secrets=["HF_TOKEN"]; `sgpu secret set HF_TOKEN` makes it'
-_UNEXPLAINED = "cancel"  # SIGTERM came from another process than the supervisor
+_NAME_IT = 'request the secret in the call: secrets=["HF_TOKEN"]; create it with `sgpu secret set HF_TOKEN`'
+_UNEXPLAINED = "cancel"  # The reason if another process than the supervisor sent SIGTERM.
 
 C = TypeVar("C", bound=Callable[[], object])
 
 
 def get_global_rank() -> int:
-    """Return this process's rank among all, from 0."""
+    """Return this process's rank among all ranks, from 0."""
     return _number("RANK", default=0)
 
 
 def get_local_rank() -> int:
-    """Return this process's rank on its node, from 0; the index of its GPU."""
+    """Return this process's rank on its node, from 0. It is also the index of its GPU."""
     return _number("LOCAL_RANK", default=0)
 
 
@@ -80,23 +81,23 @@ def get_local_world_size() -> int:
 
 
 def should_stop() -> bool:
-    """Return whether this run was asked to stop: save what is worth saving, and return.
+    """Return True if this run must stop. Then save your state and return.
 
-    Ranks may hear of it a step apart: let them agree before they leave a loop with collectives.
+    Ranks may see the request one step apart. Let them agree before they leave a loop with collectives.
 
     Raises:
-        UsageError: the first call came from a thread other than the main one, which alone can listen to signals.
+        UsageError: the first call did not come from the main thread, which alone can receive signals.
     """
     _listen()
     return _stop.signalled or _word() is not None
 
 
 def stop_reason() -> str | None:
-    """Return why this run is to stop, or None while it is not.
+    """Return the reason if this run must stop, else None.
 
     Returns:
-        ``"cancel"``, ``"preempt"``, ``"timeout"``, ``"budget"``, ``"drain"`` or ``"idle"``; or ``"failure"`` when
-        another rank has failed, and only two seconds are left.
+        ``"cancel"``, ``"preempt"``, ``"timeout"``, ``"budget"``, ``"drain"`` or ``"idle"``; or ``"failure"`` if
+        another rank has failed and only two seconds remain.
 
     Raises:
         UsageError: as `should_stop`.
@@ -106,14 +107,15 @@ def stop_reason() -> str | None:
     if word is None and _stop.signalled:
         word = _UNEXPLAINED
     if word is not None:
-        os.environ[_STOP_REASON] = word  # for programs this process starts from now on
+        os.environ[_STOP_REASON] = word  # Programs that this process starts later inherit the reason.
     return word
 
 
 def on_stop(callback: C) -> C:
-    """Have a function called when this run is asked to stop; also as a decorator.
+    """Register a function to call when this run must stop. Also works as a decorator.
 
-    It runs once, in the main thread, between two steps of whatever that does then. What it raises is raised there.
+    The signal handler calls it once, in the main thread. An exception of the callback propagates from the interrupted
+    code.
 
     Args:
         callback: takes no arguments.
@@ -122,7 +124,7 @@ def on_stop(callback: C) -> C:
         The callback.
 
     Raises:
-        InvalidOption: it cannot be called.
+        InvalidOption: the callback is not callable.
         UsageError: as `should_stop`.
     """
     if not callable(callback):
@@ -135,32 +137,37 @@ def on_stop(callback: C) -> C:
 
 
 def checkpoint_dir() -> Path:
-    """Return the directory for checkpoints of this attempt, made if needed; the same one in all ranks.
+    """Return the checkpoint directory of this attempt, the same in all ranks. Create it if needed.
 
-    It outlives the attempt and the run, and nothing in it is ever deleted for you. Outside of a run it is
-    ``checkpoints`` in the working directory.
+    It outlives the attempt and the run. The runtime never deletes its files. Outside of a run it is ``checkpoints`` in
+    the
+    working directory.
 
     Raises:
-        StorageError: it cannot be made.
+        StorageError: the directory cannot be created.
     """
     given = os.environ.get(_CHECKPOINT_DIR)
     directory = Path(given) if given else Path.cwd() / _OUTSIDE
     try:
-        for path in (directory.parent, directory) if given else (directory,):  # not their root: that must be mounted
+        # The root of all checkpoints must already exist, because it may be a mount.
+        for path in (directory.parent, directory) if given else (directory,):
             path.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise StorageError(
-            f"the directory for checkpoints {directory} cannot be made: {error.strerror}",
-            hint="`[checkpoints]` in config.toml of the node says where they lie; that directory has to exist",
+            f"the checkpoint directory {directory} cannot be created: {error.strerror}",
+            hint="create the directory that `[checkpoints]` in config.toml of the node names, or mount it",
         ) from error
     return directory
 
 
 def resume_dir() -> Path | None:
-    """Return the checkpoints of the newest earlier attempt of this run that saved any, or None: start from scratch.
+    """Return the checkpoints of the newest earlier attempt that saved any, or None to start from scratch.
 
-    Names that begin with a dot or end in ``.tmp`` do not count: write a checkpoint under such a name, then rename it. A
-    later attempt that finds nothing says so on stderr, once: it may run where the others' directory cannot be seen.
+    Names that begin with a dot or end in ``.tmp`` do not count. Write a checkpoint under such a name, then rename it.
+    If a
+    later attempt finds no checkpoints, it prints one message to stderr. Perhaps its node cannot see the directory of
+    the
+    earlier attempts.
     """
     given = os.environ.get(_CHECKPOINT_DIR)
     found = newest_before(given, os.environ.get(AGREED)) if given else None
@@ -169,34 +176,35 @@ def resume_dir() -> Path | None:
     if given and _number("SGPU_FENCE", default=1) > 1 and get_global_rank() == 0 and not _stop.missed:
         _stop.missed = True
         sys.stderr.write(
-            f"serverless-gpu: no earlier attempt left checkpoints in {Path(given).parent}; this one starts from "
-            "scratch. On several nodes `[checkpoints]` in config.toml has to name a directory that all of them see\n"
+            f"serverless-gpu: no earlier attempt left checkpoints in {Path(given).parent}; this attempt starts "
+            "from scratch. For several nodes, `[checkpoints]` in config.toml must name a directory that all of "
+            "them can see\n"
         )
     return None
 
 
 def secret(name: str) -> str:
-    """Return a secret that this run was given, ``secrets=["HF_TOKEN"]``, as text.
+    """Return the text of a secret that this run requested, for example with ``secrets=["HF_TOKEN"]``.
 
-    Bytes that are no text are read from the file of that name in the directory that ``SGPU_SECRETS_DIR`` names.
+    To get a secret that is not text, read the file of its name in the directory ``SGPU_SECRETS_DIR``.
 
     Args:
-        name: of the secret.
+        name: name of the secret.
 
     Raises:
-        SecretMissing: the run was not given it.
+        SecretMissing: this run did not request the secret.
     """
     directory = os.environ.get(_SECRETS_DIR)
     if not directory:
-        raise SecretMissing(f"this process was given no secrets, and {name[:80]!r} is asked for", hint=_NAME_IT)
+        raise SecretMissing(f"the secret {name[:80]!r} is missing: this process has no secrets", hint=_NAME_IT)
     try:
         return Path(directory, os.path.basename(name)).read_text(encoding="utf-8")
     except (FileNotFoundError, IsADirectoryError):
-        raise SecretMissing(f"this run was not given the secret {name!r}", hint=_NAME_IT) from None
+        raise SecretMissing(f"the secret {name!r} is missing: this run did not request it", hint=_NAME_IT) from None
 
 
 class _Stop:
-    """What this process knows of being asked to stop, and has said."""
+    """The stop requests and callbacks of this process."""
 
     def __init__(self, *, forked: bool = False) -> None:
         self.forked = forked
@@ -211,15 +219,15 @@ _stop = _Stop()
 
 
 def _listen() -> None:
-    """Take SIGTERM over, once, in the process that is sent it; one that a rank forked can look at the file."""
+    """Install the SIGTERM handler once, in the rank itself. Its forked children only read the stop file."""
     if _stop.listening or _stop.forked or _STOP_FILE not in os.environ:
         return
     multiprocessing = sys.modules.get("multiprocessing.process")
     if multiprocessing is not None and multiprocessing.parent_process() is not None:
-        return  # a spawned child
+        return  # Spawned children keep the default handler.
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
-            "a thread cannot be the first to ask whether this run is to stop: only the main thread can take signals",
+            "the first call must come from the main thread: only the main thread can receive signals",
             hint="call serverless_gpu.runtime.should_stop() once in the main thread, before the thread starts",
         )
     _stop.listening = True
@@ -228,7 +236,7 @@ def _listen() -> None:
 
 
 def _forked() -> None:
-    """Give a child the usual SIGTERM back: a program that terminates a data-loader worker means to end it."""
+    """Restore the default SIGTERM handler in a child, so that a program can terminate its data loaders."""
     global _stop
     if signal.getsignal(signal.SIGTERM) is _terminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -247,7 +255,7 @@ def _terminated(number: int, frame: types.FrameType | None) -> None:
 
 
 def _call_all(callbacks: list[Callable[[], object]]) -> None:
-    """Call all of them, also when one raises; what is raised first is raised, once the others have run."""
+    """Call all callbacks, even if one raises. Raise the first exception after the last callback."""
     if callbacks:
         try:
             callbacks[0]()
@@ -256,7 +264,7 @@ def _call_all(callbacks: list[Callable[[], object]]) -> None:
 
 
 def _word() -> str | None:
-    """Return what the supervisor has written, or None where it has written nothing."""
+    """Return the supervisor's stop reason, or None if it has written none."""
     path = os.environ.get(_STOP_FILE)
     if not path:
         return None

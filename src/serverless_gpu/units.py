@@ -1,10 +1,10 @@
-"""Durations, bytes, GPU time and money: integer arithmetic, and the one way each is written for people.
+"""Calculates and formats durations, bytes, GPU time and money with integers.
 
-Milliseconds, bytes, device-milliseconds and micros (millionths of a currency unit) are integers everywhere; a float
-never holds money or metered time. Nothing here knows about runs, clocks or prices in force.
+Milliseconds, bytes, device-milliseconds and micros (millionths of a currency unit) are integers everywhere. A float
+never holds money or metered time. This module does not know runs, clocks or current prices.
 
-Failure cases: quantities that cannot be negative raise `ValueError`. The ``format_`` functions never fail on an
-integer: a receipt must be printable even when a number in it is wrong, so a negative one is shown with its sign.
+Failure cases: Negative quantities raise `ValueError` where they make no sense. The ``format_`` functions never fail on
+an integer. A receipt must be printable even with a wrong number, so they show a negative number with its sign.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def gpu_milliseconds(gpus: int, ms: int) -> int:
 
 
 def micros_for(gpu_ms: int, micros_per_gpu_hour: int) -> int:
-    """Return what GPU time costs, rounded up to a whole micro.
+    """Return the cost of GPU time, rounded up to a whole micro.
 
-    Call it once per attempt with the attempt's total: rounding parts would add up to more than the whole.
+    Call it once per attempt with the attempt's total. The sum of rounded parts would exceed the rounded total.
     """
     if gpu_ms < 0 or micros_per_gpu_hour < 0:
         raise ValueError(f"a cost cannot be negative: {gpu_ms} GPU-ms at {micros_per_gpu_hour} micros per GPU-hour")
@@ -42,7 +42,7 @@ def micros_for(gpu_ms: int, micros_per_gpu_hour: int) -> int:
 
 
 def format_duration_ms(ms: int) -> str:
-    """Return a duration for people: ``34 ms``, ``0.4 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    """Format a duration for people: ``34 ms``, ``0.4 s``, ``3 min 05 s``, ``2 h 10 min``."""
     if ms < 0:
         return "-" + format_duration_ms(-ms)
     if ms < 100:
@@ -58,13 +58,13 @@ def format_duration_ms(ms: int) -> str:
 
 
 def format_days_ms(ms: int) -> str:
-    """Return a long time for people: ``30 days``; one of less than two days as `format_duration_ms` does."""
+    """Format a long time for people: ``30 days``. Below two days, use `format_duration_ms`."""
     days = ms // MS_PER_DAY
     return format_duration_ms(ms) if days < 2 else f"{days} days"
 
 
 def format_bytes(size: int) -> str:
-    """Return a size for people in decimal units: ``512 B``, ``1.2 GB`` (1 GB = 10^9 bytes)."""
+    """Format a size for people in decimal units: ``512 B``, ``1.2 GB`` (1 GB = 10^9 bytes)."""
     if size < 0:
         return "-" + format_bytes(-size)
     if size < 1000:
@@ -75,13 +75,13 @@ def format_bytes(size: int) -> str:
         if tenths < 10_000:
             return f"{tenths // 10}.{tenths % 10} {unit}"
         scale *= 1000
-    # Nothing above to carry into: the last unit takes whatever is left.
+    # There is no larger unit, so the last one has no maximum.
     tenths = _divide(size, scale // 10)
     return f"{tenths // 10}.{tenths % 10} {_LARGEST_BYTE_UNIT}"
 
 
 def format_gpu_memory(size: int) -> str:
-    """Return memory of a GPU for people in nvidia-smi's units: ``512 MiB``, from 1 GiB (2^30 bytes) on ``61.3 GiB``."""
+    """Format GPU memory in nvidia-smi's units: ``512 MiB``, or ``61.3 GiB`` from 1 GiB (2^30 bytes)."""
     if size < 0:
         return "-" + format_gpu_memory(-size)
     if size < _GIB:
@@ -91,7 +91,7 @@ def format_gpu_memory(size: int) -> str:
 
 
 def format_micros(micros: int, currency: str, *, exact: bool = False) -> str:
-    """Return an amount of money: ``1.23 USD``; below one cent all digits that are there, so a cost never looks free."""
+    """Format an amount of money: ``1.23 USD``. Below one cent, show all digits so that no cost looks free."""
     if micros < 0:
         return "-" + format_micros(-micros, currency, exact=exact)
     if exact:
@@ -103,12 +103,12 @@ def format_micros(micros: int, currency: str, *, exact: bool = False) -> str:
 
 
 def is_any_below_cent(amounts: Iterable[int | None]) -> bool:
-    """Return whether an amount in micros is below a cent: then its whole column is written with all digits."""
+    """Return True if an amount in micros is below a cent, so that its column must show all digits."""
     return any(0 < abs(micros) < MICROS_PER_UNIT // 100 for micros in amounts if micros is not None)
 
 
 def format_gpu_ms(gpu_ms: int, *, unit: str = "GPU") -> str:
-    """Return device-milliseconds for people: ``0.040 GPU-seconds``, ``12.3 GPU-seconds``, ``1.5 GPU-hours``."""
+    """Format device-milliseconds: ``0.040 GPU-seconds``, ``12.3 GPU-seconds``, ``1.5 GPU-hours``."""
     if gpu_ms < 0:
         return "-" + format_gpu_ms(-gpu_ms, unit=unit)
     if 0 < gpu_ms < 100:
@@ -121,7 +121,7 @@ def format_gpu_ms(gpu_ms: int, *, unit: str = "GPU") -> str:
 
 
 def format_joules(joules: float) -> str:
-    """Return energy for people: ``0.3 Wh``, ``61.2 Wh``, ``0.42 kWh``, ``12.3 kWh``; ``0.0 Wh`` is less than that."""
+    """Format energy: ``0.3 Wh``, ``61.2 Wh``, ``0.42 kWh``, ``12.3 kWh``; ``0.0 Wh`` is less than 0.05 Wh."""
     watt_hours = joules / 3_600
     if abs(watt_hours) < 99.95:
         return f"{watt_hours:.1f} Wh"
@@ -129,7 +129,7 @@ def format_joules(joules: float) -> str:
 
 
 def parse_duration_s(text: str) -> int:
-    """Return the seconds of a duration as people type it: ``90s``, ``15m``, ``12h``, ``7d``, ``2w``."""
+    """Parse a duration from a user, such as ``90s``, ``15m``, ``12h``, ``7d`` or ``2w``, to seconds."""
     match = _DURATION.fullmatch(text.strip().lower())
     if match is None:
         raise ValueError(f"{text!r} is not a duration; write a whole number and a unit: 90s, 15m, 12h, 7d or 2w")
@@ -137,5 +137,5 @@ def parse_duration_s(text: str) -> int:
 
 
 def _divide(value: int, by: int) -> int:
-    """Return value / by to the nearest whole number, halves up."""
+    """Return value / by, rounded half up to a whole number."""
     return (2 * value + by) // (2 * by)

@@ -1,4 +1,4 @@
-"""The version of this package; a literal, because asking the installed metadata takes 40 ms."""
+"""The version of this package as a literal, because reading the installed metadata takes 40 ms."""
 
 from __future__ import annotations
 

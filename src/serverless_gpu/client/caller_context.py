@@ -12,8 +12,8 @@ beside the script. The lookup imports nothing. As in Python's import system, a d
 modification time changes, and an unreadable directory has no names. Modules in a zip file on the path are not found.
 
 Most variables mean the same on another machine: credentials, settings of libraries, the user's own variables. Variables
-that name a path, a process or a device of the caller's machine do not travel. The node sets its own values. The token
-never travels.
+that name a path, a process or a device of the caller's machine are not sent. The node sets its own values. The client
+never sends the token as a variable.
 
 Blocking calls run inside `interruptible` and `terminable`. `asyncio.run` and an IPython kernel that runs an `async`
 cell install their own SIGINT handler. That handler only cancels the current task at its next await, so Ctrl-C would not

@@ -330,10 +330,10 @@ def _sendable(value: object) -> object:
 
 
 class Program(NamedTuple):
-    """The calling program."""
+    """The script, notebook or command that started the call."""
 
     name: str  # File name without directory and suffix, or `INTERACTIVE` without a file.
-    path: str = ""  # or ""
+    path: str = ""
     kind: Literal["LOCAL", "NOTEBOOK"] = "LOCAL"  # MLflow's name for the type of source.
 
 

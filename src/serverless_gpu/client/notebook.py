@@ -13,9 +13,9 @@ The magic splits the cell's code so that it can be pickled:
     text ─▶ statements · last expression · required notebook names ─▶ `distributed_cell(…)` in each rank
 
 The magic finds the required names statement by statement. A name that the cell always binds before it reads it (`model
-= …`, an import, a loop variable) does not travel. The notebook's value of such a name may be large or impossible to
-pickle. Undecided names travel. The magic refuses invalid Python and notebook syntax (`%magic`, `!command`, top-level
-`await`), and its error gives the line.
+= …`, an import, a loop variable) is not sent to ranks. The notebook's value of such a name may be large or impossible
+to pickle. The magic sends undecided names. It refuses invalid Python and notebook syntax (`%magic`, `!command`,
+top-level `await`), and its error gives the line.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def run_magic(shell: Shell, line: str, cell: str) -> list[object] | None:
     return None if silent else results
 
 
-# --- the line ---------------------------------------------------------------------------------------------------------
+# --- the line of the magic --------------------------------------------------------------------------------------------
 
 
 def _seconds(text: str) -> object:

@@ -409,7 +409,7 @@ TRACKING_CHECKS = (
         symptoms=(
             "… is not a database; once that file is moved away a new one is made",
             "… was written by another version of MLflow; serve it with that one, or upgrade it, after a backup: …",
-            "… has not all of MLflow (no flask; mlflow-skinny is not enough); pip install mlflow",
+            "… has only a part of MLflow (no flask; mlflow-skinny is not enough); pip install mlflow",
             "MLflow's server ended (exit code 1): …",
         ),
         cause="The server is the MLflow of the environment that runs were tracked from: a part of it lacks, its "

@@ -1,4 +1,5 @@
-"""Where gangs can be placed: this machine (`local.py`), a Ray cluster (`ray/`), simulated machines.
+"""Engines, which place gangs.
 
-`base.py` has the interface.
+`local.py` places gangs on this machine, `ray/` on a Ray cluster, `simulated_engine.py` on simulated machines. `base.py`
+defines the interface.
 """

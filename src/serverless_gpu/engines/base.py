@@ -1,14 +1,16 @@
-"""The interface of engines: an engine knows nodes, and gets an agent running on those of a gang. It decides nothing.
+"""Defines the interface of engines. An engine knows nodes and starts an agent on each node of a gang.
 
     scheduler ── plan(gang) ─▶ Request ── submit ─▶ Placed | Waiting | Impossible
               ── release(gang) ─▶
     reconciler ── recover() at the start · events() ─▶ NodeUp, NodeLost
 
-What an engine places is started by the agent of that node, which dials the server (`wire/agents.py`); the engine
-does not carry orders, logs or results. The liveness of an attempt is its lease with the server: `NodeLost` means "stop
-counting on it", never "it is dead", and an engine's own restart ends nothing.
+An engine makes no scheduling decisions. The agent of a node starts the gang that the engine placed there. The agent
+connects to the server (`wire/agents.py`). The engine carries no orders, logs or results.
 
-`testing/engines.py`, shipped as `serverless_gpu.testing.engines`, is what every engine has to pass.
+The lease with the server decides whether an attempt is alive. `NodeLost` means that the scheduler must not use the
+node; it does not mean that its attempts have ended. A restart of an engine ends no attempt.
+
+Every engine must pass the suite `testing/engines.py`, which is shipped as `serverless_gpu.testing.engines`.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from serverless_gpu.model.hardware import Device
 
 
 class EngineNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node as its engine knows it: before its agent has said anything."""
+    """A node as its engine describes it before its agent has connected."""
 
     name: str
     devices: tuple[Device, ...] = ()
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """How many devices of a type a gang has on one node."""
+    """The number of devices of one type that a gang has on one node."""
 
     node: str
     gpu_type: str
@@ -37,10 +39,10 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gang(msgspec.Struct, frozen=True, kw_only=True):
-    """All ranks of one attempt, as the scheduler wants them placed: whole, or not at all.
+    """All ranks of one attempt. The engine places all of them or none.
 
     Attributes:
-        id: `run:fence`; the same identifier is the same gang, however often it is submitted.
+        id: `run:fence`; an engine treats two submissions with the same identifier as one gang.
     """
 
     id: str
@@ -48,10 +50,10 @@ class Gang(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine would do for a gang, as a value.
+    """The reservation that an engine would make for a gang, as a value.
 
     Attributes:
-        text: for people: `sgpu submit --dry-run` prints it, golden tests read it.
+        text: description for people: `sgpu submit --dry-run` prints it, golden tests read it.
     """
 
     gang: Gang
@@ -59,38 +61,38 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
-    """The gang's nodes are reserved and have agents, or will have within seconds."""
+    """The engine has reserved the gang's nodes. Their agents run or will run within seconds."""
 
     gang: Gang
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """Not now; the sentence says what for. Submit again later."""
+    """The engine cannot place the gang now; `sentence` says why. The scheduler submits it again later."""
 
     sentence: str
 
 
 class Impossible(msgspec.Struct, frozen=True, kw_only=True):
-    """Never; the sentence says why."""
+    """The engine can never place the gang; `sentence` says why."""
 
     sentence: str
 
 
 class NodeUp(msgspec.Struct, frozen=True, kw_only=True):
-    """A node can be counted on."""
+    """The event that the scheduler can use a node."""
 
     node: EngineNode
 
 
 class NodeLost(msgspec.Struct, frozen=True, kw_only=True):
-    """A node is not to be counted on; what runs there may well go on."""
+    """The event that the scheduler must not use a node. Its attempts may continue."""
 
     node: str
     sentence: str
 
 
 class Engine(abc.ABC):
-    """One place for gangs. Every method returns soon and may be called from any thread.
+    """A cluster or machine that can run gangs. Every method returns soon. Any thread may call it.
 
     Attributes:
         queues: whether `Waiting` gangs keep a place in a queue of the engine's own.
@@ -100,32 +102,32 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def nodes(self) -> Sequence[EngineNode]:
-        """Return the nodes that can be counted on now."""
+        """Return the nodes that the scheduler can use now."""
 
     @abc.abstractmethod
     def has(self, node: str) -> bool:
-        """Return whether a node is one of this engine's, which reserves what runs there, lost or not."""
+        """Return True if a node, even a lost one, belongs to this engine, which reserves gangs on it."""
 
     @abc.abstractmethod
     def plan(self, gang: Gang) -> Request:
-        """Return what `submit` would do; pure."""
+        """Return the reservation that `submit` would make. This method is pure."""
 
     @abc.abstractmethod
     def submit(self, request: Request) -> Placed | Waiting | Impossible:
-        """Reserve all nodes of a gang and get an agent running on each; again for the same gang changes nothing."""
+        """Reserve all nodes of a gang and start an agent on each. A repeated call changes nothing."""
 
     @abc.abstractmethod
     def release(self, gang: str) -> None:
-        """Give a gang's nodes back; nothing happens when they were given back before, or never reserved."""
+        """Release the nodes of a gang. Do nothing if the gang has no reservation."""
 
     @abc.abstractmethod
     def recover(self) -> Sequence[str]:
-        """Return the gangs that are reserved, after this process was restarted."""
+        """Return the gangs that have reservations after a restart of this process."""
 
     @abc.abstractmethod
     def events(self) -> Sequence[NodeUp | NodeLost]:
-        """Return what has changed since the last call, in order."""
+        """Return the node changes since the last call, in order."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Leave everything as it is, and hold nothing more here."""
+        """Free the engine's resources in this process. Keep reservations and agents."""

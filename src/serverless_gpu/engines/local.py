@@ -1,13 +1,14 @@
-"""The machine the server is on, as an engine: one node, whose uplink is kept running.
+"""Serves the server's own machine as an engine with one node, and keeps its uplink running.
 
     events() (every few seconds), submit() ──▶ uplink runs? ─▶ nothing
-                                               else         ─▶ started, detached: it outlives this process
+                                               else         ─▶ start it detached: it outlives this process
 
-The uplink does what a node does; this engine carries nothing. It counts no devices: the node
-reports them, and the scheduler knows who has them. Reservations are empty files, so that the next process knows them.
+The uplink does the work of a node; this engine carries no data. This engine does not count devices: the node reports
+them, and the scheduler records which gang holds them. A reservation is an empty file, so the next server process finds
+it.
 
-Failure cases: the uplink was killed: another one is started, and goes on with the attempts it finds. It cannot be
-started (no processes, no disk): the node is lost, with the reason, until it can.
+Failure cases: If the uplink is killed, the engine starts another one, which continues the attempts that it finds. If
+the uplink cannot start (no processes, no disk), the node is lost, with the reason, until a start succeeds.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 class LocalEngine(Engine):
     """This machine as an engine.
 
-    `home` is that of the agent that runs the gangs; `directory` holds this engine's files, and is made if needed;
-    `environ` are variables that say what the node offers.
+    `home` is the home directory of the agent that runs the gangs. `directory` holds the files of this engine, which
+    creates it if needed. `environ` are variables that describe what the node offers.
     """
 
     def __init__(self, home: Home, directory: Path, *, profile: UplinkProfile, environ: Mapping[str, str]) -> None:
@@ -54,24 +55,24 @@ class LocalEngine(Engine):
         self._told: str | None = None
 
     def nodes(self) -> Sequence[EngineNode]:
-        """Return this machine."""
+        """Return this machine, or an empty list while its uplink cannot run."""
         return [] if self._problem else [self._node]
 
     def has(self, node: str) -> bool:
-        """Return whether a node is this machine."""
+        """Return True if a node is this machine."""
         return node == self._node.name
 
     def plan(self, gang: Gang) -> Request:
-        """Return what would be started."""
+        """Return the gang that the agent would start."""
         shares = ", ".join(f"{share.count} {share.gpu_type} on {share.node}" for share in gang.shares)
-        return Request(gang=gang, text=f"have the agent of this machine start {gang.id}: {shares}")
+        return Request(gang=gang, text=f"start {gang.id} with the agent of this machine: {shares}")
 
     def submit(self, request: Request) -> Placed | Waiting | Impossible:
-        """Note a gang and have the uplink run."""
+        """Record a reservation for a gang and start the uplink if it does not run."""
         gang = request.gang
         for share in gang.shares:
             if share.node != self._node.name:
-                return Impossible(sentence=f"this machine is {self._node.name!r}, there is no node {share.node!r}")
+                return Impossible(sentence=f"there is no node {share.node!r}: this machine is {self._node.name!r}")
         with self._lock:
             problem = self._ensure()
             if problem:
@@ -80,16 +81,16 @@ class LocalEngine(Engine):
         return Placed(gang=gang)
 
     def release(self, gang: str) -> None:
-        """Forget a gang."""
+        """Remove the reservation of a gang."""
         with contextlib.suppress(FileNotFoundError):
             (self._gangs / gang).unlink()
 
     def recover(self) -> Sequence[str]:
-        """Return the gangs that were noted and not forgotten."""
+        """Return the gangs that have reservations."""
         return sorted(os.listdir(self._gangs))
 
     def events(self) -> Sequence[NodeUp | NodeLost]:
-        """Have the uplink run, and return whether this machine can be counted on, when that is news."""
+        """Start the uplink if it does not run. Return an event if the state of this machine has changed."""
         with self._lock:
             problem = self._ensure()
             if problem == self._told:
@@ -98,10 +99,10 @@ class LocalEngine(Engine):
         return [NodeLost(node=self._node.name, sentence=problem) if problem else NodeUp(node=self._node)]
 
     def close(self) -> None:
-        """Leave the uplink and everything it looks after as it is."""
+        """Leave the uplink and its attempts running."""
 
     def _ensure(self) -> str:
-        """Have an uplink running; return "", or why that failed."""
+        """Start the uplink if it does not run. Return "" or why the start failed."""
         try:
             start_stop.ensure(self._home, self._profile_path, self._environ)
         except ServerlessGpuError as error:

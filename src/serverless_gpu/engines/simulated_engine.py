@@ -1,21 +1,20 @@
-"""A simulated cluster: its engine, the agents of its nodes, their telemetry, and faults that a test asks for.
+"""Simulates a cluster: its engine, its agents, their telemetry, and faults that a test injects.
 
-    SimulatedEngine     obeys the conformance suite like any other engine; counts capacity, answers as a real one
-    SimulatedAgent      one node, in process and on a test's clock. `step()` says hello when it has no connection, takes
-                        orders, lets its gangs live until now, and reports
+    SimulatedEngine     passes the conformance suite like any other engine; counts capacity
+    SimulatedAgent      one node, in process and on a test's clock. `step()` connects if needed, takes orders, advances
+                        its gangs to the current time, and reports
     SimulatedTelemetry  made-up samples of one node, delivered to MLflow as on real nodes
 
-The engine and the agents sleep never, start no process and open no socket; the same calls in the same order give the
-same answers. Reservations outlive the engine (`Reservations`), as those of a real cluster outlive the process that
-asked for them. What a node keeps on its disk (attempts, what is not acknowledged) survives `kill`, which ends only the
-talking; nothing survives `reboot`. What the clock does in one large step happens at the times at which it would have
-happened.
+The engine and the agents never sleep, start no process and open no socket. The same calls in the same order return the
+same answers. Reservations outlive the engine (`Reservations`), as in a real cluster. `kill` ends only the connection:
+attempts and unacknowledged reports stay on the node's disk. Nothing survives `reboot`. After one large step of the
+clock, each event has the time at which it would have happened.
 
-The cluster, not the server, writes every stretch of user code into `executions`: what tests prove with it does not
-depend on what the server believes. Promises that hold for real nodes hold here: a gang takes an order once; a gang
-without an answer for `partition_grace_s` ends itself; a stale gang is stopped and kept, never reported again.
+The cluster, not the server, records every stretch of user code in `executions`. So tests do not depend on the server's
+own records. The guarantees of real nodes hold here. A gang takes an order once. A gang without an answer for
+`partition_grace_s` ends itself. An agent stops and keeps a stale gang, and never reports it again.
 
-Faults: `answers` of the engine; `reaches` and `hears` cut one direction each, `kill` and `start`, `reboot`,
+Faults: `answers` of the engine; `reaches` and `hears` cut one direction each; `kill` and `start`; `reboot`;
 `forgets_to_acknowledge`. A test decides what a gang does (`SimulatedWork`).
 """
 
@@ -82,23 +81,23 @@ _STOPPED = {
     StopReason.DRAIN: Reason.DRAINED,
     StopReason.IDLE: Reason.IDLE,
 }
-_NONE = b"\x80\x04N."  # a pickled None
+_NONE = b"\x80\x04N."  # A pickled None.
 
 
 _MEMORY_BYTES = 40 << 30
 _HOST_BYTES = 256 << 30
-_TURN_S = 170  # one swing of the made-up curves
+_TURN_S = 170  # Period of the made-up curves.
 
 
 class Reservations:
-    """What a cluster remembers when the process that asked it has died."""
+    """The reservations of a simulated cluster. They survive the engine that made them."""
 
     def __init__(self) -> None:
         self.gangs: dict[str, Gang] = {}
 
 
 class SimulatedEngine(Engine):
-    """Nodes with devices that gangs reserve."""
+    """An engine whose nodes have devices that gangs reserve."""
 
     def __init__(self, nodes: Sequence[EngineNode], reservations: Reservations | None = None) -> None:
         self._lock = threading.Lock()
@@ -106,7 +105,7 @@ class SimulatedEngine(Engine):
         self._lost: dict[str, str] = {}
         self._events: list[NodeUp | NodeLost] = [NodeUp(node=node) for node in nodes]
         self._reservations = reservations or Reservations()
-        # what the next calls of `submit` answer instead of looking, in order: an injected fault
+        # Injected fault: the next calls of `submit` return these answers, in order.
         self.answers: list[Waiting | Impossible] = []
 
     def nodes(self) -> Sequence[EngineNode]:
@@ -115,17 +114,17 @@ class SimulatedEngine(Engine):
             return [node for name, node in self._nodes.items() if name not in self._lost]
 
     def has(self, node: str) -> bool:
-        """Return whether a node is one of the cluster's."""
+        """Return True if a node belongs to the cluster."""
         with self._lock:
             return node in self._nodes
 
     def plan(self, gang: Gang) -> Request:
-        """Return a reservation, written out."""
+        """Return the reservation that `submit` would make."""
         shares = ", ".join(f"{share.count} {share.gpu_type} on {share.node}" for share in gang.shares)
         return Request(gang=gang, text=f"reserve for {gang.id}: {shares}")
 
     def submit(self, request: Request) -> Placed | Waiting | Impossible:
-        """Reserve a gang if all of it fits."""
+        """Reserve a gang if all of its shares fit."""
         with self._lock:
             gang = request.gang
             if gang.id in self._reservations.gangs:
@@ -139,7 +138,7 @@ class SimulatedEngine(Engine):
             return Placed(gang=gang)
 
     def release(self, gang: str) -> None:
-        """Give a reservation back, if there is one."""
+        """Remove the reservation of a gang if it has one."""
         with self._lock:
             self._reservations.gangs.pop(gang, None)
 
@@ -149,22 +148,22 @@ class SimulatedEngine(Engine):
             return sorted(self._reservations.gangs)
 
     def events(self) -> Sequence[NodeUp | NodeLost]:
-        """Return what happened to nodes since the last call."""
+        """Return the node events since the last call."""
         with self._lock:
             events, self._events = self._events, []
             return events
 
     def close(self) -> None:
-        """Leave everything as it is."""
+        """Do nothing: reservations and agents stay."""
 
     def lose(self, node: str, sentence: str) -> None:
-        """Let a node be one that cannot be counted on."""
+        """Mark a node as lost."""
         with self._lock:
             self._lost[node] = sentence
             self._events.append(NodeLost(node=node, sentence=sentence))
 
     def bring_back(self, node: str) -> None:
-        """Let a node be there again."""
+        """Mark a lost node as up again."""
         with self._lock:
             if self._lost.pop(node, None) is not None:
                 self._events.append(NodeUp(node=self._nodes[node]))
@@ -201,59 +200,59 @@ class SimulatedEngine(Engine):
 
 
 class Control(Protocol):
-    """What the server lets agents do: the requests of `wire/agents.py`, in process."""
+    """The server's interface for agents: the requests of `wire/agents.py`, in process."""
 
     def hello(self, hello: AgentHello) -> AgentWelcome:
-        """Introduce a node."""
+        """Register a node with the server."""
         ...
 
     def heartbeat(self, node: str, heartbeat: Heartbeat) -> HeartbeatAnswer:
-        """Say that a node is there."""
+        """Send a node's heartbeat."""
         ...
 
     def orders(self, node: str) -> Sequence[Order]:
-        """Return what the node is to do, and has not said that it took."""
+        """Return the orders that the node has not acknowledged."""
         ...
 
     def take(self, node: str, taken: OrdersTaken) -> None:
-        """Say which orders need not come again."""
+        """Acknowledge orders, so that the server does not send them again."""
         ...
 
     def report(self, token: str, gang: CrewKey, report: Report) -> ReportAnswer:
-        """Say what is new about an attempt."""
+        """Report the changes of an attempt."""
         ...
 
 
 class Observer(Protocol):
-    """What a node has beside its gangs and sees what they do: `SimulatedTelemetry`."""
+    """Observes the gangs of a node, as `SimulatedTelemetry` does."""
 
     def began(self, start: Start, node: str, devices: Sequence[Device]) -> None:
-        """Take that user code begins."""
+        """Record that user code begins."""
         ...
 
     def seen(self, run_id: str, fence: int, until_ns: int) -> None:
-        """Take that it has gone on until then, nanoseconds since 1970."""
+        """Record that user code has run until a time in nanoseconds since 1970."""
         ...
 
     def ended(self, run_id: str, fence: int, reason: Reason) -> None:
-        """Take that it has ended."""
+        """Record that user code has ended."""
         ...
 
 
 class SimulatedWork(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gang does."""
+    """The simulated behaviour of a gang."""
 
-    start_s: float | None = 0.1  # from the order to the first user byte; None for never
-    run_s: float | None = 1.0  # from the first user byte to the end; None for until it is stopped
-    # why it ends then; with `start_s` 0 and a reason that may be tried again, before user code begins
+    start_s: float | None = 0.1  # Time from the order to the first user byte; None means never.
+    run_s: float | None = 1.0  # Time from the first user byte to the end; None means until a stop.
+    # The reason for the end. With a retryable reason, the gang ends before user code begins.
     reason: Reason = Reason.COMPLETED
-    output: bytes = b""  # written by rank 0 when it begins
-    stop_s: float = 0.5  # how long it takes to stop when asked
-    gate_s: float = 0.1  # from its end until the devices are given back
+    output: bytes = b""  # Output that rank 0 writes at its start.
+    stop_s: float = 0.5  # Time from a stop request to the end.
+    gate_s: float = 0.1  # Time from the gang's end to the release of its devices.
 
 
 class Execution(msgspec.Struct, kw_only=True):
-    """One stretch of user code, by the cluster's own clock; `ended_ns` None while it goes on."""
+    """One stretch of user code by the cluster's clock; `ended_ns` is None while the code runs."""
 
     run_id: str
     fence: int
@@ -264,7 +263,7 @@ class Execution(msgspec.Struct, kw_only=True):
 
 
 class _Attempt(msgspec.Struct, kw_only=True):
-    """What a node has of one attempt; all of it is on its disk."""
+    """The state that a node keeps on its disk for one attempt."""
 
     start: Start
     work: SimulatedWork
@@ -283,7 +282,7 @@ class _Attempt(msgspec.Struct, kw_only=True):
 
 
 class SimulatedAgent:
-    """The agent of one node."""
+    """The simulated agent of one node."""
 
     def __init__(
         self,
@@ -295,12 +294,14 @@ class SimulatedAgent:
         work: Callable[[Start], SimulatedWork],
     ) -> None:
         self.control, self.name, self.devices = control, name, tuple(devices)
-        self.node = ""  # its identifier with the server, "" before it said hello
-        self.executions: list[Execution] = []  # every stretch of user code that ran here
-        self.reaches = self.hears = self.alive = True  # requests arrive at the server, answers arrive here
-        self.forgets_to_acknowledge = False  # takes orders without saying so
-        self.kept: list[CrewKey] = []  # stale gangs: stopped, their files kept, never reported again
-        self.observer: Observer | None = None  # sees what its gangs do
+        self.node = ""  # The node's identifier on the server; "" before the first hello.
+        self.executions: list[Execution] = []  # Every stretch of user code that ran on this node.
+        # `reaches`: requests arrive at the server. `hears`: answers arrive at the agent.
+        self.reaches = self.hears = self.alive = True
+        self.forgets_to_acknowledge = False  # True if the agent takes orders without an acknowledgement.
+        # Stale gangs: the agent has stopped them, keeps their files, and never reports them again.
+        self.kept: list[CrewKey] = []
+        self.observer: Observer | None = None  # Observes what the gangs of this node do.
         self.pool = ""
         self._clock, self._work = clock, work
         self._boots = 1
@@ -317,19 +318,19 @@ class SimulatedAgent:
 
     @property
     def gangs(self) -> list[CrewKey]:
-        """Return the gangs it has something of that the server has not taken."""
+        """Return the gangs whose final report the server has not acknowledged."""
         return [gang for gang, attempt in self._attempts.items() if not attempt.stale]
 
     def kill(self) -> None:
-        """End the agent as `kill -9` does: its gangs go on, without an agent."""
+        """End the agent as `kill -9` does. Its gangs continue without an agent."""
         self.alive = self._connected = False
 
     def start(self) -> None:
-        """Start the agent again; it finds its gangs."""
+        """Start the agent again. It finds its gangs."""
         self.alive = True
 
     def reboot(self) -> None:
-        """Restart the machine: nothing goes on, and another boot begins."""
+        """Restart the machine: end all gangs and begin another boot."""
         now_ns = self._clock.boottime_ns()
         for attempt in self._attempts.values():
             self._live(attempt, now_ns)
@@ -341,7 +342,7 @@ class SimulatedAgent:
         self.alive = True
 
     def step(self) -> None:
-        """Do everything that is to be done now."""
+        """Do everything that is due at the current time."""
         now_ns = self._clock.boottime_ns()
         for attempt in list(self._attempts.values()):
             self._live(attempt, now_ns)
@@ -402,7 +403,7 @@ class SimulatedAgent:
         gang = (order.run_id, order.fence)
         attempt = self._attempts.get(gang)
         if isinstance(order, ReportNow):
-            return False  # it reports at each turn
+            return False  # The agent sends a report at each step anyway.
         if isinstance(order, Stop):
             if attempt is not None:
                 self._stop(attempt, order.reason, now_ns)
@@ -417,14 +418,14 @@ class SimulatedAgent:
             attempt.ends = (now_ns + round(attempt.work.stop_s * 1e9), _STOPPED[why])
 
     def _live(self, attempt: _Attempt, now_ns: int) -> None:
-        """Let a gang live until now."""
+        """Advance a gang to the current time."""
         work, fence_ns = attempt.work, attempt.answered_ns + round(self._grace_s * 1e9)
         if attempt.ended is None and attempt.execution is None and work.start_s is not None and attempt.ends is None:
             begins_ns = attempt.ordered_ns + round(work.start_s * 1e9)
             if begins_ns <= min(now_ns, fence_ns):
                 self._begin(attempt, begins_ns)
         if self.observer is not None and attempt.execution is not None and attempt.ended is None:
-            # The observer sees what the gang does until now, or its end if that has come.
+            # The observer records the gang until the current time, or until its end if that is earlier.
             until_ns = now_ns if attempt.ends is None else min(now_ns, attempt.ends[0])
             late_ns = self._clock.wall_ns() - self._clock.boottime_ns()
             self.observer.seen(attempt.start.run_id, attempt.start.fence, until_ns + late_ns)
@@ -521,12 +522,12 @@ class SimulatedAgent:
 
 
 class SimulatedTelemetry:
-    """The telemetry of one simulated node: made-up figures, samples and MLflow, on the way of real nodes.
+    """Produces made-up telemetry of one simulated node and delivers it to MLflow as real nodes do.
 
         SimulatedAgent ──began, seen, ended──▶ TelemetryFile (a file of samples per gang) ─▶ Delivery ─▶ tracker
 
-    Samples come at the simulated cluster's seconds. Delivery has its threads as on a node, and the tracker is
-    `testing.mlflow.FakeMlflow`, or a real MLflow server.
+    Each second of the simulated clock has one sample. Delivery uses threads, as on a real node. The tracker is
+    `testing.mlflow.FakeMlflow` or a real MLflow server.
     """
 
     def __init__(
@@ -540,7 +541,7 @@ class SimulatedTelemetry:
         self._gangs: dict[tuple[str, int], _GangTelemetry] = {}
 
     def began(self, start: Start, node: str, devices: Sequence[Device]) -> None:
-        """Take that user code begins on these devices."""
+        """Record that user code begins on these devices."""
         directory = self._directory / start.run_id / str(start.fence)
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         header = Header(
@@ -568,14 +569,14 @@ class SimulatedTelemetry:
             gang.thread.start()
 
     def seen(self, run_id: str, fence: int, until_ns: int) -> None:
-        """Take a gang's samples of all seconds up to a moment."""
+        """Write the samples of a gang for all seconds up to a moment."""
         gang = self._gangs.get((run_id, fence))
         while gang is not None and gang.next_ns <= until_ns:
             gang.recording.append(_made_up_sample(gang.next_ns, gang.recording.header, self._node_rank))
             gang.next_ns += SECOND_NS
 
     def ended(self, run_id: str, fence: int, reason: Reason) -> None:
-        """Take that a gang has ended, and its devices are free."""
+        """Record that a gang has ended and that its devices are free."""
         gang = self._gangs.get((run_id, fence))
         if gang is not None:
             gang.recording.flush()
@@ -584,7 +585,7 @@ class SimulatedTelemetry:
                 gang.delivery.settled()
 
     def close(self, timeout_s: float) -> bool:
-        """Wait until everything is delivered; return whether it is, by then."""
+        """Wait until everything is delivered. Return False on a timeout."""
         for gang in self._gangs.values():
             if gang.thread is not None:
                 gang.thread.join(timeout_s)
@@ -610,14 +611,14 @@ class _TrackingListener:
         self._telemetry.tracked[self._run_id] = tracked
 
     def untracked(self, sentence: str, *, final: bool) -> None:
-        """Do nothing: simulated gangs are not watched."""
+        """Do nothing: simulated gangs have no attached clients."""
 
     def said(self, sentence: str, *, note: bool) -> None:
-        """Do nothing: simulated gangs are not watched."""
+        """Do nothing: simulated gangs have no attached clients."""
 
 
 def _made_up_sample(at_ns: int, header: Header, node_rank: int) -> Sample:
-    """Return made-up figures: waves, another one for each device and node."""
+    """Return made-up figures: a different wave for each device and node."""
     seconds = (at_ns - header.origin_ns) / SECOND_NS
     waves = [
         0.5 + 0.5 * math.sin(2 * math.pi * (seconds / _TURN_S + 0.11 * (place + 3 * node_rank)))

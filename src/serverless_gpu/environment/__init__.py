@@ -1,6 +1,6 @@
-"""Captured environments: what a Python process can import, as content-addressed units.
+"""Captured environments: everything that a Python process can import, as content-addressed units.
 
-`scan/` finds what is installed, `capture/` sends it to a store, `restore/` makes a tree of it on a node, `stores/` hold
-it. `service.py` captures for a calling process. Values are in `documents.py`; `snapshot_rules.py` checks those
-that come from somewhere else. Start with `documents.py`.
+`scan/` finds installed files, `capture/` sends them to a store, `restore/` makes a tree of them on a node, and
+`stores/` contains the stores. `service.py` captures an environment for a calling process. `documents.py` defines the
+values, and `snapshot_rules.py` checks those from other machines. Start with `documents.py`.
 """

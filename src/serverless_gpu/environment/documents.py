@@ -1,4 +1,4 @@
-"""Values of an environment: rows, units and snapshots with their addresses, installed packages, and progress.
+"""Defines the values of an environment: rows, units, snapshots, addresses, packages and progress.
 
     snapshot ─ interpreter
              ├ root 0, the interpreter's own site-packages ─ unit numpy, unit torch, …, unit of unowned files
@@ -7,19 +7,19 @@
     unit     ─ rows (path, kind, size, sha256, link target)                              → its address
              └ packs, blocks, places: where the bytes of the rows lie in the store          not part of the address
 
-A row's path starts with its area: `site/` is the directory that is on `sys.path`, `prefix/` the directory above it
-that has `bin` and `share`. So a unit knows nothing of Python versions, machines or users, and the same wheel has the
-same address everywhere. The address of a unit is BLAKE3 over its rows in order of their paths.
+A row's path starts with its area. `site/` is the directory on `sys.path`. `prefix/` is the directory above it that has
+`bin` and `share`. So a unit does not depend on Python versions, machines or users, and the same wheel has the same
+address everywhere. The address of a unit is the BLAKE3 digest of its rows in order of their paths.
 
-The address of a snapshot covers everything that a restore acts on: the interpreter, each root with its units in their
-order, the files that are generated, and where the snapshot came from. Two documents with one address differ only in
-facts that decide nothing (`UNADDRESSED_FACTS`). Snapshots of version 1 covered less: see `snapshot_address_1`.
+The address of a snapshot covers everything that a restore uses: the interpreter, the roots with ordered units, the
+generated files, and the snapshot's origin. Two documents with one address differ only in facts that decide nothing
+(`UNADDRESSED_FACTS`). Version 1 of snapshots covered less: see `snapshot_address_1`.
 
-`Packages` says whether the same is installed in two environments. It leaves out the project's own code, which may
-differ, and distributions that bring nothing to import: an editable install of the project is one, and its metadata
-names the project's version. Captures and restores report a `ProgressPoint`.
+`Packages` lists the installed packages, to compare two environments. `Packages` leaves out the project's own code,
+which may differ, and distributions that add no module. An editable install of the project is one of these, and its
+metadata names the project's version. Captures and restores report a `ProgressPoint`.
 
-Readers of a store go through `stores/blobs.py`, which checks each document (`snapshot_rules.py`).
+Readers of a store use `stores/blobs.py`, which checks each document (`snapshot_rules.py`).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ import msgspec
 from blake3 import blake3
 
 VERSION = 1
-"""The format of units, and of what garbage collection writes down."""
+"""Format version of units and of the list of condemned objects."""
 SNAPSHOT_VERSION = 2
-"""The format of snapshots that are written; those of version 1 can still be read."""
+"""Format version of new snapshots; version 1 can still be read."""
 UNADDRESSED_FACTS = ("captured_ns", "loaded", "variables", "left_out")
-"""Facts that a snapshot's address does not cover: a restore compiles `loaded` first, and only shows the others."""
+"""Facts that a snapshot's address does not cover. Restore compiles `loaded` first, and only shows the others."""
 BLOCK_BYTES = 4 * 1024 * 1024
-"""Content bytes of a block: what is compressed as one zstd frame, and restored by itself."""
+"""Content bytes of a block, which is compressed as one zstd frame and restored by itself."""
 PACK_BYTES = 16 * 1024 * 1024
-"""Compressed bytes after which a pack is closed: what is sent, verified and resumed as one object."""
+"""Compressed bytes after which a pack is closed. A pack is sent, verified and resumed as one object."""
 _LISTED_MAX = 5
-"""Packages that `difference` names; it counts the others."""
+"""`difference` names this many packages and counts the others."""
 
 RowKind = Literal["f", "x", "l", "d"]  # file, executable file, link, empty directory
 UnitKind = Literal["distribution", "unowned", "code"]
@@ -54,13 +54,13 @@ class FileRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     path: str  # area and path below it, for example ``site/numpy/__init__.py``; UTF-8, ``/`` between names
     kind: RowKind = "f"
-    size: int = 0  # content bytes; 0 for links and directories
-    sha256: bytes = b""  # of the content, 32 bytes; empty for links and directories
+    size: int = 0  # Content bytes; 0 for links and directories.
+    sha256: bytes = b""  # Digest of the content, 32 bytes; empty for links and directories.
     target: str = ""
 
     @property
     def has_content(self) -> bool:
-        """Return whether this is a file."""
+        """Return whether the row is a file."""
         return self.kind in ("f", "x")
 
 
@@ -69,41 +69,43 @@ class PackBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     pack: int
     offset: int
-    length: int  # its compressed bytes
-    size: int  # its content bytes, at most `BLOCK_BYTES`
+    length: int  # Compressed bytes.
+    size: int  # Content bytes, at most `BLOCK_BYTES`.
 
 
 class ContentPlace(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a file's content starts: a block, and a byte in it. A file of more than a block starts at 0 and goes on in
-    the blocks that follow, which hold nothing else."""
+    """The start of a file's content: a block, and a byte in it.
+
+    A file larger than a block starts at byte 0 and continues in the next blocks, which hold no other file.
+    """
 
     block: int
     start: int
 
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True):
-    """One piece of an environment, as it is stored under ``units/<address>``."""
+    """One piece of an environment, as stored under ``units/<address>``."""
 
     address: str
-    rows: tuple[FileRow, ...]  # in order of their paths
+    rows: tuple[FileRow, ...]  # sorted by path
     packs: tuple[str, ...] = ()
-    blocks: tuple[PackBlock, ...] = ()  # in the order in which large files run through them
-    places: tuple[ContentPlace, ...] = ()  # for each row that is a file and not empty, in order of the rows
+    blocks: tuple[PackBlock, ...] = ()  # Ordered so that a large file continues in the next block.
+    places: tuple[ContentPlace, ...] = ()  # One place for each file that is not empty, in order of the rows.
     version: int = VERSION
 
 
 class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
-    """The Python an environment is for."""
+    """The interpreter of an environment."""
 
     implementation: str  # ``cpython``
-    version: str  # for example ``3.11.7``
-    abi: str  # what extension modules are built for, for example ``cpython-311-x86_64-linux-gnu``
-    platform: str  # for example ``linux-x86_64``
-    glibc: str = ""  # of the machine it was captured on, for example ``2.36``; "" elsewhere
+    version: str  # Version, for example ``3.11.7``.
+    abi: str  # ABI of extension modules, for example ``cpython-311-x86_64-linux-gnu``.
+    platform: str  # Platform, for example ``linux-x86_64``.
+    glibc: str = ""  # Version on the machine of the capture, for example ``2.36``; "" without glibc.
 
     @property
     def minor(self) -> str:
-        """Return for example ``3.11``."""
+        """Return the major and minor version, for example ``3.11``."""
         return ".".join(self.version.split(".")[:2])
 
 
@@ -112,21 +114,21 @@ class SnapshotMember(msgspec.Struct, frozen=True, kw_only=True):
 
     address: str
     kind: UnitKind
-    # of the distribution in its normal form (``scikit-learn``), of the code's directory, or "" (unowned files)
+    # Normalized name of the distribution (``scikit-learn``), name of the code's directory, or "" (unowned files).
     name: str = ""
-    version: str = ""  # of the distribution, or ""
-    size: int = 0  # content bytes
+    version: str = ""  # Version of the distribution, or "".
+    size: int = 0  # Content bytes.
     files: int = 0
-    # names it adds to what can be imported: top-level files and directories, without endings
+    # Import names that the unit adds: top-level files and directories, without endings.
     modules: tuple[str, ...] = ()
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """A small text file that names directories of its machine: written again on restore."""
+    """A small text file that names directories of its machine; restore writes it again."""
 
     path: str
-    # its content, ``{{sgpu:2}}`` standing for the directory of root 2 (its site area), ``{{sgpu:python}}`` for the
-    # interpreter
+    # Content with placeholders: ``{{sgpu:2}}`` is the directory of root 2 (its site area), ``{{sgpu:python}}`` the
+    # interpreter.
     text: str
     executable: bool = False
 
@@ -134,32 +136,32 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
 class Root(msgspec.Struct, frozen=True, kw_only=True):
     """A directory on `sys.path`, as a list of units."""
 
-    # root 0 is the interpreter's ``own``; a ``library`` holds distributions too (user site, system site, `pip
-    # --target`); ``code`` is the user's
+    # Root 0 is the interpreter's ``own``. A ``library`` also holds distributions (user site, system site, `pip
+    # --target`). ``code`` is the user's.
     kind: RootKind
-    members: tuple[SnapshotMember, ...]  # its units, in order of kind, name and address
-    generated: tuple[Generated, ...] = ()  # files that come out different on each machine
-    # whether it comes before the standard library on `sys.path` (PYTHONPATH, the script's directory)
+    members: tuple[SnapshotMember, ...]  # Its units, in order of kind, name and address.
+    generated: tuple[Generated, ...] = ()  # Files whose text differs on each machine.
+    # Comes before the standard library on `sys.path` (PYTHONPATH, the script's directory).
     before: bool = False
-    # whether it is on `sys.path` at all: the source of an editable install may only be named by generated files
+    # Is on `sys.path`. The source of an editable install may only be named by generated files.
     on_path: bool = True
 
 
 class SnapshotOrigin(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a snapshot came from. Its address covers all but `UNADDRESSED_FACTS`."""
+    """The origin of a snapshot. The snapshot's address covers all of it except `UNADDRESSED_FACTS`."""
 
-    captured_ns: int = 0  # when, nanoseconds since 1970
-    python: str = ""  # the interpreter without its environment, for example ``/usr/bin/python3.11``
+    captured_ns: int = 0  # Time of the capture, in nanoseconds since 1970.
+    python: str = ""  # The interpreter without its environment, for example ``/usr/bin/python3.11``.
     prefix: str = ""
     originals: tuple[str, ...] = ()
     notes: tuple[dict[str, str], ...] = ()
     loaded: tuple[tuple[str, ...], ...] = ()
-    variables: tuple[str, ...] = ()  # names of the start-up variables that were set, never their values
-    left_out: tuple[str, ...] = ()  # what was not captured, and why, one sentence each
+    variables: tuple[str, ...] = ()  # Names of the start-up variables that were set, never their values.
+    left_out: tuple[str, ...] = ()  # One sentence for each left-out file, with the reason.
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """An environment: an interpreter and the units of each root, as it is stored under ``snapshots/<address>``."""
+    """An environment: an interpreter and the units of each root, stored under ``snapshots/<address>``."""
 
     address: str
     interpreter: Interpreter
@@ -208,10 +210,10 @@ def snapshot_address(snapshot: Snapshot) -> str:
         (facts.python, facts.prefix, facts.originals, tuple(tuple(sorted(notes.items())) for notes in facts.notes)),
     )
     try:
-        # Lists and strings carry their length in msgpack, so no two snapshots come to the same bytes.
+        # msgpack stores the lengths of lists and strings, so two different snapshots never give the same bytes.
         content = msgspec.msgpack.encode(covered)
     except UnicodeEncodeError:
-        content = ascii(covered).encode()  # the rules refuse text that is not UTF-8, and say where it is
+        content = ascii(covered).encode()  # The rules refuse text that is not UTF-8, and name its position.
     return blake3(b"serverless-gpu snapshot 2\n" + content).hexdigest()
 
 
@@ -232,26 +234,26 @@ def snapshot_address_1(interpreter: Interpreter, roots: Iterable[Root]) -> str:
 
 
 def in_order(members: Iterable[SnapshotMember]) -> tuple[SnapshotMember, ...]:
-    """Return members in the order in which a root lists them: of kind, name and address."""
+    """Return members in the order of a root's list: by kind, name and address."""
     return tuple(sorted(members, key=lambda member: (member.kind, member.name, member.address)))
 
 
 def make_snapshot(interpreter: Interpreter, roots: tuple[Root, ...], facts: SnapshotOrigin) -> Snapshot:
-    """Return a snapshot with its address, the units of each root in their order."""
+    """Return a snapshot with its address and with the units of each root in order."""
     roots = tuple(msgspec.structs.replace(root, members=in_order(root.members)) for root in roots)
     made = Snapshot(address="", interpreter=interpreter, roots=roots, facts=facts)
     return msgspec.structs.replace(made, address=snapshot_address(made))
 
 
 class Packages(msgspec.Struct, frozen=True, kw_only=True):
-    """What is installed."""
+    """The installed packages of an environment."""
 
     python: str
     units: dict[str, str]
 
 
 def packages_of(snapshot: Snapshot) -> Packages:
-    """Return what is installed in an environment."""
+    """Return the installed packages of an environment."""
     python = snapshot.interpreter
     return Packages(
         python=f"{python.implementation} {python.minor} {python.abi} {python.platform}",
@@ -266,12 +268,12 @@ def packages_of(snapshot: Snapshot) -> Packages:
 
 
 def are_same(one: Packages, other: Packages) -> bool:
-    """Return whether the same is installed in two environments."""
+    """Return whether two environments have the same installed packages."""
     return one.python == other.python and one.units.keys() == other.units.keys()
 
 
 def difference(asked: Packages, accepted: Packages) -> str:
-    """Return how what is installed differs from what is accepted, in words; "" where it does not."""
+    """Return the difference between requested and accepted packages, in words; "" without one."""
     if asked.python != accepted.python:
         return f"{asked.python} is not {accepted.python}"
     more = [label for address, label in asked.units.items() if address not in accepted.units]
@@ -282,23 +284,23 @@ def difference(asked: Packages, accepted: Packages) -> str:
 
 
 class ProgressPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a capture or a restore is, for display."""
+    """The progress of a capture or a restore, for display."""
 
     phase: Phase
-    bytes_done: int = 0  # content bytes dealt with so far
-    bytes_total: int = 0  # of how many; 0 while not known
+    bytes_done: int = 0  # Processed content bytes.
+    bytes_total: int = 0  # All content bytes; 0 while unknown.
     files_done: int = 0
-    files_total: int = 0  # of how many; 0 while not known
-    moved_bytes: int = 0  # bytes that really went to or came from the store, compressed
-    name: str = ""  # what is being dealt with, for example ``torch 2.13.0``, or ""
-    waits_for: str = ""  # what another process brings, and is waited for, or ""
+    files_total: int = 0  # Number of all files; 0 while unknown.
+    moved_bytes: int = 0  # Compressed bytes that the store sent or received.
+    name: str = ""  # Current item, for example ``torch 2.13.0``, or "".
+    waits_for: str = ""  # Item that another process fetches and this one waits for, or "".
 
 
 Report = Callable[[ProgressPoint], None]
 
 
 def ignore_progress(progress: ProgressPoint) -> None:
-    """Take a report and ignore it."""
+    """Ignore a progress report."""
 
 
 def _listed(labels: Iterable[str]) -> str:

@@ -1,25 +1,26 @@
-"""The environment service: a process beside the caller's, which recognises and captures the environment for it.
+"""The environment service: a process that recognizes and captures environments for its caller.
 
     caller ── EnvironmentQuestion ──▶ service ─ watches? ─ gate ─┬─ Unchanged, by the watches ──▶ FilesChecked: nothing
                                                                  ├─ Unchanged ─▶ child ──▶ FilesChecked: what changed
                                                                  └─ UnknownEnvironment, or changed ───┐
            ◀── CapturedEnvironment, CaptureProgress …, CaptureDone, CaptureFailed ──── child captures ◀┘
 
-After a check that found nothing, and after a capture, a process places watches on the libraries (`watch_process.py`).
-While nothing happens there, they prove what a look at every file would find, and the gate is all that is left to do.
+After a check without changes, and after a capture, a process places watches on the libraries (`watch_process.py`). As
+long as no event occurs, the watches replace the check of every file, and only the gate remains to be done.
 
-All reading, hashing and compressing happens here, never in the user's process. The service itself has one thread and
-opens no store but a directory; whatever takes long is done by a child that is forked for it, so the next question is
-answered at once. Questions about the same environment share a capture; a check that starts after a question was asked
-answers it, and so all that came while the last one ran.
+All reading, hashing and compressing happens in the service, never in the user's process. The service has one thread and
+opens only directory stores. A forked child does all long work, so the service answers the next question at once.
+Questions about the same environment share a capture. A check answers only questions that were asked before it starts.
+So questions that arrive during a check share the next one.
 
-Transports are in `client/launch/environment_process.py`; `scan.py` recognises and `snapshot_capture.py` captures.
+`client/launch/environment_process.py` contains the transports. `scan.py` recognizes environments, and
+`snapshot_capture.py` captures them.
 
-Failure cases: an environment that cannot travel, a full disk, a store that does not answer (`CaptureFailed` with the
-error's code); a child that is killed (`CaptureFailed`, said here); the caller is gone (end of file, or its process has
-ended: children end with this process); no watches, or they tell of a change (every file is looked at, the reason is
-logged); the caller gives up (`Abandon`: a capture that is no longer wanted ends, and what it sent is there for the
-next).
+Failure cases: the environment cannot be captured, the disk is full, or the store does not answer (`CaptureFailed` with
+the error's code). A child is killed, and the service reports it (`CaptureFailed`). The caller is gone (end of file, or
+its process has ended), and the children end with this process. Watches are missing or report a change: every file is
+checked, and the reason is logged. The caller gives up (`Abandon`): an unwanted capture ends, and the next one uses the
+objects that it sent.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ from serverless_gpu.operating_system import is_thread_limit, lacks_inodes, threa
 
 CHANGES_TOLD_MAX = 3
 WATCHED_MAX = 4
-"""Environments that are watched at the same time; the one that has been watched longest gives way."""
+"""Maximum number of environments that are watched at once. A new one replaces the oldest."""
 _REPORT_S = 0.1
-_NOT_THERE = "the server does not have it, or not any more"
+_NOT_THERE = "the server does not have it, or no longer has it"
 _SENTENCE_CHARACTERS_MAX = 500
 _PACKET_BYTES_MAX = 60_000
 
@@ -89,7 +90,7 @@ class ServiceConnection(Protocol):
 
 
 class _Task(msgspec.Struct, kw_only=True):
-    """A child at work, and the questions it answers: each wants for itself to have captured what has changed."""
+    """A child process at work and its questions; each question says if the service must capture changes."""
 
     key: bytes
     described: dict[str, object]
@@ -103,7 +104,7 @@ class _Task(msgspec.Struct, kw_only=True):
 
 
 class Service:
-    """The service of one caller."""
+    """Serves one caller."""
 
     def __init__(self, wire: ServiceConnection, index: Path) -> None:
         self._wire = wire
@@ -112,19 +113,20 @@ class Service:
         self._tasks: list[_Task] = []
         self._pending: dict[
             bytes, list[EnvironmentQuestion]
-        ] = {}  # questions that the check which runs began too early for
+        ] = {}  # questions that came after the running check had started
         self._put_off: dict[
             bytes, list[EnvironmentQuestion]
-        ] = {}  # questions that came while a capture was being written down
+        ] = {}  # questions that came while a capture was being recorded
         self._watches: dict[bytes, WatchProcess] = {}
         self._patience: dict[bytes, WatchBackoff] = {}
-        self._ended: list[int] = []  # watching processes that are to be reaped: closing watches takes them a while
+        self._ended: list[int] = []  # Watching processes to reap; closing their watches takes time.
         self._selector = selectors.DefaultSelector()
 
     def serve(self, caller_fd: int) -> None:
-        """Answer until the caller is gone.
+        """Answer questions until the caller is gone.
 
-        `caller_fd` is readable when the caller's process has ended, which a fork of it may outlive; or -1.
+        `caller_fd` becomes readable when the caller's process ends, even if a fork of it lives on. -1 means that it is
+        missing.
         """
         self._selector.register(self._wire.fileno(), selectors.EVENT_READ, self._hear)
         if caller_fd >= 0:
@@ -132,7 +134,7 @@ class Service:
         try:
             while all([key.data() for key, _ in self._selector.select()]):
                 self._ended = [pid for pid in self._ended if not os.waitpid(pid, os.WNOHANG)[0]]
-        except OSError:  # it went while it was answered
+        except OSError:  # The caller went away during an answer.
             pass
         for task in self._tasks:
             with contextlib.suppress(ProcessLookupError):
@@ -154,7 +156,7 @@ class Service:
         return True
 
     def _safely(self, asks: Sequence[EnvironmentQuestion], work: Callable[[], None]) -> None:
-        """Do something for questions; what goes wrong is their answer."""
+        """Do work for questions, and send an error to all of them as the answer."""
         try:
             work()
         except ServerlessGpuError as error:
@@ -197,7 +199,7 @@ class Service:
             self._take(ask, key)
 
     def _watched(self, key: bytes) -> bytes:
-        """Return the generation of the index whose libraries watches prove to be unchanged; b"" where none do."""
+        """Return the index generation whose libraries are proven unchanged by watches; b"" without proof."""
         watch = self._watches.get(key)
         if watch is None or not watch.generation:
             return b""
@@ -207,7 +209,7 @@ class Service:
         return watched
 
     def _watch(self, key: bytes, description: Description) -> None:
-        """Have the libraries of an environment watched from now on, if that is likely to be of use."""
+        """Start to watch the libraries of an environment, if that is likely to pay off."""
         if key in self._watches or not self._patience.setdefault(key, WatchBackoff()).is_due():
             return
         while len(self._patience) > ENTRIES_MAX:
@@ -241,10 +243,10 @@ class Service:
         patience = self._patience.setdefault(key, WatchBackoff())
         if patience.reason != reason:
             patience.reason = reason
-            print(f"the environment is not watched, every file of it is looked at: {reason}", file=sys.stderr)
+            print(f"the environment is not watched, so every file is checked: {reason}", file=sys.stderr)
 
     def _leave(self) -> None:
-        """Close, in a watching process, what would keep others from seeing that the service has ended."""
+        """Close inherited sockets in a watching process, so that the service's peers see its end."""
         os.close(self._wire.fileno())
         for task in self._tasks:
             task.sock.close()
@@ -257,15 +259,16 @@ class Service:
         for task in self._tasks:
             asks = [ask for ask in task.asks if ask.number != number]
             if task.asks and not asks and not task.checks:
-                os.kill(task.pid, signal.SIGKILL)  # reaped when its socket says so
+                # The service reaps the child when the child's socket reports the end.
+                os.kill(task.pid, signal.SIGKILL)
             task.asks[:] = asks
 
     # --- children ------------------------------------------------------------------------------------------------
 
     def _check(self, asks: list[EnvironmentQuestion], key: bytes, *, fresh: bool) -> None:
-        """Have every file looked at, from now on or after the look that is going on.
+        """Check every file, now or after the running check.
 
-        `fresh` says that the gate was passed just now.
+        `fresh` says that the gate has just passed.
         """
         if any(task.checks and task.key == key for task in self._tasks):
             self._pending.setdefault(key, []).extend(asks)
@@ -341,10 +344,10 @@ class Service:
         if waiting:
             self._safely(waiting, partial(self._check, waiting, task.key, fresh=False))
         if not task.checks:
-            self._recogniser = Recogniser(self._index)  # what the child has written is read again
+            self._recogniser = Recogniser(self._index)  # Reads the child's new index.
             for ask in self._put_off.pop(task.key, []):
                 self._safely([ask], partial(self._answer, ask))
-            if task.key in self._watches:  # they go with the index of before
+            if task.key in self._watches:  # The watches belong to the previous index.
                 self._unwatch(task.key)
         if task.unchanged and not status:
             self._watch(task.key, read_description(task.described))
@@ -354,7 +357,7 @@ class Service:
 
 
 def _be_child(sock: socket.socket, number: int, work: Callable[[Callable[[Answer], None]], None]) -> NoReturn:
-    """Do one piece of work and end; an error is the answer."""
+    """Do one piece of work and exit; send an error as the answer."""
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -366,7 +369,7 @@ def _be_child(sock: socket.socket, number: int, work: Callable[[Callable[[Answer
             work(tell)
         except ServerlessGpuError as error:
             tell(_failed(number, error))
-        except BrokenPipeError:  # the service is gone, and so is its caller
+        except BrokenPipeError:  # The service and its caller are gone.
             pass
         except OSError as error:
             tell(_failed(number, capture_error(error)))
@@ -388,7 +391,7 @@ def _check(
     changes: tuple[str, ...] = ()
     snapshot = recogniser.known() if fresh else recogniser.gate(read_description(asks[0].description))
     if not fresh and snapshot is None:
-        changes = ("what is installed, or the project's code, has changed since",)
+        changes = ("an installed package or the project's code has changed since",)
     else:
         changes = _told(tuple(change.sentence() for change in recogniser.check()))
     stores = {ask.store: ask for ask in asks if is_served(ask.store)}
@@ -417,11 +420,11 @@ def _take(index: Path, ask: EnvironmentQuestion, tell: Callable[[Answer], None])
     tell(_found(ask, last, scan, blobs))
     taken = capture(scan, blobs, level=level, report=report)
     tell(_summary(ask.number, taken, (clock.boottime_ns() - started_ns) // 1_000_000))
-    recogniser.remember(taken.scan)  # no caller waits for this; the next question does, if it comes before the end
+    recogniser.remember(taken.scan)  # No caller waits for this, except a question that arrives before the end.
 
 
 def _found(ask: EnvironmentQuestion, last: Snapshot | None, scan: Scan, blobs: StoreBlobs) -> CapturedEnvironment:
-    """Return what is to be said of an environment before it is captured."""
+    """Return the announcement of a capture, with changes and remarks."""
     told = capture_remarks(last, scan)
     if last is None:
         return CapturedEnvironment(number=ask.number, first=True, remarks=told)
@@ -429,7 +432,7 @@ def _found(ask: EnvironmentQuestion, last: Snapshot | None, scan: Scan, blobs: S
     if not changes and is_served(ask.store) and not _has(ask, last):
         told = (f"the environment is captured for the server: {_NOT_THERE}", *told)
     elif not changes and not _is_stored(ask, last):
-        told = ("the environment is captured again: it is not in the store any more", *told)
+        told = ("the environment is captured again: the store no longer has it", *told)
     return CapturedEnvironment(number=ask.number, first=False, changes=_told(changes), remarks=told)
 
 
@@ -456,8 +459,10 @@ def _told(sentences: Sequence[str]) -> tuple[str, ...]:
 
 
 def _is_stored(ask: EnvironmentQuestion, snapshot: Snapshot) -> bool:
-    """Return whether a store still has a snapshot and its units; a restore asks a remote one, and the check of
-    files asks a server's."""
+    """Return whether a store still has a snapshot and its units.
+
+    Remote stores are not asked here: a restore asks them, and the check of files asks a server's store.
+    """
     return is_remote(ask.store) or _has(ask, snapshot)
 
 
@@ -475,17 +480,17 @@ def _failed(number: int, error: ServerlessGpuError) -> CaptureFailed:
 
 
 def capture_error(error: OSError) -> StorageError:
-    """Return the error a person gets where files of the environment or of the home are refused."""
+    """Return the error for refused access to files of the environment or of the home."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_full and error.filename is not None and lacks_inodes(Path(os.fsdecode(error.filename))):
         return StorageError(
-            f"the environment cannot be captured: no inodes left for {os.fsdecode(error.filename)}: its disk has room, "
-            "and cannot hold one more file",
+            f"the environment cannot be captured: no inodes left for {os.fsdecode(error.filename)}: its disk has "
+            "space, but cannot hold one more file",
             hint="delete files there, or set SERVERLESS_GPU_HOME to a directory on a disk with more inodes",
         )
     return StorageError(
         f"the environment cannot be captured: {error}",
         hint="free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"
         if is_full
-        else "what the error names must be readable, and the home writable; `sgpu doctor` looks at both",
+        else "make the named file readable and the home writable; `sgpu doctor` checks both",
     )

@@ -1,6 +1,6 @@
-"""What a caller and its environment service (`service.py`) say to each other.
+"""Defines the messages between a caller and its environment service (`service.py`).
 
-Kept apart from the service so that the user's process loads nothing of what the service needs to do its work.
+The messages are separate from the service, so that the user's process does not load the service's dependencies.
 """
 
 from __future__ import annotations
@@ -20,65 +20,65 @@ class StoreLocation(NamedTuple):
 
     url: str
     token: str = ""
-    ca: str = ""  # for such a one: file with the certificates to trust; "" for the system's
+    ca: str = ""  # file with the certificates for a server's store; "" for the system's
 
 
 class EnvironmentQuestion(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Is this environment known, and is it in the store? Capture it if not, unless that is not wanted now."""
+    """Asks if an environment is unchanged and stored. With `capture`, the service captures it if not."""
 
     number: int
     description: dict[str, object]
     store: str
     environ: dict[str, str] = {}
     token: str = ""
-    ca: str = ""  # for a server's store: file with the certificates to trust; "" for the system's
+    ca: str = ""  # file with the certificates for a server's store; "" for the system's
     capture: bool = True
 
 
 class Abandon(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The caller no longer waits for the answer."""
+    """Tells the service that the caller no longer waits for an answer."""
 
     number: int
 
 
 class Unchanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It looks unchanged; whether every file is will be said by `FilesChecked`."""
+    """The environment looks unchanged. `FilesChecked` follows after a check of every file."""
 
     number: int
     snapshot: str
 
 
 class UnknownEnvironment(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It was never seen, has changed, or is not in the store."""
+    """The environment was never seen, has changed, or is not in the store."""
 
     number: int
 
 
 class FilesChecked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Every file was looked at; what is not as it was, in words."""
+    """The service has checked every file; `changes` describes the changed ones."""
 
     number: int
     changes: tuple[str, ...] = ()
 
 
 class CapturedEnvironment(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It was looked at, and is captured now."""
+    """The service has scanned the environment and starts to capture it."""
 
     number: int
-    first: bool  # whether it was never captured before
+    first: bool  # whether no earlier capture is known
     changes: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
 
 
 class CaptureProgress(msgspec.Struct, frozen=True, kw_only=True, tag="Taking"):
-    """How far the capture is."""
+    """The progress of a capture."""
 
     number: int
     progress: ProgressPoint
 
 
 class CaptureDone(msgspec.Struct, frozen=True, kw_only=True, tag="Taken"):
-    """It is in the store."""
+    """The environment is in the store."""
 
     number: int
     snapshot: str
@@ -92,7 +92,7 @@ class CaptureDone(msgspec.Struct, frozen=True, kw_only=True, tag="Taken"):
 
 
 class CaptureFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It cannot be captured."""
+    """The environment cannot be captured."""
 
     number: int
     code: str
@@ -111,20 +111,20 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def encode(message: Question | Answer) -> bytes:
-    """Return a message as bytes."""
+    """Return the bytes of a message."""
     return _encoder.encode(message)
 
 
 def decode_question(data: bytes) -> Question:
-    """Return the question in bytes."""
+    """Return the question that the bytes of a message contain."""
     return _questions.decode(data)
 
 
 def decode_answer(data: bytes) -> Answer:
-    """Return the answer in bytes."""
+    """Return the answer that the bytes of a message contain."""
     return _answers.decode(data)
 
 
 def store_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a store may need to be opened: credentials, endpoints, proxies."""
+    """Return the variables that opening a store may need: credentials, endpoints, proxies."""
     return {name: value for name, value in environ.items() if name.upper().startswith(_STORE_PREFIXES)}

@@ -1,27 +1,28 @@
-"""Rules and limits of units and snapshots that come from somewhere else.
+"""Checks units and snapshots from other machines against rules and limits.
 
-    check_snapshot  interpreter, roots, members ─ files that are generated ─ facts and notes
-    check_together  a snapshot with its units: sizes as it says, nothing generated on top of a file, or below one
-    check_unit      its address ─ rows (paths, kinds, links) ─ where their bytes lie (packs, blocks, places), and how
-                    much they can become
+    check_snapshot  interpreter, roots, members ─ generated files ─ facts and notes
+    check_together  a snapshot with its units: matching sizes, and no generated file on top of a file or below one
+    check_unit      its address ─ rows (paths, kinds, links) ─ the position of their bytes (packs, blocks, places), and
+                    the size that they can expand to
 
-The rules are pure and linear in the size of the document, and run before a byte of content is asked for. Some of what
-a snapshot says becomes part of a path (the interpreter's version), of a generated file (placeholders), or of a line in
-a terminal (names), so no text is taken as it comes.
+The rules are pure and linear in the size of the document. The rules run before any byte of content is requested. Parts
+of a snapshot become part of a path (the interpreter's version), of a generated file (placeholders), or of a line in a
+terminal (names). So the rules check every text.
 
-A unit names regular files, links inside the tree and empty directories, and nothing else: modes, owners, devices, hard
-links and times have no place in the format, so they need no rule. On restore a file is 0444 or 0555.
+A unit names only regular files, links inside the tree and empty directories. The format has no modes, owners, devices,
+hard links or times, so they need no rule. Restore gives a file the mode 0444 or 0555.
 
-Paths mean the same on every file system: two names that differ only in case or in their Unicode form are one file on
-some machines, so the rules refuse them on all. A link's target is followed name by name through the tree as the rows
-describe it. Every directory on the way has to be a real one, so the rules check what the kernel will do.
+Paths mean the same on every file system. Two names that differ only in case or in their Unicode form are one file on
+some machines, so the rules refuse them everywhere. The rules follow a link's target name by name through the tree of
+the rows. Every directory on the way must be a real one, so the rules agree with the kernel.
 
-No two blocks share a byte of a pack and no two files a byte of a block. So what was really sent, times a ratio, bounds
-the content of a unit. zstd makes 150 bytes of 4 MiB of zeros, so no ratio per block tells a bomb from weights that were
-initialised with zeros. A whole unit may hold 200 bytes for each compressed one, and 256 MiB for nothing: a file of
-256 MiB of zeros passes, 1 GB of zeros in 1 MB does not. Real distributions are at 2 to 20.
+No two blocks share a byte of a pack, and no two files share a byte of a block. So the bytes that were sent, times a
+ratio, limit the content of a unit. zstd compresses 4 MiB of zeros to 150 bytes. So a ratio per block cannot distinguish
+a decompression bomb from weights that were initialised with zeros. A whole unit may hold 200 bytes for each compressed
+one, plus 256 MiB. A file of 256 MiB of zeros passes, but 1 GB of zeros in 1 MB does not. Real distributions have ratios
+of 2 to 20.
 
-Failure: `EnvironmentRejected` naming the unit or snapshot, the path, and the rule it breaks.
+Failure: `EnvironmentRejected` names the unit or snapshot, the path, and the broken rule.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from serverless_gpu.errors import EnvironmentRejected
 
 _VERSION = re.compile(r"\d{1,2}\.\d{1,3}(\.\d{1,3})?[a-z0-9.+]{0,16}", re.ASCII)
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", re.ASCII)
-# Control characters, and halves of surrogate pairs (they stand for bytes that are not UTF-8).
+# Control characters, and halves of surrogate pairs, which stand for bytes that are not UTF-8.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _PLACEHOLDER = re.compile(r"\{\{sgpu:([^{}]*)\}\}")
 _NATIVE = re.compile(r"\.(so|pyd|dylib|pyc)(\.|$)", re.ASCII | re.IGNORECASE)
@@ -67,70 +68,70 @@ AREAS = ("site", "prefix")
 EMPTY_SHA256 = hashlib.sha256().digest()
 
 ROWS_MAX = 1_000_000
-"""Rows of a unit, and files of a snapshot."""
+"""Limit of rows in a unit, and of files in a snapshot."""
 CONTENT_BYTES_MAX = 15 * 10**9
-"""Content bytes of an environment, and so of a unit."""
+"""Limit of content bytes in an environment, and so in a unit."""
 PATH_BYTES_MAX = 1024
 NAME_BYTES_MAX = 255
 DEPTH_MAX = 64
-"""Names in a path, its area included."""
+"""Limit of names in a path, including its area."""
 LINK_HOPS_MAX = 8
-"""Links that may point to one another in a row."""
+"""Limit of links that point to one another in a chain."""
 
 PACK_BYTES_MAX = 2 * PACK_BYTES
-"""A pack is closed when it is full, so it is longer than `PACK_BYTES` by the block that filled it."""
+"""A full pack is longer than `PACK_BYTES` by at most the block that filled it."""
 PACKS_MAX = 100_000
 BLOCKS_MAX = 1_000_000
 RATIO_MAX = 200
-"""Content bytes of a unit for each compressed byte …"""
+"""Limit of content bytes in a unit for each compressed byte, in addition to `FREE_RATIO_BYTES`."""
 FREE_RATIO_BYTES = 256 * 1024 * 1024
-"""… after these."""
+"""Content bytes that a unit may have whatever its compressed bytes are."""
 
 ROOTS_MAX = 64
 MEMBERS_MAX = 10_000
 TEXT_BYTES_MAX = 64 * 1024
-"""A generated file; they are scripts and `.pth` files."""
+"""Limit of bytes in a generated file. Generated files are scripts and `.pth` files."""
 TEXTS_MAX = 10_000
 NOTE_NAMES = frozenset({"INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json", "uv_build.json"})
 NOTE_BYTES_MAX = 64 * 1024
 FACTS_MAX = 200_000
-"""Entries of any list of facts."""
+"""Limit of entries in any list of facts."""
 FACT_BYTES_MAX = 8 * 1024
-"""One sentence or path among the facts."""
+"""Limit of bytes in one sentence or path among the facts."""
 
 
 def check_snapshot(snapshot: Snapshot) -> None:
-    """Check everything a snapshot says by itself, its address included.
+    """Check the whole content of a snapshot, including its address.
 
-    It is as decoded; nothing of it is believed.
+    The snapshot is decoded but not trusted.
     """
     if not is_digest(snapshot.address):
-        refuse("a snapshot", snapshot.address, "an address is 64 hexadecimal digits")
+        refuse("a snapshot", snapshot.address, "an address must be 64 hexadecimal digits")
     what = f"snapshot {snapshot.address[:12]}"
     if snapshot.version not in (1, SNAPSHOT_VERSION):
-        refuse(what, "", f"its format is {snapshot.version!r}, and this program reads 1 and {SNAPSHOT_VERSION}")
+        refuse(what, "", f"its format is {snapshot.version!r}, but this program reads 1 and {SNAPSHOT_VERSION}")
     _check_interpreter(snapshot.interpreter, what)
     roots = snapshot.roots
     if not 1 <= len(roots) <= ROOTS_MAX:
         refuse(what, "", f"it has {len(roots)} roots; 1 to {ROOTS_MAX} are allowed")
     for index, root in enumerate(roots):
         if (root.kind == "own") != (index == 0):
-            refuse(what, f"root {index}", "the first root, and no other, is the interpreter's own")
+            refuse(what, f"root {index}", "the first root, and no other, must be the interpreter's own")
         _check_root(index, root, len(roots), what)
     if snapshot.size > CONTENT_BYTES_MAX:
-        refuse(what, "", f"it holds {snapshot.size} bytes, and at most {CONTENT_BYTES_MAX} are allowed")
+        refuse(what, "", f"it holds {snapshot.size} bytes; at most {CONTENT_BYTES_MAX} are allowed")
     if snapshot.files > ROWS_MAX:
-        refuse(what, "", f"it has {snapshot.files} files, and at most {ROWS_MAX} are allowed")
+        refuse(what, "", f"it has {snapshot.files} files; at most {ROWS_MAX} are allowed")
     _check_facts(snapshot.facts, len(roots), what)
     if snapshot_address(snapshot) != snapshot.address:
-        refuse(what, "", "its address is not that of what it lists")
+        refuse(what, "", "its address does not match its content")
     for index, root in enumerate(roots):
         if root.members != in_order(root.members):
-            refuse(what, f"root {index}", "units are in order of kind, name and address")
+            refuse(what, f"root {index}", "units must be in order of kind, name and address")
 
 
 def check_together(snapshot: Snapshot, units: Mapping[str, Unit]) -> None:
-    """Check a snapshot against its units, both already checked by themselves."""
+    """Check a snapshot against its units. The caller has already checked each of them alone."""
     what = f"snapshot {snapshot.address[:12]}"
     for index, root in enumerate(snapshot.roots):
         tree = RowTree(what)
@@ -143,47 +144,51 @@ def check_together(snapshot: Snapshot, units: Mapping[str, Unit]) -> None:
             unit = units[member.address]
             content = [row.size for row in unit.rows if row.has_content]
             if (member.size, member.files) != (sum(content), len(content)):
-                refuse(what, member.name or member.address[:12], "size and number of files are not those of its unit")
+                refuse(
+                    what,
+                    member.name or member.address[:12],
+                    "its size and number of files differ from those of its unit",
+                )
             for row in unit.rows:
-                # Units may share directories, and even files (then the order of layers decides): only generated
-                # files are looked for.
+                # Units may share directories and even files, for which the order of layers decides. So only generated
+                # files are checked.
                 tree.meet(row.path, row.kind)
 
 
 def check_unit(unit: Unit) -> None:
-    """Check everything a unit says: its address, its rows, and where their bytes lie.
+    """Check the whole content of a unit: its address, its rows, and the position of their bytes.
 
-    It is as decoded; nothing of it is believed.
+    The unit is decoded but not trusted.
     """
     if not is_digest(unit.address):
-        refuse("a unit", unit.address, "an address is 64 hexadecimal digits")
+        refuse("a unit", unit.address, "an address must be 64 hexadecimal digits")
     what = f"unit {unit.address[:12]}"
     if unit.version != VERSION:
-        refuse(what, "", f"its format is {unit.version!r}, and this program reads {VERSION}")
+        refuse(what, "", f"its format is {unit.version!r}, but this program reads {VERSION}")
     for pack in unit.packs:
         if not is_digest(pack):
-            refuse(what, pack, "the name of a pack is 64 hexadecimal digits")
+            refuse(what, pack, "the name of a pack must be 64 hexadecimal digits")
     check_rows(unit.rows, what)
     if unit_address(unit.rows) != unit.address:
-        refuse(what, "", "its address is not that of its rows")
+        refuse(what, "", "its address does not match its rows")
     check_blocks(unit, what)
 
 
 def check_rows(rows: Sequence[FileRow], what: str = "a unit") -> None:
-    """Check all rows of a unit: each by itself, and the tree they make."""
+    """Check all rows of a unit: each one alone, and the tree that they form."""
     if len(rows) > ROWS_MAX:
-        refuse(what, "", f"it has {len(rows)} rows, and at most {ROWS_MAX} are allowed")
+        refuse(what, "", f"it has {len(rows)} rows; at most {ROWS_MAX} are allowed")
     tree = RowTree(what)
     before, size = "", 0
     for row in rows:
         _check_row(row, what)
         tree.add(row.path, row.kind)
         if row.path < before:
-            refuse(what, row.path, "rows are in order of their paths")
+            refuse(what, row.path, "rows must be in order of their paths")
         before = row.path
         size += row.size
     if size > CONTENT_BYTES_MAX:
-        refuse(what, "", f"it holds {size} bytes, and at most {CONTENT_BYTES_MAX} are allowed")
+        refuse(what, "", f"it holds {size} bytes; at most {CONTENT_BYTES_MAX} are allowed")
     for row in rows:
         if row.kind == "l":
             tree.targets[row.path] = row.target
@@ -192,24 +197,24 @@ def check_rows(rows: Sequence[FileRow], what: str = "a unit") -> None:
 
 
 def check_path(path: str, what: str = "a path") -> None:
-    """Check one path of a row: area, names, lengths, depth."""
+    """Check the path of a row: its area, names, lengths and depth."""
     _check_text(path, what)
     if path.startswith("/"):
-        refuse(what, path, "a path is not absolute")
+        refuse(what, path, "a path must not be absolute")
     area, _, rest = path.partition("/")
     if area not in AREAS or not rest:
-        refuse(what, path, "a path starts with site/ or prefix/ and goes on")
+        refuse(what, path, "a path must start with site/ or prefix/ and continue after it")
     names = path.split("/")
     if len(names) > DEPTH_MAX:
-        refuse(what, path, f"a path has at most {DEPTH_MAX} names")
+        refuse(what, path, f"a path may have at most {DEPTH_MAX} names")
     for name in names:
         _check_name(name, path, what)
 
 
 def check_blocks(unit: Unit, what: str) -> None:
-    """Check where the bytes of a unit lie."""
+    """Check the position of a unit's bytes."""
     if len(unit.packs) > PACKS_MAX or len(unit.blocks) > BLOCKS_MAX:
-        refuse(what, "", f"it has at most {PACKS_MAX} packs and {BLOCKS_MAX} blocks")
+        refuse(what, "", f"it may have at most {PACKS_MAX} packs and {BLOCKS_MAX} blocks")
     for index, block in enumerate(unit.blocks):
         _check_block(index, block, len(unit.packs), what)
     _check_overlap(unit.blocks, what)
@@ -222,19 +227,19 @@ def check_blocks(unit: Unit, what: str) -> None:
 
 def _check_interpreter(python: Interpreter, what: str) -> None:
     if not _VERSION.fullmatch(python.version):
-        refuse(what, python.version, "the interpreter's version is two or three numbers")
+        refuse(what, python.version, "the interpreter's version must be two or three numbers")
     for word in (python.implementation, python.abi, python.platform):
         if not _WORD.fullmatch(word):
-            refuse(what, word or "''", "implementation, ABI and platform are plain words")
+            refuse(what, word or "''", "implementation, ABI and platform must be plain words")
     if python.glibc and not _VERSION.fullmatch(python.glibc):
-        refuse(what, python.glibc, "the version of glibc is two numbers")
+        refuse(what, python.glibc, "the version of glibc must be two numbers")
 
 
 def _check_root(index: int, root: Root, roots: int, what: str) -> None:
     if len(root.members) > MEMBERS_MAX or len(root.generated) > TEXTS_MAX:
-        refuse(what, f"root {index}", f"it has at most {MEMBERS_MAX} units and {TEXTS_MAX} generated files")
+        refuse(what, f"root {index}", f"it may have at most {MEMBERS_MAX} units and {TEXTS_MAX} generated files")
     if root.kind not in ("own", "library", "code"):
-        refuse(what, f"root {index}", f"{root.kind!r} is no kind of root")
+        refuse(what, f"root {index}", f"{root.kind!r} is not a valid kind of root")
     seen: set[str] = set()
     for member in root.members:
         _check_member(member, root, what)
@@ -249,33 +254,39 @@ def _check_root(index: int, root: Root, roots: int, what: str) -> None:
 
 def _check_member(member: SnapshotMember, root: Root, what: str) -> None:
     if not is_digest(member.address):
-        refuse(what, member.address, "an address is 64 hexadecimal digits")
+        refuse(what, member.address, "an address must be 64 hexadecimal digits")
     if member.kind not in ("distribution", "unowned", "code") or (member.kind == "code") != (root.kind == "code"):
-        refuse(what, member.name or member.address[:12], f"{member.kind!r} is no kind of unit for a {root.kind} root")
+        refuse(
+            what,
+            member.name or member.address[:12],
+            f"{member.kind!r} is not a valid kind of unit for a {root.kind} root",
+        )
     _check_texts((member.name, member.version, *member.modules), NAME_BYTES_MAX, what)
     if "/" in member.name or len(member.modules) > FACTS_MAX:
-        refuse(what, member.name, "a unit's name is no path, and it adds a bounded number of modules")
+        refuse(what, member.name, "a unit's name must not be a path, and its number of modules is limited")
     if not 0 <= member.size <= CONTENT_BYTES_MAX or not 0 <= member.files <= ROWS_MAX:
-        refuse(what, member.name or member.address[:12], f"{member.size} bytes in {member.files} files cannot be")
+        refuse(
+            what, member.name or member.address[:12], f"{member.size} bytes in {member.files} files are not possible"
+        )
 
 
 def _check_generated(file: Generated, roots: int, what: str) -> None:
     check_path(file.path, what)
     name = file.path.rpartition("/")[2]
     if _NATIVE.search(name):
-        refuse(what, file.path, "code for the machine, and bytecode, is never generated")
+        refuse(what, file.path, "a generated file must not be native code or bytecode")
     if "\0" in file.text or len(file.text) > TEXT_BYTES_MAX or _bytes(file.text, what) > TEXT_BYTES_MAX:
-        refuse(what, file.path, f"a generated file is text of at most {TEXT_BYTES_MAX} bytes")
+        refuse(what, file.path, f"a generated file must be text of at most {TEXT_BYTES_MAX} bytes")
     for place in _PLACEHOLDER.findall(file.text):
         if place != "python" and not (place.isascii() and place.isdigit() and len(place) <= 3 and int(place) < roots):
-            refuse(what, file.path, f"'{{{{sgpu:{place}}}}}' stands for nothing")
+            refuse(what, file.path, f"'{{{{sgpu:{place}}}}}' is not a valid placeholder")
 
 
 def _check_facts(facts: SnapshotOrigin, roots: int, what: str) -> None:
     if not 0 <= facts.captured_ns < 2**63:
-        refuse(what, "captured_ns", "it is no time")
+        refuse(what, "captured_ns", "it is not a valid time")
     if max(len(facts.originals), len(facts.notes), len(facts.loaded)) > roots:
-        refuse(what, "facts", "they tell of more roots than there are")
+        refuse(what, "facts", "they describe more roots than the snapshot has")
     _check_texts((facts.python, facts.prefix, *facts.originals), FACT_BYTES_MAX, what)
     _check_texts(facts.variables, FACT_BYTES_MAX, what)
     _check_texts(facts.left_out, FACT_BYTES_MAX, what)
@@ -283,29 +294,29 @@ def _check_facts(facts: SnapshotOrigin, roots: int, what: str) -> None:
         _check_notes(notes, what)
     for loaded in facts.loaded:
         if len(loaded) > FACTS_MAX:
-            refuse(what, "facts", f"at most {FACTS_MAX} modules were loaded")
+            refuse(what, "facts", f"at most {FACTS_MAX} loaded modules are allowed")
         for path in loaded:
             check_path(path, what)
 
 
 def _check_notes(notes: Mapping[str, str], what: str) -> None:
     if len(notes) > FACTS_MAX:
-        refuse(what, "facts", f"at most {FACTS_MAX} notes are kept")
+        refuse(what, "facts", f"at most {FACTS_MAX} notes are allowed")
     for path, text in notes.items():
         check_path(path, what)
         directory, _, name = path.rpartition("/")
         if name not in NOTE_NAMES or not directory.startswith("site/") or not directory.endswith(".dist-info"):
-            refuse(what, path, f"a note is one of {', '.join(sorted(NOTE_NAMES))}, in a .dist-info directory")
+            refuse(what, path, f"a note must be one of {', '.join(sorted(NOTE_NAMES))}, in a .dist-info directory")
         if len(text) > NOTE_BYTES_MAX or _bytes(text, what) > NOTE_BYTES_MAX:
-            refuse(what, path, f"a note has at most {NOTE_BYTES_MAX} bytes")
+            refuse(what, path, f"a note may have at most {NOTE_BYTES_MAX} bytes")
 
 
 def _check_texts(texts: Iterable[str], bytes_max: int, what: str) -> None:
     for count, text in enumerate(texts):
         if count >= FACTS_MAX:
-            refuse(what, "facts", f"a list has at most {FACTS_MAX} entries")
+            refuse(what, "facts", f"a list may have at most {FACTS_MAX} entries")
         if _CONTROL.search(text) or len(text) > bytes_max or len(text.encode()) > bytes_max:
-            refuse(what, text, f"a name or fact is at most {bytes_max} bytes without control characters")
+            refuse(what, text, f"a name or fact may have at most {bytes_max} bytes, without control characters")
 
 
 def _bytes(text: str, what: str) -> int:
@@ -316,14 +327,14 @@ def _bytes(text: str, what: str) -> int:
 
 
 class RowTree:
-    """The tree that rows make, as it grows."""
+    """The tree that rows form, while it grows."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._kinds: dict[str, str] = dict.fromkeys(AREAS, _DIRECTORY)
-        self._folded: dict[str, str] = {area: area for area in AREAS}  # path → its form that must be unique
-        self._taken: dict[str, str] = {area: area for area in AREAS}  # and back
-        self._clear = set(AREAS)  # directories of units that `meet` has found free
+        self._folded: dict[str, str] = {area: area for area in AREAS}  # Path → folded form, which must be unique.
+        self._taken: dict[str, str] = {area: area for area in AREAS}  # Folded form → path.
+        self._clear = set(AREAS)  # Directories of units that collide with no generated file.
         self.targets: dict[str, str] = {}
 
     def add(self, path: str, kind: str) -> None:
@@ -331,15 +342,15 @@ class RowTree:
         _check_text(path, self._what)
         directory, _, name = path.rpartition("/")
         if not directory or path.count("/") >= DEPTH_MAX:
-            check_path(path, self._what)  # says which rule
+            check_path(path, self._what)  # Raises the error for the broken rule.
         self._enter(directory, path)
         _check_name(name, path, self._what)
         self._put(path, directory, name, kind)
 
     def meet(self, path: str, kind: str) -> None:
-        """Check that a row of a unit leaves alone what is there: not the same path, not above or below it."""
+        """Check that a unit's row has no generated file at, above or below its path."""
         there = self._taken.get(_fold_path(path))
-        # An empty directory is nothing but a directory that others may share.
+        # An empty directory is like any other directory, which others may share.
         if there is not None and (kind != "d" or self._kinds[there] != _DIRECTORY):
             refuse(self._what, there, f"a file is generated where a unit has {path!r}, or below it")
         directory = path.rpartition("/")[0]
@@ -351,7 +362,7 @@ class RowTree:
             directory = directory.rpartition("/")[0]
 
     def check_link(self, path: str) -> None:
-        """Check where a link leads, through at most a few others."""
+        """Check that a link leads to an entry of its unit, through at most a few other links."""
         at = path
         for _ in range(LINK_HOPS_MAX):
             at = self._follow(at, path)
@@ -362,21 +373,21 @@ class RowTree:
     def _follow(self, link: str, path: str) -> str:
         target = self.targets[link]
         if not target or target.startswith("/"):
-            refuse(self._what, path, f"a link's target is relative, not {target!r}")
+            refuse(self._what, path, f"a link's target must be relative, not {target!r}")
         at = link.rpartition("/")[0]
         names = target.split("/")
         for index, name in enumerate(names):
             if name == "..":
                 at = at.rpartition("/")[0]
                 if not at:
-                    refuse(self._what, path, f"a link stays in its tree, and {target!r} leads out of it")
+                    refuse(self._what, path, f"a link must stay in its tree, but {target!r} leads out of it")
             elif name != ".":
                 at = f"{at}/{name}"
             kind = self._kinds.get(at)
             if kind is None or not name:
-                refuse(self._what, path, f"a link leads to something in its unit, and {target!r} is not there")
+                refuse(self._what, path, f"a link must lead to an entry of its unit, but {target!r} is not there")
             if index < len(names) - 1 and kind not in (_DIRECTORY, "d"):
-                refuse(self._what, path, f"a link does not lead through another link or a file, as {target!r} does")
+                refuse(self._what, path, f"a link must not lead through another link or a file, as {target!r} does")
         return at
 
     def _enter(self, directory: str, path: str) -> None:
@@ -395,12 +406,12 @@ class RowTree:
 
     def _put(self, path: str, directory: str, name: str, kind: str) -> None:
         if path in self._kinds:
-            twice = "the path is there twice" if self._kinds[path] != _DIRECTORY else "it is a directory, too"
+            twice = "the path occurs twice" if self._kinds[path] != _DIRECTORY else "it is also a directory"
             refuse(self._what, path, twice)
         folded = f"{self._folded[directory]}/{fold_name(name)}"
         other = self._taken.setdefault(folded, path)
         if other != path:
-            refuse(self._what, path, f"it is the same file as {other!r} where case or Unicode forms do not count")
+            refuse(self._what, path, f"it is the same file as {other!r} on a system that ignores case or Unicode forms")
         self._kinds[path] = kind
         if kind == _DIRECTORY:
             self._folded[path] = folded
@@ -408,7 +419,7 @@ class RowTree:
 
 def _check_row(row: FileRow, what: str) -> None:
     if row.kind not in _KINDS:
-        refuse(what, row.path, f"{row.kind!r} is no kind of row")
+        refuse(what, row.path, f"{row.kind!r} is not a valid kind of row")
     if not row.has_content:
         if row.size or row.sha256:
             refuse(what, row.path, "only files have a size and a digest")
@@ -420,11 +431,11 @@ def _check_row(row: FileRow, what: str) -> None:
     if row.target:
         refuse(what, row.path, "only links have a target")
     if not 0 <= row.size <= CONTENT_BYTES_MAX:
-        refuse(what, row.path, f"a size is between 0 and {CONTENT_BYTES_MAX}, not {row.size}")
+        refuse(what, row.path, f"a size must be between 0 and {CONTENT_BYTES_MAX}, not {row.size}")
     if len(row.sha256) != 32 or (row.size == 0 and row.sha256 != EMPTY_SHA256):
-        refuse(what, row.path, "a digest is the 32 bytes of SHA-256 of the content")
+        refuse(what, row.path, "a digest must be the 32 bytes of SHA-256 of the content")
     if row.path.endswith(".pyc") and row.path.rpartition("/")[0].endswith("/__pycache__"):
-        # It would be run in place of the source beside it, which is what people read.
+        # Python would run this bytecode in place of the source that people read.
         refuse(what, row.path, "bytecode is made on the node, never sent")
 
 
@@ -432,16 +443,16 @@ def _check_text(text: str, what: str) -> None:
     if _CONTROL.search(text):
         refuse(what, text, "it has a control character, or bytes that are not UTF-8")
     if len(text) * 4 > PATH_BYTES_MAX and len(text.encode()) > PATH_BYTES_MAX:
-        refuse(what, text, f"a path has at most {PATH_BYTES_MAX} bytes")
+        refuse(what, text, f"a path may have at most {PATH_BYTES_MAX} bytes")
 
 
 def _check_name(name: str, path: str, what: str) -> None:
     if not name:
-        refuse(what, path, "a name is not empty")
+        refuse(what, path, "a name must not be empty")
     if name == "." or name == "..":
-        refuse(what, path, "a name is not '.' or '..'")
+        refuse(what, path, "a name must not be '.' or '..'")
     if len(name) * 4 > NAME_BYTES_MAX and len(name.encode()) > NAME_BYTES_MAX:
-        refuse(what, path, f"a name has at most {NAME_BYTES_MAX} bytes")
+        refuse(what, path, f"a name may have at most {NAME_BYTES_MAX} bytes")
 
 
 def _fold_path(path: str) -> str:
@@ -449,16 +460,16 @@ def _fold_path(path: str) -> str:
 
 
 def _check_ratio(unit: Unit, content_bytes: int, what: str) -> None:
-    """Check that a few bytes do not become very many."""
-    # Two packs of the same bytes are one in the store (a file may repeat itself): counted once.
+    """Check that few compressed bytes do not expand to very many."""
+    # Equal packs count once: they are one object in the store, because a file may repeat itself.
     first = {digest: index for index, digest in reversed(list(enumerate(unit.packs)))}
     once = set(first.values())
     sent = sum(block.length for block in unit.blocks if block.pack in once)
     made = sum(block.size for block in unit.blocks)
     if made > RATIO_MAX * sent + FREE_RATIO_BYTES:
-        rule = f"{sent} bytes would become {made}; {RATIO_MAX} for each, and {FREE_RATIO_BYTES} more, are allowed"
+        rule = f"{sent} bytes would become {made}; at most {RATIO_MAX} for each plus {FREE_RATIO_BYTES} are allowed"
         refuse(what, "", rule)
-    # What is decompressed and thrown away costs time, too. An edited unit may leave half of its old packs unused.
+    # Decompressing unused content costs time, too. An edited unit may leave half of its old packs unused.
     if made > 4 * content_bytes + FREE_RATIO_BYTES:
         refuse(what, "", f"its blocks hold {made} bytes, far more than the {content_bytes} of its files")
 
@@ -468,7 +479,7 @@ def _check_block(index: int, block: PackBlock, packs: int, what: str) -> None:
     if not 0 <= block.pack < packs:
         refuse(what, name, f"it lies in pack {block.pack} of {packs}")
     if not 0 < block.size <= BLOCK_BYTES:
-        refuse(what, name, f"a block holds 1 to {BLOCK_BYTES} bytes, not {block.size}")
+        refuse(what, name, f"a block must hold 1 to {BLOCK_BYTES} bytes, not {block.size}")
     if block.offset < 0 or block.length < 1 or block.offset + block.length > PACK_BYTES_MAX:
         refuse(what, name, f"it lies outside its pack, at {block.offset} with {block.length} bytes")
 
@@ -485,7 +496,7 @@ def _check_overlap(blocks: Sequence[PackBlock], what: str) -> None:
 def _check_places(
     filled: Sequence[FileRow], places: Sequence[ContentPlace], blocks: Sequence[PackBlock], what: str
 ) -> None:
-    parts: list[tuple[int, int, int, str]] = []  # block, start, end, path: what each file takes
+    parts: list[tuple[int, int, int, str]] = []  # block, start, end and path of each part of a file
     for row, place in zip(filled, places, strict=True):
         if not 0 <= place.block < len(blocks) or place.start < 0:
             refuse(what, row.path, f"its place is block {place.block} of {len(blocks)}, byte {place.start}")
@@ -494,7 +505,7 @@ def _check_places(
             parts.append((place.block, place.start, place.start + row.size, row.path))
             continue
         if place.start:
-            refuse(what, row.path, "a file that ends outside its block starts at the block's first byte")
+            refuse(what, row.path, "a file that ends outside its block must start at the block's first byte")
         parts += _run(row, place.block, blocks, what)
     parts.sort()
     for before, part in itertools.pairwise(parts):
@@ -507,29 +518,29 @@ def _run(row: FileRow, first: int, blocks: Sequence[PackBlock], what: str) -> li
     parts, left, index = [], row.size, first
     while left:
         if index >= len(blocks):
-            refuse(what, row.path, "it goes on after the last block")
+            refuse(what, row.path, "it continues after the last block")
         size = blocks[index].size
         if size > left:
-            refuse(what, row.path, "the blocks of a large file hold nothing else")
+            refuse(what, row.path, "the blocks of a large file must hold nothing else")
         parts.append((index, 0, size, row.path))
         left, index = left - size, index + 1
     return parts
 
 
 def refuse(what: str, path: str, rule: str) -> NoReturn:
-    """Raise that something breaks a rule."""
+    """Raise the error for a broken rule."""
     shown = path if len(path) <= 200 else f"{path[:100]}…{path[-60:]}"
     raise EnvironmentRejected(f"{what}: {shown!r}: {rule}" if path else f"{what}: {rule}")
 
 
 def is_digest(text: str) -> bool:
-    """Return whether this is a BLAKE3 digest as we write it: 64 hexadecimal digits, lower case."""
+    """Return whether a text is a BLAKE3 digest in our form: 64 hexadecimal digits, lower case."""
     return _DIGEST.fullmatch(text) is not None
 
 
 def fold_name(name: str) -> str:
-    """Return what two names have in common that are one where case or Unicode forms do not count."""
+    """Return a form that is equal for names that differ only in case or Unicode form."""
     if name.isascii():
         return name.lower()
-    # Folding case can bring back what normalising took away, so it is done around it.
+    # Case folding can undo the normalization, so the name is normalized before and after it.
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())

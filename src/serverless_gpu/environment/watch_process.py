@@ -1,15 +1,16 @@
-"""The watching process: it keeps watches (`scan/watcher.py`) for the service, and answers whether anything happened.
+"""Keeps watches (`scan/watcher.py`) in a separate process that answers if the libraries changed.
 
-    service ── fork ─▶ place, look at everything ── "=" and the generation of the index ──▶ service
+    service ── fork ─▶ place, check everything ──── "=" and the generation of the index ──▶ service
             ── "?" ──▶ queue of events, stats ─────── "=": unchanged · "!" and a reason ───▶
                        └ a change in between: "!" and a reason; the process ends
 
-It is a process of its own because placing takes as long as a full look, and removing 50,000 watches takes the kernel
-tens of milliseconds: the service waits for neither. Whatever goes wrong here costs speed only: without an answer the
-service has every file looked at.
+The process is separate because placing watches takes as long as a full check, and the kernel takes tens of milliseconds
+to remove 50,000 watches. The service waits for neither. A failure of the process only costs speed: without an answer,
+the service checks every file.
 
-Failure cases: watches cannot be had ("!" with the reason); the process is killed (end of file); it does not answer
-(killed after a second); the service is gone (end of file: the process ends); the service is killed while it forks.
+Failure cases: watches are not available ("!" with the reason). The process is killed (end of file). The process does
+not answer, and the service kills it after a second. The service is gone (end of file), and the process ends. The
+service is killed while it forks.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from serverless_gpu.environment.scan.watcher import LibraryWatcher, Unwatchable
 from serverless_gpu.errors import ServerlessGpuError
 
 ANSWER_S_MAX = 1.0
-"""After so long without an answer every file is looked at; that takes a tenth of it."""
+"""Seconds without an answer before every file is checked. A check takes a tenth of this time."""
 LOOKS_MAX = 15
-"""So many full looks at most between two tries to place watches."""
+"""Maximum number of full checks between two attempts to place watches."""
 _PACKET_BYTES_MAX = 4096
 _REASON_CHARACTERS_MAX = 500
 _NAME = "sgpu-watch"
@@ -40,17 +41,18 @@ _NAME = "sgpu-watch"
 class WatchProcess:
     """The service's end of one watching process.
 
-    `leave` closes, in the process, what it inherits and must not keep open. Raises OSError: no process can be started.
+    In the new process, `leave` closes inherited descriptors that must not stay open. Raises OSError: no process can be
+    started.
     """
 
     def __init__(self, recogniser: Recogniser, description: Description, leave: Callable[[], None]) -> None:
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.generation = b""
-        """Of the index that the watches go with; b"" until they are placed."""
+        """Generation of the index that the watches cover; b"" until they are placed."""
         self.saved = 0
-        """How many full looks its answers have saved."""
+        """Number of full checks that its answers have saved."""
         self.reason = ""
-        """Why it ended."""
+        """Reason for its end."""
         sys.stderr.flush()
         try:
             self.pid = os.fork()
@@ -65,7 +67,7 @@ class WatchProcess:
         self.sock.settimeout(ANSWER_S_MAX)
 
     def hear(self) -> bool:
-        """Take what the process says without being asked; return whether it goes on."""
+        """Take an unasked message of the process, and return whether the process continues."""
         answer = self._receive()
         if answer[:1] == b"=":
             self.generation = answer[1:]
@@ -73,10 +75,10 @@ class WatchProcess:
         return self._end(answer)
 
     def ask(self) -> bytes:
-        """Return the generation of the index whose libraries are proven to be unchanged, or b"" for no proof."""
+        """Return the generation of the index whose libraries are proven unchanged, or b"" without proof."""
         if not self.generation:
             return b""
-        with contextlib.suppress(OSError):  # it has ended; why is still to be read
+        with contextlib.suppress(OSError):  # The process has ended; the reason can still be read.
             self.sock.send(b"?")
         answer = self._receive()
         if answer == b"=":
@@ -85,7 +87,7 @@ class WatchProcess:
         return b""
 
     def close(self) -> None:
-        """Have the process end."""
+        """End the process."""
         self.sock.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
@@ -105,21 +107,21 @@ class WatchProcess:
 
 
 class WatchBackoff:
-    """How many full looks to let pass before watches are placed again: twice as many after each that were of no use."""
+    """Counts the full checks until the next watches: twice as many after watches that saved none."""
 
     def __init__(self) -> None:
         self.reason = ""
-        """Why the environment was not watched, as it was logged last."""
+        """Last logged reason why the environment was not watched."""
         self._pause = 0
         self._left = 0
 
     def is_due(self) -> bool:
-        """Return whether to place watches after this look."""
+        """Return whether to place watches after this check."""
         self._left -= 1
         return self._left < 0
 
     def count(self, saved: int) -> None:
-        """Take into account how many full looks the last watches have saved."""
+        """Record how many full checks the last watches have saved."""
         self._pause = 0 if saved else min(2 * self._pause + 1, LOOKS_MAX)
         self._left = self._pause
 
@@ -127,7 +129,7 @@ class WatchBackoff:
 def _be_watcher(
     sock: socket.socket, recogniser: Recogniser, description: Description, leave: Callable[[], None]
 ) -> NoReturn:
-    """Place watches, answer, and end; what goes wrong is the last answer."""
+    """Place watches, answer, and exit; send an error as the last answer."""
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -140,7 +142,7 @@ def _be_watcher(
             reason = _answer(sock, watcher)
         except (Unwatchable, OSError, ServerlessGpuError) as error:
             reason = str(error)
-        with contextlib.suppress(OSError):  # the service is gone
+        with contextlib.suppress(OSError):  # The service is gone.
             sock.send(b"!" + reason[:_REASON_CHARACTERS_MAX].encode(errors="replace"))
         code = 0
     finally:
@@ -151,7 +153,7 @@ def _be_watcher(
 
 
 def _answer(sock: socket.socket, watcher: LibraryWatcher) -> str:
-    """Answer questions until something happens; return what."""
+    """Answer questions until an event occurs, and return its reason."""
     poller = select.poll()
     poller.register(sock, select.POLLIN)
     poller.register(watcher, select.POLLIN)

@@ -116,7 +116,7 @@ def _entries(value: object) -> Mapping[object, object] | None:
     if isinstance(value, dict):
         return value if kind is dict else dict(dict.items(value))
     if dataclasses.is_dataclass(kind):
-        # Reads `__dict__` and not attributes, because a field may be a property that runs user code.
+        # This function reads `__dict__` and not attributes, because a field may be a property that runs user code.
         held: Mapping[str, object] = getattr(value, "__dict__", {})
         return {field.name: held[field.name] for field in dataclasses.fields(kind) if field.name in held}
     return (

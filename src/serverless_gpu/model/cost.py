@@ -123,7 +123,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 class AttemptUse(msgspec.Struct, frozen=True, kw_only=True):
     """The use of one attempt."""
 
-    lines: tuple[LedgerLine, ...]  # One line for each day of the attempt.
+    lines: tuple[LedgerLine, ...]  # One ledger line for each day of the attempt.
     currency: str = "USD"  # Currency of the costs in `lines`.
     gpu_type: str = ""  # Type of the attempt's devices.
     queued_ms: int = 0  # Time that the run waited for this attempt.
@@ -179,7 +179,7 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
 class AttemptDuration(msgspec.Struct, frozen=True, kw_only=True):
     """Time limit and expected duration of an attempt, in seconds; None if unknown."""
 
-    # Maximum from the first line of user code, including the grace period of the stop.
+    # Time limit from the first line of user code, including the grace period of the stop.
     limit_s: float | None = None
     limit: str = "timeout"  # Name of the limit: ``"timeout"`` or ``"the policy's longest time"``.
     expected_s: float | None = None  # 4 of 5 earlier runs of the same name held their devices for at most this time.

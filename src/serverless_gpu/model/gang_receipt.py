@@ -106,7 +106,10 @@ def _joined_text(found: Sequence[tuple[str, Receipt]], word: Callable[[Receipt],
 
 
 def _gate(accounts: Sequence[CrewAccount]) -> str:
-    """Return the evidence of the hand-back, devices that are not free first, because clients may cut the text."""
+    """Return the evidence of the hand-back.
+
+    Devices that are not free come first, because clients may cut the text.
+    """
     texts = {each.receipt.gate for each in accounts if each.receipt is not None}
     is_free = all(each.receipt is not None and not each.receipt.quarantined for each in accounts)
     if is_free and len(texts) == 1:

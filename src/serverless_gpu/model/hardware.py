@@ -317,5 +317,5 @@ CATALOGUE: tuple[GpuType, ...] = (
 # A request for a family accepts any member.
 FAMILIES: dict[str, tuple[str, ...]] = {"A100": ("A100-40", "A100-80")}
 
-# An index by key, because every call looks up every device.
+# This index finds types by key, because every call looks up every device.
 _INDEX: dict[str, GpuType] = {key: gpu_type for gpu_type in CATALOGUE for key in _keys(gpu_type)}

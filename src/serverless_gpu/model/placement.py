@@ -143,7 +143,7 @@ def rank_variables(
         "PYTHONUNBUFFERED": "1",
     }
     indices = [str(device.index) for device in devices if device.type != CPU]
-    # Empty and not absent for CPU slots, because their ranks must not touch a GPU of the machine.
+    # The variable is empty and not absent for CPU slots, because their ranks must not touch a GPU of the machine.
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(indices)
     if indices:
         # By default CUDA orders devices by speed. Our indices come from NVML, which uses PCI bus order.
@@ -178,7 +178,7 @@ NODE_COMMAND_PRESETS: Mapping[str, str] = {
     "NCCL_CUMEM_ENABLE": "0",
 }
 
-# For MLflow calls of the ranks themselves. With MLflow's defaults, every call to a server that hangs waits over 100 s.
+# Settings for MLflow calls of the ranks. With MLflow's defaults, every call to a server that hangs waits over 100 s.
 TRACKED_PRESETS: Mapping[str, str] = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -212,7 +212,7 @@ def _is_number(entry: str) -> bool:
 def _by_index(devices: Sequence[Device], entry: str) -> Device | None:
     if not _is_number(entry):
         return None
-    # Compares text, so that an entry with a thousand digits is never converted to a number.
+    # The code compares text, so that an entry with a thousand digits is never converted to a number.
     wanted = entry.lstrip("0") or "0"
     return next((device for device in devices if str(device.index) == wanted), None)
 
@@ -223,7 +223,7 @@ def _only_type(present: Sequence[Device]) -> str:
         raise NoGpu("this machine has no GPU", hint=_NO_GPU_HINT)
     if len(types) > 1:
         raise InvalidValue(
-            f"this machine has several GPU types ({_census(present)}) and gpu_type does not say which",
+            f"this machine has several GPU types ({_census(present)}) and gpu_type does not select one",
             hint=f"use {_choices(types)}",
         )
     return types[0]
@@ -231,22 +231,22 @@ def _only_type(present: Sequence[Device]) -> str:
 
 def _none_of(wanted: str, present: Sequence[Device]) -> HardwareError:
     if not present:
-        return NoGpu(f"asked for {wanted}, this machine has no GPU", hint=_NO_GPU_HINT)
+        return NoGpu(f"the run asks for {wanted}, but this machine has no GPU", hint=_NO_GPU_HINT)
     types = _types(present)
     or_none = ", or leave gpu_type out" if len(types) == 1 else ""
     return GpuTypeMismatch(
-        f"asked for {wanted}, this machine has {_census(present)}", hint=f"use {_choices(types)}{or_none}"
+        f"the run asks for {wanted}, but this machine has {_census(present)}", hint=f"use {_choices(types)}{or_none}"
     )
 
 
 def _too_many(wanted: str, asked: int, there: int) -> NotEnoughGpus:
     if wanted == CPU:
         return NotEnoughGpus(
-            f"asked for {asked} CPU {'slot' if asked == 1 else 'slots'}, this machine has {there}",
+            f"the run asks for {asked} CPU {'slot' if asked == 1 else 'slots'}, but this machine has {there}",
             hint=f'SERVERLESS_GPU_FAKE="CPU:{asked}" creates as many slots, whatever the number of cores',
         )
     return NotEnoughGpus(
-        f"asked for {asked} {wanted}, this machine has {there}",
+        f"the run asks for {asked} {wanted}, but this machine has {there}",
         hint=f"use gpus={there}, or leave gpus out to use all; a GPU that CUDA_VISIBLE_DEVICES hides does not count",
     )
 

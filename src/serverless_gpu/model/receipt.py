@@ -28,7 +28,7 @@ _NODES_NAMED = 3
 # Host memory of all processes of the run together. Memory of a GPU is "GPU memory".
 _PEAK = "host memory peak"
 
-# Words in the hand-back texts of `node/attempt/usage_account.py` (one node) and `gang_receipt.py` (several nodes).
+# Patterns for the hand-back texts of `node/attempt/usage_account.py` (one node) and `gang_receipt.py` (several nodes).
 _FREE = re.compile(r"\bfree\b")
 _NOT_FREE = re.compile(r"\bnot free\b|\bnot known\b|\bnothing is known\b")
 
@@ -326,7 +326,7 @@ def _size_text(receipt: Receipt) -> str:
 
 
 def _segments_text(segments: Segments) -> str:
-    # In the order in which a run passes through them; unknown segments are left out.
+    # Segments are in the order in which a run passes through them; unknown segments are left out.
     named = (
         ("queued", segments.queued_ms),
         ("environment", segments.environment_ms),

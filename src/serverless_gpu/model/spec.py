@@ -279,7 +279,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def per_node(self) -> bool:
-        """Return whether a node runs one process for all of its devices, which starts further processes itself."""
+        """Return whether a node runs one process for all of its devices, which starts further processes."""
         return self.ray is not None or (isinstance(self.payload, Command) and self.payload.per == "node")
 
     def processes(self, world_size: int) -> int:
@@ -388,7 +388,7 @@ def hang_warning_s(text: str | None) -> float:
     value = -1.0
     with contextlib.suppress(ValueError):
         value = float(text)
-    if not 0 <= value <= SECONDS_MAX:  # Also refuses NaN.
+    if not 0 <= value <= SECONDS_MAX:  # The comparison also refuses NaN.
         raise InvalidValue(
             f"{HANG_WARNING}={text!r} is not a number of seconds", hint="0 switches the warning off; the default is 600"
         )
@@ -444,7 +444,7 @@ def seconds(name: str, value: object) -> float:
             value = parse_duration_s(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidOption(f"{name} must be seconds, or text such as '5m', not {value!r}")
-    if not 0 < value < float("inf"):  # Also refuses NaN.
+    if not 0 < value < float("inf"):  # The comparison also refuses NaN.
         raise InvalidValue(f"{name} must be a positive number of seconds, not {value}")
     if value > SECONDS_MAX:
         raise InvalidValue(f"{name} must be at most {SECONDS_MAX} seconds, ten years")

@@ -207,8 +207,8 @@ def interval_ns(rows: int) -> int:
 def merged(samples: Sequence[Sample]) -> Sample:
     """Return one sample that combines several.
 
-    Rates become their mean, memory its maximum, and counters their last value. After a change of devices or ranks, only
-    samples with the last set of them count.
+    The result has the mean of rates, the maximum of memory, and the last value of counters. After a change of devices
+    or ranks, only samples with the last set of them count.
     """
     last = samples[-1]
     if len(samples) == 1:

@@ -62,7 +62,10 @@ def status_of(state: State) -> Status:
 
 
 def valid_key(key: str) -> str:
-    """Return a name that MLflow accepts for a parameter, tag or series: valid characters, no relative path."""
+    """Return a name that MLflow accepts for a parameter, tag or series.
+
+    The name has only valid characters, and no path segments such as "..".
+    """
     clean = "".join(char if char.isalnum() or char in "_-.: /" else "_" for char in key[:KEY_CHARACTERS_MAX])
     parts = [part for part in clean.split("/") if part not in ("", ".", "..")]
     return "/".join(parts) or "_"
@@ -153,7 +156,7 @@ def receipt_tags(tracking: Tracking, receipt: Receipt, node_rank: int = 0, nodes
     if nodes > 1:
         tags = {f"sgpu.node_{node_rank}.{key.removeprefix('sgpu.')}": value for key, value in tags.items()}
     elif not tracking.run_id:
-        # Indented as code, because the page renders Markdown.
+        # The receipt is indented as code, because the MLflow page renders Markdown.
         tags[_NOTE_TAG] = "    " + receipt.text().replace("\n", "\n    ")
     return {key: cut(value, TAG_CHARACTERS_MAX) for key, value in tags.items() if value}
 
@@ -200,10 +203,10 @@ def pause_s(failures: int) -> float:
 
 
 def send_interval_s(elapsed_s: float, series: int, nodes: int) -> int:
-    """Return the interval between points of a series, in seconds: 10 at first, doubled at growing times.
+    """Return the interval between points of a series, in seconds; it starts at 10 and doubles over time.
 
-    The interval depends only on the time since the call and the size of the run, so a restarted monitor continues with
-    the same intervals. All points of all nodes stay below `POINTS_MAX` in a run of ten days.
+    The interval depends only on the time since the call and the size of the run. A restarted monitor therefore
+    continues with the same intervals. All points of all nodes stay below `POINTS_MAX` in a run of ten days.
     """
     rows_each = POINTS_MAX // (_DOUBLINGS * max(1, series) * max(1, nodes))
     rows_each = min(max(rows_each, _ROWS_EACH_MIN), _ROWS_EACH_MAX)

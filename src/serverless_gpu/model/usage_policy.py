@@ -46,7 +46,7 @@ class UsagePolicy(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_run: int | None = None  # Maximum number of devices of one run.
     gpus_at_once: int | None = None  # Maximum number of devices of all active runs of one user.
     max_run_s: float | None = None  # Longest time of an attempt, in seconds.
-    # Seconds without work on any device until a run is stopped. Users may set less, but not more and not never.
+    # Seconds without work on any device until a run is stopped. Users may set a shorter time, but no longer one.
     idle_s: float | None = None
     # Priority classes that runs may request. A run without a class is NORMAL; if NORMAL is not accepted, the first
     # class replaces it.

@@ -1,1 +1,1 @@
-"""The code of a machine with GPUs: agent, supervisor, device locks, and the runtime in user processes."""
+"""Code that runs on a GPU node: agent, supervisor, device locks, and the runtime of user processes."""

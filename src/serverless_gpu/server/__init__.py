@@ -1,6 +1,6 @@
-"""The server, a control plane for runs, nodes, budgets and the audit. It runs no user code.
+"""The server, a control plane for runs, nodes, budgets and the audit.
 
-The server never unpickles. Imports point only down this list (`import-linter`):
+The server runs no user code and never unpickles. Imports point only down this list (`import-linter`):
 
     process, startup, composition, runs and invariants, scheduling, budgets, billing, policies, pools, operations,
     nodes, identity, lifecycle, environments, storage, secrets, audit, http, records, db, core

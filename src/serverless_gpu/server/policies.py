@@ -53,7 +53,7 @@ HOLDERS_MAX = 20_000
 NAMED_MAX = 100
 """Maximum number of pools, GPU types or tag values that one policy may name."""
 ENVIRONMENTS_MAX = 16
-"""Maximum number of captured environments in one policy; admission reads each of them for a comparison."""
+"""Maximum number of captured environments in one policy; admission compares a run with each."""
 LEAST_S = 1.0
 _ADDRESS = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
@@ -70,8 +70,8 @@ class PolicyService:
     def view_all(self, who: Caller, *, mine: bool = False) -> tuple[PolicyView, ...]:
         """Return usage policies by name.
 
-        With `mine`, return only policies that can apply to the caller's runs. These are policies attached to the caller
-        or their teams, or else unattached policies.
+        With `mine`, return only policies that can apply to the caller's runs. Such policies are attached to the caller
+        or their teams; without any, unattached policies apply.
         """
 
         def work(connection: sa.Connection) -> tuple[PolicyView, ...]:
@@ -119,7 +119,7 @@ class PolicyService:
             return _view(policy, policies.holders(connection, name).get(name, ()), who)
 
         view = self._database.write(work)
-        self._hub.touch(SCHEDULER)  # The new policy may allow more devices at once.
+        self._hub.touch(SCHEDULER)  # The new policy may allow more concurrent devices.
         return view
 
     def delete(self, who: Caller, name: str) -> PolicyView:
@@ -229,7 +229,7 @@ def _view(policy: StoredPolicy, holders: tuple[PolicySubject, ...], who: Caller)
 
 
 def _check(policy: UsagePolicy) -> None:
-    """Refuse an invalid policy, without a look at the database."""
+    """Refuse an invalid policy; checks that need the database follow later."""
     for what, names in (("pools", policy.pools), ("GPU types", policy.gpu_types), ("classes", policy.priorities)):
         if len(names) > NAMED_MAX:
             raise InvalidValue(f"a policy names {len(names)} {what}, over the limit of {NAMED_MAX}")

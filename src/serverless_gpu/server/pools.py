@@ -15,7 +15,7 @@ from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import Call, Routes, reading, writing
 from serverless_gpu.server.nodes import node_service
 from serverless_gpu.server.nodes.node_service import NodeService
-from serverless_gpu.server.records import audit, pools, principals
+from serverless_gpu.server.records import audit, pools, principals, references
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.pools import (
     NO_ISOLATION,
@@ -76,6 +76,26 @@ class PoolService:
         self._database.write(work)
         self._hub.touch(SCHEDULER)
         return next(pool for pool in self._nodes.view_pools() if pool.name == name)
+
+    def delete(self, who: Caller, name: str) -> PoolView:
+        """Delete a pool that nothing refers to; return it as it was."""
+        at_ns = self._clock.wall_ns()
+        before = next((pool for pool in self._nodes.view_pools() if pool.name == name), None)
+
+        def work(connection: sa.Connection) -> None:
+            find_pool(connection, name)
+            if name == pools.DEFAULT:
+                raise InvalidValue(f"pool {name!r} cannot be deleted: nodes that name no pool join it")
+            moving = f"to move a node: sgpu pool set {pools.DEFAULT} --node NODE"
+            referring = references.of_pool(connection, name, now_ns=at_ns)
+            references.refuse(f"pool {name!r}", referring, also=moving)
+            pools.delete(connection, name)
+            audit.record(connection, who=who, action=Action.POOL_DELETE, subject=name, now_ns=at_ns)
+
+        self._database.write(work)
+        self._hub.touch(SCHEDULER)
+        assert before is not None  # the transaction found it
+        return before
 
     def put_share(self, who: Caller, kind: str, name: str, weight: float) -> ShareView:
         """Set the share of a team, or of a user within their team."""
@@ -170,3 +190,9 @@ def list_pools(call: Call, nodes: NodeService) -> PoolList:
 def put_pool(call: Call, pools: PoolService, name: str, body: PoolRequest) -> PoolView:
     """Create or change a pool, and move nodes into it."""
     return pools.put(call.who, name, body)
+
+
+@routes.delete("/pools/{name}", needs=writing("pools"))
+def delete_pool(call: Call, pools: PoolService, name: str) -> PoolView:
+    """Delete a pool that nothing refers to."""
+    return pools.delete(call.who, name)

@@ -148,8 +148,8 @@ def assembled(
         operator: callbacks of the starting process; None if the log is enough.
 
     Raises:
-        ServerProblem: the database was rolled back, belongs to another server, or has a newer version; or the key is
-            invalid or does not belong to the database.
+        ServerProblem: the database was rolled back, belongs to another server, or has a newer version. Also if the key
+            is invalid or does not belong to the database.
         ServerUnavailable: the database does not answer.
     """
     rotation.refuse_unfinished(settings.directory)

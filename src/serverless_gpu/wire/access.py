@@ -60,7 +60,7 @@ class PrincipalView(Answer, frozen=True, kw_only=True):
 
 
 class PrincipalList(Answer, frozen=True, kw_only=True):
-    """Users and services."""
+    """A list of users and services."""
 
     principals: tuple[PrincipalView, ...]
 
@@ -108,7 +108,7 @@ class TeamView(Answer, frozen=True, kw_only=True):
 
 
 class TeamList(Answer, frozen=True, kw_only=True):
-    """All teams."""
+    """The list of all teams."""
 
     teams: tuple[TeamView, ...]
 
@@ -189,7 +189,7 @@ class SecretView(Answer, frozen=True, kw_only=True):
 
 
 class SecretList(Answer, frozen=True, kw_only=True):
-    """Secrets, by name."""
+    """A list of secrets, sorted by name."""
 
     secrets: tuple[SecretView, ...]
 
@@ -245,7 +245,7 @@ class PolicyView(Answer, frozen=True, kw_only=True):
 
 
 class PolicyList(Answer, frozen=True, kw_only=True):
-    """Usage policies, by name."""
+    """A list of usage policies, sorted by name."""
 
     policies: tuple[PolicyView, ...]
 

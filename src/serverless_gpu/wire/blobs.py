@@ -29,13 +29,13 @@ NAMES_MAX = 10_000
 
 
 class DigestList(Request, frozen=True, kw_only=True):
-    """Digests of parts."""
+    """A list of digests of parts."""
 
     digests: tuple[str, ...]
 
 
 class KeyList(Request, frozen=True, kw_only=True):
-    """Keys of a store."""
+    """A list of keys of a store."""
 
     keys: tuple[str, ...]
 
@@ -61,7 +61,7 @@ class StoredView(Answer, frozen=True, kw_only=True):
 
 
 class StoredList(Answer, frozen=True, kw_only=True):
-    """Objects of a store."""
+    """A list of objects of a store."""
 
     objects: tuple[StoredView, ...]
 

@@ -156,7 +156,7 @@ class HttpClient(abc.ABC):
         """Refuse further requests. Other threads stop waiting for the server."""
         self._closed.set()
 
-    # --- below ---------------------------------------------------------------------------------------------------
+    # --- requests and retries ------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _send(

@@ -112,7 +112,7 @@ class NodeView(Answer, frozen=True, kw_only=True):
 
 
 class NodeList(Answer, frozen=True, kw_only=True):
-    """All nodes."""
+    """The list of all nodes."""
 
     nodes: tuple[NodeView, ...]
 
@@ -184,7 +184,7 @@ class PoolView(Answer, frozen=True, kw_only=True):
 
 
 class PoolList(Answer, frozen=True, kw_only=True):
-    """All pools."""
+    """The list of all pools."""
 
     pools: tuple[PoolView, ...]
 

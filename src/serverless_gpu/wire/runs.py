@@ -187,7 +187,7 @@ class FileView(Answer, frozen=True, kw_only=True):
 
 
 class FileList(Answer, frozen=True, kw_only=True):
-    """Outputs of an attempt, by name."""
+    """The outputs of an attempt, sorted by name."""
 
     fence: int
     files: tuple[FileView, ...]

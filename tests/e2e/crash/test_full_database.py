@@ -97,7 +97,7 @@ def until_full(machine: Machine) -> None:
         for number in range(TRIES):
             with contextlib.suppress(ServerStorageFull, ServerUnavailable):
                 connection.ask("POST", "/users", PrincipalRequest(name=f"user-{number}"), answer=TokenMade)
-            if "are given back" in machine.log():
+            if "is released" in machine.log():
                 return
     raise AssertionError("the disk is full, and nothing noticed")
 

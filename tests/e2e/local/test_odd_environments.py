@@ -430,5 +430,5 @@ def test_23C10_the_product_inside_an_archive_is_refused_with_one_sentence(own: P
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
-        f"ImportError: serverless_gpu cannot run from inside of an archive ({archive}/serverless_gpu): "
+        f"ImportError: serverless_gpu cannot run from an archive ({archive}/serverless_gpu): "
     )

@@ -213,7 +213,7 @@ def test_a_head_that_is_killed_ends_nothing_and_its_successor_is_told_what_there
     engine.events()
     ray.head.kill()
     other = Gang(id="r:2", shares=(Share(node="n2", gpu_type="H100", count=1),))
-    sentence = f"the Ray head at {ray.address} does not answer; what runs goes on"
+    sentence = f"the Ray head at {ray.address} does not answer; running attempts continue"
     wait_for(lambda: ask(engine, other) == Waiting(sentence=sentence), "the head is missed", limit_s=30)
     assert (ask(engine, kept), engine.recover()) == (Placed(gang=kept), ["r:1"])
     assert [node.name for node in engine.nodes()] == ["n1", "n2", "n3"]

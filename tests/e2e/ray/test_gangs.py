@@ -115,7 +115,7 @@ def test_without_a_head_runs_go_on_and_others_wait_and_say_so(caller: Caller, po
     all_there(tmp_path, 4)
     with pool.head_held_down():
         waits = caller.submit(place, gpus=16, gpu_type="H100")
-        why = f"the Ray head at 127.0.0.2:{pool.first.port} does not answer; what runs goes on"
+        why = f"the Ray head at 127.0.0.2:{pool.first.port} does not answer; running attempts continue"
         wait_for(lambda: why in waits.last_sentence(), "it says so", limit_s=HEADLESS_S)
         (tmp_path / "go").touch()
         assert run.results(RUN_S) == [0, 1, 2, 3]

@@ -177,15 +177,15 @@ def _commands(directory: Path) -> Path:
 
 def test_the_page_leads_to_a_gang_over_both_machines(machines: dict[str, Machine]) -> None:
     first, second = machines["gpu-1"], machines["gpu-2"]
-    (up,) = steps("The first machine")
+    (up,) = steps("Start the first machine")
     said = first.begin(up, "sgpu join 10.0.0.5 --token-file join.json")
     assert "Ray at 10.0.0.5:7900, ports 7900-7999\n" in said
-    join, _ = steps("Each other machine")
+    join, _ = steps("Join other machines")
     said = second.begin(join, "to the pool of https://10.0.0.5:7878; Ray here has ports 7900-7999\n")
     assert golden("ray.how_to.ray-being-started") in said
     assert "gpu-2 gives 4 H100" in said
 
-    (look,) = steps("See what is there")
+    (look,) = steps("Inspect the pool")
     nodes, pools, doctor = look.splitlines()
     wait_for(lambda: first.type(nodes).count(" UP ") == 2, "both are there", limit_s=START_S)
     assert "8 of 8 H100" in first.type(pools)

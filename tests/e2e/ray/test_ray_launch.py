@@ -66,7 +66,7 @@ def test_a_driver_and_its_caller(home: Path, tmp_path: Path) -> None:
     [run_id] = run_ids(home / "runs")
     run = attach(run_id)
     seen = json.loads(run.logs(0).partition("seen ")[2].splitlines()[0])
-    assert seen.pop("size").startswith("InvalidOption: the cluster of this run is there already, so num_cpus cannot be")
+    assert seen.pop("size").startswith("InvalidOption: the cluster of this run already exists, so ray_init cannot set")
     assert seen == {"version": True, "again": True, "namespace": "mine", "store": 90_000_000, "place": [0, 1]}
     assert "Ray 2." in "; ".join(run.receipt().notes)
     lines = sgpu("show", run_id).output.splitlines()

@@ -153,7 +153,7 @@ def test_F17_who_fails_because_a_node_is_gone_hears_of_it_at_once(pool: Machines
         uplink.send(signal.SIGCONT)
     notes = "\n".join(raised.value.__notes__)
     assert golden("remote.gangs_told.rank-host-n1") in notes
-    assert golden("remote.gangs_told.n2-been-heard") in notes and "stay reserved" in notes
+    assert golden("remote.gangs_told.n2-been-heard") in notes and "keeps its devices reserved" in notes
     accounted(run)  # it was there, and says so
     with pytest.raises(ConnectionResetError) as again:
         run.results()

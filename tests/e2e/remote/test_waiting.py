@@ -39,7 +39,7 @@ def test_F43_results_that_do_not_get_on_are_said_to_who_waits_and_progress_is_no
     script = fake.script()
     script.say(State.RUNNING)
     script.say(State.STOPPING, "sending results to the server: 16.8 MB of 200 MB")
-    script.say(State.STOPPING, f"{NOT_SENT}the server has no room to store this")
+    script.say(State.STOPPING, f"{NOT_SENT}the server has no space to store this")
     script.end({"results/0.pkl": pickled(tmp_path, 1)})
     run = train.submit(0.1)
     assert run.follow() is None and run.results() == [1]

@@ -88,18 +88,18 @@ def hostile_units() -> Iterator[tuple[str, Unit, str]]:
 
 def _paths() -> Iterator[tuple[str, Unit, str]]:
     for name, path, rule in (
-        ("absolute", "/etc/passwd", "not absolute"),
-        ("absolute at the root", "/x", "not absolute"),
-        ("another area", "etc/passwd", "starts with site/ or prefix/"),
-        ("the area itself", "site", "starts with site/ or prefix/"),
-        ("nothing", "", "starts with site/ or prefix/"),
+        ("absolute", "/etc/passwd", "not be absolute"),
+        ("absolute at the root", "/x", "not be absolute"),
+        ("another area", "etc/passwd", "start with site/ or prefix/"),
+        ("the area itself", "site", "start with site/ or prefix/"),
+        ("nothing", "", "start with site/ or prefix/"),
         ("up", "site/../../x", "'.' or '..'"),
         ("up at the end", "site/a/..", "'.' or '..'"),
         ("dot", "site/./x", "'.' or '..'"),
         ("dot at the end", "site/a/.", "'.' or '..'"),
-        ("empty name", "site//x", "not empty"),
-        ("empty at the end", "site/a/", "not empty"),
-        ("area and slash", "site/", "not empty"),
+        ("empty name", "site//x", "not be empty"),
+        ("empty at the end", "site/a/", "not be empty"),
+        ("area and slash", "site/", "not be empty"),
         ("NUL", "site/a\0b", "control character"),
         ("newline", "site/a\nb", "control character"),
         ("escape", "site/\x1b[2Ja", "control character"),
@@ -186,9 +186,9 @@ def _links() -> Iterator[tuple[str, Unit, str]]:
 def _rows() -> Iterator[tuple[str, Unit, str]]:
     good = file("site/a")
     for kind in ("h", "c", "b", "p", "s", "D", "", "ff", 7):
-        yield f"kind {kind!r}", unit(msgspec.structs.replace(good, kind=kind)), "no kind of row"
+        yield f"kind {kind!r}", unit(msgspec.structs.replace(good, kind=kind)), "not a valid kind of row"
     for size in (-1, -(2**63), 15 * 10**9 + 1, 2**63, 2**64):
-        yield f"size {size}", unit(msgspec.structs.replace(good, size=size)), "a size is between"
+        yield f"size {size}", unit(msgspec.structs.replace(good, size=size)), "a size must be between"
     for digest in (b"", b"\0" * 31, b"\0" * 33):
         yield f"digest of {len(digest)}", unit(msgspec.structs.replace(good, sha256=digest)), "32 bytes of SHA-256"
     yield "digest of nothing", unit(msgspec.structs.replace(good, size=0, sha256=b"\1" * 32)), "32 bytes of SHA-256"
@@ -204,7 +204,7 @@ def _rows() -> Iterator[tuple[str, Unit, str]]:
     yield "a million rows and one", Unit(address="0" * 64, rows=(good,) * 1_000_001), "1000001 rows"
     two = [file(f"site/{n}", 8 * 10**9) for n in range(2)]
     yield "more than 15 GB", unit(*two), "at most 15000000000"
-    yield "another address", unit(good, address="0" * 64), "not that of its rows"
+    yield "another address", unit(good, address="0" * 64), "does not match its rows"
     yield "an address that is a path", unit(good, address="../../x"), "64 hexadecimal digits"
     yield "upper case address", unit(good, address=unit(good).address.upper()), "64 hexadecimal digits"
     yield "another format", unit(good, version=2), "its format is 2"
@@ -223,13 +223,13 @@ def _blocks() -> Iterator[tuple[str, Unit, str]]:
         ("no bytes", (PackBlock(0, 0, 0, 100), two[1]), spots, "outside its pack"),
         ("shared bytes", (PackBlock(0, 0, 61, 100), two[1]), spots, "share bytes of a pack"),
         ("one block twice", (two[0], two[0]), spots, "share bytes of a pack"),
-        ("large block", (PackBlock(0, 0, 60, 4 * MIB + 1), two[1]), spots, "a block holds"),
-        ("empty block", (PackBlock(0, 0, 60, 0), two[1]), spots, "a block holds"),
+        ("large block", (PackBlock(0, 0, 60, 4 * MIB + 1), two[1]), spots, "a block must hold"),
+        ("empty block", (PackBlock(0, 0, 60, 0), two[1]), spots, "a block must hold"),
         ("no such block", two, (ContentPlace(2, 0), ContentPlace(1, 0)), "block 2 of 2"),
         ("block -1", two, (ContentPlace(-1, 0), ContentPlace(1, 0)), "block -1 of 2"),
         ("byte -1", two, (ContentPlace(0, 0), ContentPlace(1, -1)), "byte -1"),
-        ("out of the block", two, (ContentPlace(0, 1), ContentPlace(1, 0)), "starts at the block's first byte"),
-        ("after the last block", two, (ContentPlace(0, 0), ContentPlace(1, 1)), "starts at the block's first byte"),
+        ("out of the block", two, (ContentPlace(0, 1), ContentPlace(1, 0)), "start at the block's first byte"),
+        ("after the last block", two, (ContentPlace(0, 0), ContentPlace(1, 1)), "start at the block's first byte"),
         ("no blocks left", (two[0], PackBlock(0, 60, 30, 49)), spots, "after the last block"),
         (
             "not the end of a block",
@@ -286,7 +286,7 @@ def hostile_snapshots() -> Iterator[tuple[str, Snapshot, str]]:
     good = member_of(unit(file("site/a")))
     replace = msgspec.structs.replace
     own = Root(kind="own", members=(good,))
-    yield "another address", replace(snapshot(good), address="0" * 64), "not that of what it lists"
+    yield "another address", replace(snapshot(good), address="0" * 64), "does not match its content"
     yield "address that is a path", replace(snapshot(good), address="../x"), "64 hexadecimal digits"
     yield "another format", replace(snapshot(good), version=0), "its format is 0"
     for field, value in (("version", "../../x"), ("version", "3"), ("abi", "a/b"), ("platform", ""), ("glibc", "../x")):
@@ -304,21 +304,21 @@ def hostile_snapshots() -> Iterator[tuple[str, Snapshot, str]]:
     yield "own root twice", make_snapshot(PYTHON, (own, own), SnapshotOrigin()), "the first root, and no other"
     yield "no own root", make_snapshot(PYTHON, (Root(kind="library", members=()),), SnapshotOrigin()), "the first root"
     odd = Root(kind="temp", members=())  # type: ignore[arg-type]  # hostile kinds are the point
-    yield "kind of a root", make_snapshot(PYTHON, (own, odd), SnapshotOrigin()), "no kind of root"
+    yield "kind of a root", make_snapshot(PYTHON, (own, odd), SnapshotOrigin()), "not a valid kind of root"
     yield "units without end", snapshot(*(good,) * 10_001), "at most 10000 units"
     yield "unit twice", snapshot(good, good), "lists the unit twice"
     for changes, rule in (
         ({"address": "../units/x"}, "64 hexadecimal digits"),
-        ({"kind": "code"}, "no kind of unit"),
-        ({"kind": "device"}, "no kind of unit"),
+        ({"kind": "code"}, "not a valid kind of unit"),
+        ({"kind": "device"}, "not a valid kind of unit"),
         ({"name": "a\x1b[31m"}, "control characters"),
-        ({"name": "../x"}, "no path"),
+        ({"name": "../x"}, "not be a path"),
         ({"name": "a" * 256}, "at most 255 bytes"),
         ({"version": "1\n2"}, "control characters"),
         ({"modules": ("a\0",)}, "control characters"),
-        ({"size": -1}, "cannot be"),
-        ({"files": -1}, "cannot be"),
-        ({"size": 15 * 10**9 + 1}, "cannot be"),
+        ({"size": -1}, "not possible"),
+        ({"files": -1}, "not possible"),
+        ({"size": 15 * 10**9 + 1}, "not possible"),
     ):
         yield f"member with {changes}", snapshot(replace(good, **changes)), rule
     large = [replace(good, address=f"{n:064x}", size=10**10) for n in range(2)]
@@ -332,19 +332,19 @@ def hostile_snapshots() -> Iterator[tuple[str, Snapshot, str]]:
 def _generated(good: SnapshotMember) -> Iterator[tuple[str, Snapshot, str]]:
     for path, text, rule in (
         ("site/../../x.pth", "", "'.' or '..'"),
-        ("/etc/cron.d/x", "", "not absolute"),
-        ("etc/x", "", "starts with site/ or prefix/"),
-        ("site/evil.so", "", "never generated"),
-        ("site/evil.SO.1", "", "never generated"),
-        ("site/evil.cpython-311-x86_64-linux-gnu.so", "", "never generated"),
-        ("site/evil.pyc", "", "never generated"),
+        ("/etc/cron.d/x", "", "not be absolute"),
+        ("etc/x", "", "start with site/ or prefix/"),
+        ("site/evil.so", "", "native code or bytecode"),
+        ("site/evil.SO.1", "", "native code or bytecode"),
+        ("site/evil.cpython-311-x86_64-linux-gnu.so", "", "native code or bytecode"),
+        ("site/evil.pyc", "", "native code or bytecode"),
         ("site/a.pth", "x" * 65537, "at most 65536 bytes"),
         ("site/a.pth", "é" * 40_000, "at most 65536 bytes"),
-        ("site/a.pth", "a\0b", "is text"),
-        ("site/a.pth", "{{sgpu:1}}/src", "stands for nothing"),
-        ("site/a.pth", "{{sgpu:-1}}/src", "stands for nothing"),
-        ("site/a.pth", "{{sgpu:²}}", "stands for nothing"),
-        ("site/a.pth", "{{sgpu:home}}", "stands for nothing"),
+        ("site/a.pth", "a\0b", "must be text"),
+        ("site/a.pth", "{{sgpu:1}}/src", "not a valid placeholder"),
+        ("site/a.pth", "{{sgpu:-1}}/src", "not a valid placeholder"),
+        ("site/a.pth", "{{sgpu:²}}", "not a valid placeholder"),
+        ("site/a.pth", "{{sgpu:home}}", "not a valid placeholder"),
     ):
         yield f"generated {path!r} {text[:12]!r}", snapshot(good, generated=[Generated(path=path, text=text)]), rule
     twice = [Generated(path="site/a.pth", text=""), Generated(path="site/A.pth", text="")]
@@ -355,18 +355,22 @@ def _generated(good: SnapshotMember) -> Iterator[tuple[str, Snapshot, str]]:
 
 def _facts(good: SnapshotMember) -> Iterator[tuple[str, Snapshot, str]]:
     for name, facts, rule in (
-        ("another name", SnapshotOrigin(notes=({"site/a.dist-info/sitecustomize.py": ""},)), "a note is one of"),
-        ("not in a dist-info", SnapshotOrigin(notes=({"site/INSTALLER": "pip"},)), "a note is one of"),
-        ("in the prefix", SnapshotOrigin(notes=({"prefix/a.dist-info/INSTALLER": "pip"},)), "a note is one of"),
+        ("another name", SnapshotOrigin(notes=({"site/a.dist-info/sitecustomize.py": ""},)), "a note must be one of"),
+        ("not in a dist-info", SnapshotOrigin(notes=({"site/INSTALLER": "pip"},)), "a note must be one of"),
+        ("in the prefix", SnapshotOrigin(notes=({"prefix/a.dist-info/INSTALLER": "pip"},)), "a note must be one of"),
         ("note outside", SnapshotOrigin(notes=({"site/../a.dist-info/INSTALLER": ""},)), "'.' or '..'"),
         ("long note", SnapshotOrigin(notes=({"site/a.dist-info/INSTALLER": "x" * 65537},)), "at most 65536 bytes"),
-        ("notes of no root", SnapshotOrigin(notes=({}, {})), "more roots than there are"),
-        ("loaded outside", SnapshotOrigin(loaded=(("../x.py",),)), "starts with site/ or prefix/"),
+        ("notes of no root", SnapshotOrigin(notes=({}, {})), "more roots than the snapshot has"),
+        ("loaded outside", SnapshotOrigin(loaded=(("../x.py",),)), "start with site/ or prefix/"),
         ("control character", SnapshotOrigin(left_out=("a\x1b",)), "control characters"),
         ("long sentence", SnapshotOrigin(left_out=("a" * 9000,)), "at most 8192 bytes"),
-        ("before time", SnapshotOrigin(captured_ns=-1), "no time"),
-        ("modules without end", SnapshotOrigin(loaded=(("site/a.py",) * 200_001,)), "modules were loaded"),
-        ("notes without end", SnapshotOrigin(notes=(dict.fromkeys(map(str, range(200_001)), ""),)), "notes are kept"),
+        ("before time", SnapshotOrigin(captured_ns=-1), "not a valid time"),
+        ("modules without end", SnapshotOrigin(loaded=(("site/a.py",) * 200_001,)), "loaded modules are allowed"),
+        (
+            "notes without end",
+            SnapshotOrigin(notes=(dict.fromkeys(map(str, range(200_001)), ""),)),
+            "notes are allowed",
+        ),
         ("variables without end", SnapshotOrigin(variables=("A",) * 200_001), "at most 200000 entries"),
         ("note that is not UTF-8", SnapshotOrigin(notes=({"site/a.dist-info/INSTALLER": "\udcff"},)), "not UTF-8"),
     ):

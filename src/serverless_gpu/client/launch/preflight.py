@@ -284,7 +284,7 @@ def _sources(function: Callable[..., object]) -> dict[str, list[str]]:
 class RayInstallation(NamedTuple):
     """The Ray installation that `import ray` would load."""
 
-    version: str  # or ""
+    version: str
     origin: str  # The file that `import ray` would load, or "".
 
 

@@ -244,7 +244,7 @@ class RemoteRun(RunSource):
             for attempt in self._server.attempts(self.run_id)
         ]
 
-    # --- taking in -----------------------------------------------------------------------------------------------
+    # --- messages of the server ----------------------------------------------------------------------------------
 
     def _open_stream(self) -> EventStream:
         if self._stream is None:

@@ -214,7 +214,7 @@ def _beside(panel: Axes, place: float, side: Literal["left", "right"], label: st
         panel.text(place, y, text, transform=panel.transAxes, ha=side, va="center", color=colour, fontsize=8.5)
 
 
-# --- the words ----------------------------------------------------------------------------------------------------
+# --- text ---------------------------------------------------------------------------------------------------------
 
 
 def _label(lane: Lane, lanes: Sequence[Lane]) -> str:
@@ -283,7 +283,7 @@ def _plain(text: str) -> str:
     return shown if len(shown) <= 150 else f"{shown[:149]}…"
 
 
-# --- room and time ------------------------------------------------------------------------------------------------
+# --- layout and time axis -----------------------------------------------------------------------------------------
 
 
 def _place(figure: Figure, stage: _Stage, rows: int, *, left: float, right: float, gap_in: float) -> None:

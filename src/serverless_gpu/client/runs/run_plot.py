@@ -1,4 +1,4 @@
-"""Collects the data of `Run.plot()`; `run_figure.py` draws it with Matplotlib."""
+"""Collects the data of `Run.plot()`, which `run_figure.py` draws with Matplotlib."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The Ray engine: a Ray cluster as an engine, and a machine that joins it.
+"""Uses a Ray cluster as an engine and lets machines join it.
 
-The server asks `ray_engine.py`, which speaks with Ray in a child process (`driver_process.py`); `sgpu up` and
-`sgpu join` keep Ray running on a machine (`ray_keeper.py`, `pool_join.py`). Start with `ray_engine.py`.
+The server calls `ray_engine.py`. A child process of the engine (`driver_process.py`) calls Ray. `sgpu up` and
+`sgpu join` keep Ray running on a machine (`ray_keeper.py`, `pool_join.py`). Start reading with `ray_engine.py`.
 """

@@ -1,16 +1,16 @@
-"""The engine's side of `driver_process.py`: a child that has Ray, asked by line, killed when an answer is late.
+"""Sends requests to `driver_process.py`, a child process that has Ray, and kills it on a timeout.
 
-    DriverLink     connect  ─▶ does the head's port answer? ─▶ a child, made a driver; pauses grow while that fails
-                   ask      ─▶ the child's answer, or Unanswered; what comes late costs the child
+    DriverLink     connect  ─▶ does the head's port answer? ─▶ start a child as driver; backoff grows on failure
+                   ask      ─▶ the child's answer, or Unanswered; a late answer ends the child
                    trouble  ─▶ "" or why new gangs wait
 
     DriverClient   ask(operation, …) ── line ─▶ child          every request has its own deadline
                                      ◀── line ── reader thread: answers come in any order
-                                     late, or its end: Unanswered for all who wait; DriverLink starts another one
+                                     timeout or exit: Unanswered for all requests; DriverLink starts another child
 
-Ray's calls can block for minutes once its head is gone, and none of them can be called off. A process can. A port that
-refuses ends the child at once. The head may come back as another cluster at the same port; the old driver
-is no driver of that.
+A Ray call can block for minutes after its head is gone, and Ray offers no way to cancel it. A process can be killed.
+DriverLink ends the child as soon as the head's port refuses connections. A new head at the same port may be another
+cluster, and the old driver does not belong to that cluster.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _KILL_WAIT_S = 10.0
 
 
 class Unanswered(Exception):
-    """The child did not answer in time, or is gone; what it was to do may have been done."""
+    """The child missed the deadline or has ended. It may have executed the request."""
 
 
 class RayProblem(Exception):
-    """Ray raised something; the text says what."""
+    """Ray raised an exception; the text describes it."""
 
 
 class DriverClient:
-    """One process that has Ray; OSError when it cannot be started."""
+    """A child process that has Ray. The constructor raises OSError if the process cannot start."""
 
     def __init__(self, python: str, variables: Mapping[str, str], log: Path) -> None:
         fd = open_log(log)
@@ -76,29 +76,30 @@ class DriverClient:
 
     @property
     def pid(self) -> int:
-        """Return its process."""
+        """Return the process id of the child."""
         return self._process.pid
 
     @property
     def is_gone(self) -> bool:
-        """Return whether it answers nothing any more."""
+        """Return True if the child has closed its output and answers no more requests."""
         return self._is_gone
 
     def ask(self, operation: str, deadline_s: float, **arguments: object) -> dict[str, object]:
-        """Return the answer of `driver_process` to a request; a child that is late is killed.
+        """Return the answer of `driver_process` to a request. Kill the child if it misses the deadline.
 
-        Raises Unanswered, or RayProblem when Ray refused or failed.
+        Raises Unanswered, or RayProblem if Ray refused the request or failed.
         """
         box: SimpleQueue[dict[str, object] | None] = SimpleQueue()
         with self._lock:
             if self._is_gone:
-                raise Unanswered("the process that speaks with Ray has ended")
+                raise Unanswered("the driver process of Ray has ended")
             self._count += 1
             number = self._count
             self._waiting[number] = box
         try:
             line = json.dumps({**arguments, "op": operation, "id": number}).encode() + b"\n"
-            with self._lock, contextlib.suppress(OSError, ValueError):  # gone: the reader tells all who wait
+            # If the child has ended, the reader thread fails all pending requests.
+            with self._lock, contextlib.suppress(OSError, ValueError):
                 self._requests.write(line)
                 self._requests.flush()
             answer = box.get(timeout=deadline_s)
@@ -109,14 +110,14 @@ class DriverClient:
             with self._lock:
                 self._waiting.pop(number, None)
         if answer is None:
-            raise Unanswered("the process that speaks with Ray has ended")
+            raise Unanswered("the driver process of Ray has ended")
         if "problem" in answer:
             raise RayProblem(plain(answer["problem"]))
         said = answer.get("ok")
         return said if isinstance(said, dict) else {}
 
     def kill(self) -> None:
-        """End it; Ray keeps what it reserved."""
+        """Kill the child. Ray keeps the child's reservations."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILL_WAIT_S)
@@ -142,23 +143,23 @@ class DriverClient:
 PROGRAM_DIGEST = hashlib.sha256(
     Path(driver_process.__file__).read_bytes() + node_launcher.LAUNCHER.encode()
 ).hexdigest()[:8]
-"""What names of actors end with: those that an older server left run another program, and are ended."""
+"""Suffix of actor names. Actors with another suffix run the program of an older server, and `connect` kills them."""
 _PORT_S = 2.0
 _CONNECT_S = 60.0
 _PAUSES_S = (0.5, 1.0, 2.0, 5.0)
 
 
 class RayAccess(msgspec.Struct, frozen=True, kw_only=True):
-    """How a Ray cluster is reached from the machine of its head."""
+    """The address and variables with which the head's machine reaches a Ray cluster."""
 
-    address: str  # of the head, ``"10.0.0.1:6379"``
+    address: str  # The address of the head, for example ``"10.0.0.1:6379"``.
     node_address: str
     pool: str
     variables: dict[str, str]
 
 
 class DriverLink:
-    """The child, and whether it is of any use."""
+    """The connection to a Ray cluster through one child, and the reason if it fails."""
 
     def __init__(self, access: RayAccess, python: str, log: Path, clock: Clock) -> None:
         self._access, self._python, self._log, self._clock = access, python, log, clock
@@ -171,11 +172,11 @@ class DriverLink:
 
     @property
     def trouble(self) -> str:
-        """Return why Ray cannot be asked, or ""."""
+        """Return why Ray does not answer, or ""."""
         return self._trouble
 
     def connect(self, closed: threading.Event) -> bool:
-        """Have a child that is a driver of the cluster; return whether there is one."""
+        """Start a child as driver of the cluster if none runs. Return True if one is connected."""
         child = self._child
         if (problem := self._port_problem()) or (child is not None and child.is_gone):
             self._drop()
@@ -190,19 +191,19 @@ class DriverLink:
         return self._begin()
 
     def ask(self, operation: str, deadline_s: float, **arguments: object) -> Mapping[str, object]:
-        """Return what the child answers; as `Child.ask`."""
+        """Return the child's answer to a request, as `DriverClient.ask` does."""
         child = self._child
         if child is None:
             raise Unanswered(self._trouble)
         return child.ask(operation, deadline_s, **arguments)
 
     def failed(self, error: Exception) -> None:
-        """Take that a look did not succeed: the head is not what it was."""
+        """Drop the child after a failed look at Ray's tables: the head may have changed."""
         self._drop()
         self._trouble = self._lost() if isinstance(error, Unanswered) else f"{self._lost()} ({error})"
 
     def close(self) -> None:
-        """End the child, for good."""
+        """End the child and refuse all later requests."""
         with self._lock:
             self._closed = True
         self._trouble = "the engine is closed"
@@ -212,7 +213,7 @@ class DriverLink:
         try:
             child = DriverClient(self._python, self._access.variables, self._log)
         except OSError as error:
-            self._fail(f"the process that speaks with Ray cannot be started: {error}")
+            self._fail(f"the driver process of Ray cannot be started: {error}")
             return False
         with self._lock:
             self._child = child
@@ -231,7 +232,7 @@ class DriverLink:
             )
         except (Unanswered, RayProblem) as error:
             self._drop()
-            self._fail(f"the Ray head at {self._access.address} does not take this server as a driver: {error}")
+            self._fail(f"the Ray head at {self._access.address} does not accept this server as a driver: {error}")
             return False
         self._failures, self._trouble = 0, ""
         return True
@@ -249,7 +250,7 @@ class DriverLink:
             child.kill()
 
     def _lost(self) -> str:
-        return f"the Ray head at {self._access.address} does not answer; what runs goes on"
+        return f"the Ray head at {self._access.address} does not answer; running attempts continue"
 
     def _port_problem(self) -> str:
         host, _, port = self._access.address.rpartition(":")

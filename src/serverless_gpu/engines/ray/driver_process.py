@@ -1,21 +1,21 @@
-"""The process that imports Ray: the engine's child, one line of JSON for each request and each answer.
+"""Runs Ray for the engine: a child process that reads and writes one line of JSON per request.
 
     engine ── {"id", "op", …} ─▶ stdin    a thread for each request ─▶ Ray      ◀── {"id", "ok" | "problem"} ── stdout
 
-    connect   be a driver of the cluster, in the namespace of one server, whose outdated actors are ended
-    look      node table, placement groups, what is free: as Ray has them
-    reserve   a detached placement group, if it is there within a moment; else nothing of it stays
-    release   remove one
-    agent     have the agent of one node running, through a detached actor on it
+    connect   become a driver of the cluster, in the namespace of one server; kill its outdated actors
+    look      return Ray's node table, placement groups and free resources
+    reserve   create a detached placement group; remove it if Ray does not place it in time
+    release   remove a placement group
+    agent     start the agent of one node if it does not run, through a detached actor on the node
 
-It decides nothing and keeps nothing: it may be killed at any time, and is whenever an answer is late, for calls into a
-Ray whose head is gone can block for minutes. It ends with its input. It runs as a file, under `-I`, in an interpreter
-that has Ray, and imports nothing of ours: the actor goes to workers by value, so nodes need nothing of ours for it
-either.
+This process makes no decisions and holds no state. The engine kills it when an answer is late, because calls to a Ray
+without a head can block for minutes. It exits at the end of its input. It runs as a file, under `-I`, in an
+interpreter that has Ray. It imports no module of this package. Ray pickles the actor by value, so workers need no
+module of this package either.
 
-The actor does one thing. It has the node's own interpreter run `node_launcher.py`, in an environment made from nothing,
-as a process that is no descendant of Ray's any more: neither `ray.kill`, nor the end of raylet or worker, nor a full
-memory (Ray has the kernel kill its workers first) ends what it starts.
+The actor has one task: it lets the node's own interpreter run `node_launcher.py` in a clean environment. The launched
+process is not a descendant of Ray. It survives `ray.kill` and the end of the raylet or worker. It also survives a
+shortage of memory, in which Ray lets the kernel kill Ray's workers first.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from typing import Any
 
 _ACTOR_S = 40.0
 _LOOK_S = 0.002
-# Ray itself tries again after a second, and what was given back is free 50 ms later. So a group is made again.
+# Ray itself retries after a second, but released resources are free after 50 ms. So `reserve` creates the group again.
 _AGAIN_S = 0.05
 _REFUSED = ("INFEASIBLE", "NO_RESOURCES")
-_SURE = 3  # how often in a row it is INFEASIBLE before that is believed: a node's resources come a moment after it
+# Ray must report INFEASIBLE this often in a row: the resources of a new node appear shortly after the node itself.
+_SURE = 3
 _ANSWER = threading.Lock()
 _is_driver = threading.Event()
 
 
 def main() -> None:
-    """Answer requests until there are none."""
+    """Answer requests until the input ends."""
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    os.dup2(2, 1)  # Ray writes where it likes
+    os.dup2(2, 1)  # Ray writes to stdout too, which would corrupt the answers.
     for line in requests:
         request = json.loads(line)
         threading.Thread(target=_answer, args=(request, answers), daemon=True).start()
@@ -66,7 +67,7 @@ def _answer(request: dict[str, Any], answers: int) -> None:
 
 
 def connect(address: str, node_address: str, namespace: str, program: str) -> dict[str, Any]:
-    """Become a driver of the cluster."""
+    """Connect to the cluster as a driver."""
     import ray
 
     ray.init(
@@ -78,20 +79,20 @@ def connect(address: str, node_address: str, namespace: str, program: str) -> di
     )
     for name in ray.util.list_named_actors():
         if not name.endswith(program):
-            with contextlib.suppress(ValueError):  # it has ended meanwhile
+            with contextlib.suppress(ValueError):  # The actor has ended since the listing.
                 ray.kill(ray.get_actor(name))
     _is_driver.set()
     return {"version": ray.__version__}
 
 
 def _connected() -> None:
-    """Refuse what comes before `connect`: Ray would start a cluster of its own to answer it."""
+    """Refuse requests before `connect`. Ray would start its own cluster to answer them."""
     if not _is_driver.is_set():
         raise ConnectionError("not connected yet")
 
 
 def look() -> dict[str, Any]:
-    """Return what Ray's tables say."""
+    """Return Ray's node table, placement groups and free resources."""
     _connected()
     import ray
     from ray.util.placement_group import placement_group_table
@@ -102,7 +103,7 @@ def look() -> dict[str, Any]:
 
 
 def reserve(name: str, bundles: list[dict[str, float]], patience_s: float) -> dict[str, Any]:
-    """Have a placement group of this name, or nothing of it; return how it is, or was when it was given up."""
+    """Create the placement group of this name, or leave none behind. Return its last state."""
     _connected()
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -121,7 +122,7 @@ def reserve(name: str, bundles: list[dict[str, float]], patience_s: float) -> di
 
 
 def _settled(group: Any, until: float) -> dict[str, Any]:
-    """Return what Ray says of a placement group, once it has tried to place it."""
+    """Return Ray's record of a placement group after Ray has tried to place it."""
     from ray.util.placement_group import placement_group_table
 
     pause_s = _LOOK_S
@@ -138,7 +139,7 @@ def _scheduling(said: dict[str, Any]) -> object:
 
 
 def release(name: str) -> dict[str, Any]:
-    """Remove a placement group; return whether there was one."""
+    """Remove a placement group. Report in the result whether it existed."""
     _connected()
     from ray.util.placement_group import remove_placement_group
 
@@ -158,7 +159,7 @@ def _find(name: str) -> Any:
 
 
 def agent(node: str, actor: str, program: list[str]) -> dict[str, Any]:
-    """Have the agent of a node running; return what its actor says."""
+    """Start the agent of a node if it does not run. Return the answer of its actor."""
     _connected()
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -177,19 +178,19 @@ def agent(node: str, actor: str, program: list[str]) -> dict[str, Any]:
 
 
 class NodeActor:
-    """What Ray runs on a node: it starts the agent and knows whether it is there."""
+    """The actor that Ray runs on a node. It starts the agent and checks that the agent runs."""
 
     def __init__(self, variable: str, launcher: str, module: str) -> None:
         self._variable, self._launcher, self._module = variable, launcher, module
         self._agent: tuple[int, str] | None = None
 
     def ensure(self) -> dict[str, Any]:
-        """Have the agent running; return its process, or the problem."""
+        """Start the agent if it does not run. Return its process id or the problem."""
         if self._agent is not None and self._started(self._agent[0]) == self._agent[1]:
             return {"pid": self._agent[0], "started": False}
         path = os.environ.get(self._variable)
         if not path:
-            return {"problem": f"its Ray was not started by `sgpu join`: {self._variable} is not set"}
+            return {"problem": f"`sgpu join` did not start this node's Ray: {self._variable} is not set"}
         try:
             said = self._launch(path)
         except (OSError, ValueError, KeyError) as error:
@@ -216,7 +217,7 @@ class NodeActor:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return {"problem": "the process that starts its agent has not ended for 30 s"}
+            return {"problem": "the process that starts its agent did not end within 30 s"}
         lines = done.stdout.decode(errors="replace").strip().splitlines()
         if not lines:
             return {"problem": f"its agent was not started: {done.stderr.decode(errors='replace')[-400:]}"}
@@ -224,7 +225,7 @@ class NodeActor:
         return said
 
     def _started(self, pid: int) -> str:
-        """Return when a process started, in the kernel's count, or "" if missing."""
+        """Return the start time of a process in kernel ticks, or "" if the process does not exist."""
         try:
             with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
                 fields = file.read().rpartition(")")[2].split()

@@ -1,13 +1,16 @@
-"""Starts the agent's uplink on a node of Ray, unless it runs: the program that an actor runs there, and its file.
+"""Starts the uplink of a Ray node's agent if it does not run.
 
-    Ray's worker ─ actor ─▶ launcher ─ fork, setsid, fork, exec ─▶ here ─ control.ensure ─▶ uplink, which stays
-                            `LAUNCHER`: no child of Ray's, its own session, the kernel's usual score for full memory
+A Ray actor runs this program on the node.
+
+    Ray's worker ─ actor ─▶ launcher ─ fork, setsid, fork, exec ─▶ here ─ start_stop.ensure ─▶ detached uplink
+                            `LAUNCHER`: no child of Ray, own session, the kernel's default score for out-of-memory
                                                                     ▲
-    sgpu up, sgpu join ─ write ─▶ $SERVERLESS_GPU_HOME/ray/node.json ┘ how the agent of this machine is started, 0600
+    sgpu up, sgpu join ─ write ─▶ $SERVERLESS_GPU_HOME/ray/node.json ┘ how to start the agent of this machine, 0600
 
-The raylet, and so its workers, know the file by `ray_machine.NODE_FILE`. What is in it stays on the machine: the
-agent's token lies in the profile that it names, and neither of them goes through Ray. Standard output of this program
-is one line of JSON: the process of the uplink, or the problem.
+The raylet and its workers find the file through the variable `start_arguments.NODE_FILE`. The content of the file stays
+on the machine. The file names the profile that holds the agent's token. Neither file passes through Ray.
+
+The program prints one line of JSON: the process id of the uplink, or the problem.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from serverless_gpu.node.uplink import start_stop
 
 
 class NodeFile(msgspec.Struct, frozen=True, kw_only=True):
-    """What starts the agent of this machine."""
+    """The settings that start the agent of this machine."""
 
     python: str
     paths: tuple[str, ...]
@@ -39,15 +42,15 @@ class NodeFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_node_file(path: Path) -> NodeFile:
-    """Return what a machine's file says; raises InvalidValue."""
+    """Return the content of a machine's node file. Raises InvalidValue."""
     try:
         return from_json(path.read_bytes(), NodeFile)
     except (OSError, msgspec.MsgspecError) as error:
-        raise InvalidValue(f"{path} does not say how the agent of this machine is started: {error}") from None
+        raise InvalidValue(f"{path} does not say how to start the agent of this machine: {error}") from None
 
 
 def write_node_file(path: Path, file: NodeFile) -> None:
-    """Write a machine's file, readable by this user alone; raises OSError."""
+    """Write a machine's node file, readable by this user only. Raises OSError."""
     write_private(path, msgspec.json.encode(file))
 
 
@@ -73,11 +76,13 @@ except OSError:
     pass
 os.execv(argv[0], argv)
 """
-"""Detaches itself, and becomes another program. Standard library only, in the node's interpreter."""
+"""A program that detaches itself and executes another one. It uses only the standard library, in the node's
+interpreter.
+"""
 
 
 def main(path: str) -> None:
-    """Have the uplink of a node running, and say so."""
+    """Start the uplink of a node if it does not run. Print its process id or the problem."""
     try:
         node = read_node_file(Path(path))
         home, profile = find_home({"SERVERLESS_GPU_HOME": node.home}), Path(node.profile)
@@ -91,11 +96,14 @@ def main(path: str) -> None:
 
 
 def _pid(home: Home, profile: Path) -> int:
-    """Return the uplink's process, which takes its lock a moment after it was started; ServerlessGpuError."""
+    """Return the process id of the uplink, which takes its lock shortly after its start.
+
+    Raises ServerlessGpuError if the uplink does not take the lock in time.
+    """
     clock = SystemClock()
     until_ns = clock.boottime_ns() + round(_APPEARS_S * 1e9)
     while clock.boottime_ns() < until_ns:
         if (found := start_stop.running(home, profile)) is not None:
             return found.pid
         select.select([], [], [], _LOOK_S)
-    raise ServerlessGpuError(f"its uplink does not come up: see {home.root / 'uplink.log'}")
+    raise ServerlessGpuError(f"its uplink does not start: see {home.root / 'uplink.log'}")

@@ -1,18 +1,19 @@
-"""This machine becomes a node of a pool: what is looked at, asked and written before Ray is started.
+"""Makes this machine a node of a pool: checks, requests and files that precede the start of Ray.
 
     Ray here? ─▶ server: may I? ─▶ same versions? ─▶ head reached? ports free? ─▶ files, plan
                  (token of the join file → agent's token, Ray's token, address, versions)
 
-Ray itself says after 20 s that it could not connect, and not why. So all that can be wrong is found out first, in the
-order in which a person can mend it, and nothing is started before.
+Ray itself reports a failed connection only after 20 s and gives no cause. So this module first checks everything that
+can be wrong. It checks in the order in which a user can fix the problems. It starts nothing before.
 
-The join file, 0600, is what a machine needs to ask the server whether it may join. `sgpu up --engine ray` makes one for
+The join file, 0600, lets a machine ask the server for permission to join. `sgpu up --engine ray` writes one for
 one machine, `sgpu node invite` for several.
 
     {"server": "https://gpu.internal:7878", "token": "sgpu_…", "ca": "-----BEGIN CERTIFICATE-----…"}
 
-The token is good for joining and nothing else. Ray's token is not in it: the server gives that, over TLS. A process
-that has the file can make a machine a node of the pool, and a node is given users' code, arguments and secrets.
+The token of the file permits joining and nothing else. The file does not hold Ray's token, which the server sends over
+TLS. A process that can read the file can make a machine a node of the pool. A node receives users' code, arguments and
+secrets.
 """
 
 from __future__ import annotations
@@ -44,25 +45,25 @@ _JOIN_FILE_BYTES_MAX = 1 << 20
 
 
 DIRECTORY = "ray"
-"""Of the files of a machine that joins, in its home."""
+"""Directory, in the home of a joining machine, that holds its join files."""
 HEAD_S = 60.0
-"""How long a head is waited for that is being started."""
+"""How long `sgpu join` waits for a head that is starting."""
 _LOOK_S = 0.5
 
 
 class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of `sgpu join`."""
 
-    host: str  # where the head is: a name or an address, with a port or without one
+    host: str  # The head as a name or an address, with or without a port.
     file: JoinFile
     path: Path
     name: str
-    address: str = ""  # of this machine; "" for the one that leads to the head
-    port: int | None = None  # the first of Ray's ports here; None for as on the server's machine
+    address: str = ""  # The address of this machine; "" means the address of the route to the head.
+    port: int | None = None  # The first of Ray's ports on this machine; None means the same as on the server's machine.
 
 
 class JoinPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be started."""
+    """The checked settings with which Ray can start."""
 
     plan: KeeperPlan
     offer: str
@@ -71,11 +72,14 @@ class JoinPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prepare(wish: JoinOptions, home: Home, environ: Mapping[str, str]) -> JoinPlan:
-    """Look at everything, ask the server, and write this machine's files.
+    """Run all checks, ask the server, and write this machine's files.
 
-    Raises ServerProblem (no Ray here, or not the pool's; a port is taken; the head does not answer), ServerUnavailable,
-    NotAuthenticated (the token of the join file is not good), NotAllowed (the server lets in no machine, or not under
-    this name), InvalidValue (an address cannot be) or StorageError.
+    Raises ServerProblem if Ray is missing, its version differs from the pool's, a port is in use or the head does not
+    answer. Raises ServerUnavailable if the server does not answer. Raises NotAuthenticated if the server rejects the
+    token
+    of the join file. Raises NotAllowed if the server accepts no machine, or not under this name. Raises InvalidValue
+    for
+    an invalid address. Raises StorageError if a file cannot be written.
     """
     ray_machine.check_ray()
     host, port = parse_host(wish.host)
@@ -101,37 +105,41 @@ def prepare(wish: JoinOptions, home: Home, environ: Mapping[str, str]) -> JoinPl
         plan = ray_machine.prepare_machine(node, files, pool.token, environ, head=head)
         (directory / LEFT).unlink(missing_ok=True)
     except OSError as error:
-        raise ServerProblem(f"{directory} cannot be written: {error.strerror}") from error
+        raise ServerProblem(f"{directory} cannot be written to: {error.strerror}") from error
     return JoinPlan(
         plan=plan, offer=ray_machine.offer_text(devices), ports=start_arguments.port_range(base), profile=profile
     )
 
 
 def parse_host(text: str) -> tuple[str, int | None]:
-    """Return the address of a host, and the port if one was said; raises InvalidValue."""
+    """Return the address of a host, and the port if the text has one. Raises InvalidValue."""
     parts = urlsplit(f"//{text}" if text.count(":") <= 1 or text.startswith("[") else f"//[{text}]")
     try:
         host, port = parts.hostname or "", parts.port
         found = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0][4][0] if host else ""
     except (OSError, ValueError) as error:
-        raise InvalidValue(f"{text!r} is not found: {error}", hint="the first machine: a name, or 10.0.0.5") from None
+        raise InvalidValue(
+            f"the host {text!r} is not found: {error}",
+            hint="give the name or address of the first machine, for example 10.0.0.5",
+        ) from None
     if not found or parts.path or parts.username is not None:
         raise InvalidValue(
-            f"{text!r} is not a machine", hint="a name or an address: 10.0.0.5, or with a port 10.0.0.5:7900"
+            f"{text!r} is not a host", hint="give a name or an address: 10.0.0.5, or with a port 10.0.0.5:7900"
         )
     return str(found), port
 
 
 def _refuse_loopback(wish: JoinOptions, host: str) -> None:
-    """Refuse to ask a server that listens to its own machine only, from another one."""
+    """Refuse a server that listens only on its loopback address if this is another machine."""
     if not _is_loopback(urlsplit(wish.file.server).hostname or ""):
         return
     try:
         ray_machine.check_own(host)
     except InvalidValue:
         raise InvalidValue(
-            f"{wish.path} says that the server is at {wish.file.server}: only its own machine reaches that",
-            hint="start it with --host, --tls-cert and --tls-key, too, and copy the file again",
+            f"{wish.path} gives {wish.file.server} as the server's address, which only the server's own machine "
+            "can reach",
+            hint="start the server with --host, --tls-cert and --tls-key, and copy the file again",
         ) from None
 
 
@@ -143,7 +151,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _ask(wish: JoinOptions, home: Home) -> tuple[str, RayPool]:
-    """Return this machine's own token and how it joins: as it has joined before, else with the join token."""
+    """Return this machine's token and the pool's Ray settings. Use the saved token, else the join token."""
     directory = home.root / DIRECTORY
     ca = str(directory / ray_machine.CA) if wish.file.ca else ""
     try:
@@ -151,7 +159,7 @@ def _ask(wish: JoinOptions, home: Home) -> tuple[str, RayPool]:
         if ca:
             write_private(Path(ca), wish.file.ca.encode())
     except OSError as error:
-        raise ServerProblem(f"{directory} cannot be written: {error.strerror}") from error
+        raise ServerProblem(f"{directory} cannot be written to: {error.strerror}") from error
     request = JoinRequest(name=wish.name, machine=machine(), instance=instance_of(home))
     url = wish.file.server
     again = _ask_again(wish, directory, ca)
@@ -161,25 +169,27 @@ def _ask(wish: JoinOptions, home: Home) -> tuple[str, RayPool]:
         try:
             answer = connection.ask("POST", "/agents/join", request, answer=JoinAnswer)
             if answer.ray is None:
-                raise ServerProblem(f"the server at {url} does not say how its Ray is joined", hint="")
+                raise ServerProblem(f"the server at {url} does not say how to join its Ray cluster", hint="")
             return answer.token, answer.ray
         except NotAuthenticated as error:
             raise NotAuthenticated(
-                f"the server at {url} does not take the token of {wish.path}: {error.message}",
-                hint="on the first machine: sgpu node invite; copy the file that it writes",
+                f"the server at {url} does not accept the token of {wish.path}: {error.message}",
+                hint="run `sgpu node invite` on the first machine and copy the file that it writes",
             ) from None
         except NotFound:
             raise ServerProblem(
-                f"the server at {url} knows nothing of joining",
-                hint="is it as new as this package? pip install --upgrade",
+                f"the server at {url} has no route for joining machines",
+                hint="the server may be older than this package; upgrade it: pip install --upgrade serverless-gpu",
             ) from None
         except ServerUnavailable as error:
-            hint = f"from here: curl {url}/api/v1/version   (an address that this machine reaches: --server URL)"
+            hint = (
+                f"test it from here: curl {url}/api/v1/version   (to use another address of the server: --server URL)"
+            )
             raise ServerUnavailable(error.message, hint=hint) from None
 
 
 def _ask_again(wish: JoinOptions, directory: Path, ca: str) -> tuple[str, RayPool] | None:
-    """Return what a machine that has joined before gets for its own token, or None where it needs a join token."""
+    """Return the pool's settings for the saved token of this machine, or None if it needs a join token."""
     try:
         profile = read_profile(directory / ray_machine.PROFILE)
     except InvalidValue:
@@ -190,11 +200,11 @@ def _ask_again(wish: JoinOptions, directory: Path, ca: str) -> tuple[str, RayPoo
         try:
             return profile.token, connection.ask("GET", "/agents/ray", answer=RayPool)
         except (NotAuthenticated, NotAllowed, NotFound, ServerUnavailable):
-            return None  # where the server is away, the next question says so
+            return None  # If the server is down, the request with the join token reports it.
 
 
 def refuse_closed(head: str, *, patience_s: float, ports: str) -> None:
-    """Refuse to join a head that is not reached; one that the server does not reach either may be on its way."""
+    """Refuse a head that does not answer. Wait first if the server cannot reach the head either."""
     clock = SystemClock()
     until_ns = clock.boottime_ns() + round(patience_s * 1e9)
     why = unreachable(head)
@@ -205,12 +215,12 @@ def refuse_closed(head: str, *, patience_s: float, ports: str) -> None:
         return
     if patience_s:
         raise ServerProblem(
-            f"Ray's head at {head} answers nobody, the server neither: {why}",
-            hint="on the first machine: sgpu status   (its log: server/ray/keeper.log in the home)",
+            f"Ray's head at {head} does not answer this machine or the server: {why}",
+            hint="run `sgpu status` on the first machine   (log of Ray: server/ray/keeper.log in the home)",
         )
     raise ServerProblem(
-        f"the server answers, and Ray at {head} does not: {why}",
-        hint=f"between the machines of a pool, TCP {ports} has to be open, in both directions",
+        f"the server answers, but Ray at {head} does not: {why}",
+        hint=f"open TCP {ports} between the machines of the pool, in both directions",
     )
 
 
@@ -218,26 +228,29 @@ def _refuse_taken(base: int, address: str) -> None:
     taken = ray_machine.taken_port(base, address)
     if taken is not None:
         raise ServerProblem(
-            f"port {taken} is taken on this machine, and Ray needs {start_arguments.port_range(base)}",
-            hint="another range of a hundred: --ray-port 8100",
+            f"port {taken} is in use on this machine, and Ray needs {start_arguments.port_range(base)}",
+            hint="choose another range of a hundred ports: --ray-port 8100",
         )
 
 
 class JoinFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What it says."""
+    """The content of a join file."""
 
     server: str
     token: str
-    ca: str = ""  # certificates to trust, PEM; "" for the system's
+    ca: str = ""  # PEM certificates to trust; "" means those of the system.
 
 
 def write_join_file(path: Path, file: JoinFile) -> None:
-    """Write a join file, readable by this user alone; raises OSError."""
+    """Write a join file, readable by this user only. Raises OSError."""
     write_private(path, msgspec.json.format(msgspec.json.encode(file)) + b"\n")
 
 
 def read_join_file(path: Path) -> JoinFile:
-    """Return what a join file says; InvalidValue when it is not there, others can read it, or it is none."""
+    """Return the content of a join file.
+
+    Raises InvalidValue if the file is missing, not valid, or readable by others.
+    """
     try:
         others = readers(path)
         with path.open("rb") as opened:
@@ -245,16 +258,17 @@ def read_join_file(path: Path) -> JoinFile:
     except OSError as error:
         raise InvalidValue(
             f"{path} cannot be read: {error.strerror}",
-            hint="`sgpu up --engine ray` says where it wrote it: copy that here",
+            hint="`sgpu up --engine ray` prints the path of the file that it wrote; copy that file here",
         ) from None
     if others:
         raise InvalidValue(
-            f"{path} lets in whoever has it, and {others}",
-            hint=f"chmod 600 {path}   (did somebody read it? sgpu token revoke, and make another: sgpu node invite)",
+            f"{path} lets any reader join the pool, and {others}",
+            hint=f"chmod 600 {path}   (if another user has read it: sgpu token revoke, then sgpu node invite)",
         )
     try:
         return from_json(data, JoinFile)
     except msgspec.MsgspecError:
         raise InvalidValue(
-            f"{path} is not a join file", hint="it is server/join.json in the home of `sgpu up --engine ray`, as it is"
+            f"{path} is not a join file",
+            hint="copy server/join.json, unchanged, from the home of `sgpu up --engine ray`",
         ) from None

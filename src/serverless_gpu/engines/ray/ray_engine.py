@@ -1,23 +1,30 @@
-"""A Ray cluster as an engine: it knows the nodes, reserves gangs on them, and has our agent running on each.
+"""Uses a Ray cluster as an engine: reserves gangs and keeps our agent running on each node.
 
     scheduler, reconciler ─▶ methods: answers from memory          this process never imports Ray
                                  │
-    a thread, every second ──────┼─▶ child (`driver_process.py`) ─▶ nodes, placement groups    `ray_tables.py` says what
-    a few more, when asked ──────┘        reserve, release, have agents running            that means
+    a thread, every second ──────┼─▶ child (`driver_process.py`) ─▶ nodes, placement groups    `ray_tables.py`
+    worker threads, on demand ───┘        reserve, release, start agents                       translates them
 
-Ray does membership, reservation, remote start and death notices, and nothing else: user code never runs in it, and what
-runs lives by its lease with the server. A gang is one detached placement group, whose bundles are pinned to the nodes
-that our scheduler chose; what Ray cannot reserve at once is taken back, for Ray neither orders nor packs what waits.
+Ray provides membership, reservation, remote start and death notices, and nothing else. User code never runs in Ray.
+The lease with the server decides whether an attempt is alive. A gang is one detached placement group. The engine pins
+its bundles to the nodes that our scheduler chose. Ray does not order or pack waiting groups. So the engine removes a
+group that Ray cannot reserve at once.
 
-Gangs that are reserved and nodes that are there are also files (`ReservationFiles`), so that a server knows them before
-Ray has said anything, and reserves again what a head forgot that came back with nothing.
+The engine also stores reserved gangs and known nodes in files (`ReservationFiles`). So a new server process knows them
+before Ray answers. If a head restarts without its state, the engine reserves the gangs again.
 
 Failure cases:
-- the head does not answer: nodes stay, what runs goes on, new gangs wait with a sentence; the child is started again;
-- a node is dead, as Ray's table says: it is lost. An actor that died or is not available says nothing: the table is
-  looked at, and the agent, which is no process of Ray's, is asked for through another actor;
-- no agent can be had on a node, though Ray has it: the node is lost, with the reason, until one can;
-- an answer does not come: the child is killed, and what it may have done is seen at the next look.
+
+- The head does not answer: nodes stay, attempts continue, and new gangs wait. The engine starts a new child.
+
+- Ray's table reports a node as dead: the node is lost.
+
+- An actor dies or is unavailable: this says nothing about its node. The engine reads the table again. Another actor
+  checks the agent, which is not a process of Ray.
+
+- No agent starts on a node that Ray has: the node is lost, with the reason, until one starts.
+
+- An answer is late: the engine kills the child. The next look shows the effects of the request.
 """
 
 from __future__ import annotations
@@ -54,30 +61,30 @@ SOON_S = 0.5
 """How long `submit` waits for Ray, which usually takes milliseconds."""
 LOOK_EVERY_S = 1.0
 _LOOK_S = 5.0
-_PATIENCE_S = 0.3  # what was given back before is free after a tenth of a second; others of this Ray may take longer
+_PATIENCE_S = 0.3  # Released resources are free after 0.1 s. Other users of this Ray cluster may need longer.
 RESERVE_S = 15.0
 _REPAIR_EVERY = 5
-_REPAIR_OFTEN = 30  # looks, after each time that a head was found: nodes come back one by one
+_REPAIR_OFTEN = 30  # Number of looks after each reconnect to a head, because nodes return one by one.
 _AT_ONCE = 8
 _STALE_S = 10.0
 _CLOSE_S = 1.0
 
 
 class _Reservation:
-    """A gang that Ray is asked for."""
+    """A request to Ray for the placement group of a gang."""
 
     def __init__(self, gang: Gang, began_ns: int) -> None:
         self.gang, self.began_ns = gang, began_ns  # boottime
         self.answer: Placed | Waiting | Impossible | None = None
-        self.unwanted = False  # whether it was given back meanwhile
-        self.done = threading.Event()  # set with the answer
+        self.unwanted = False  # True if the scheduler has released the gang in the meantime.
+        self.done = threading.Event()  # Set together with the answer.
 
 
 class RayEngine(Engine):
-    """A Ray cluster.
+    """A Ray cluster as an engine.
 
-    `directory` holds this engine's files, and is made if needed; `python` is an interpreter that has the cluster's Ray;
-    `news` is called, from any thread, when there is something to ask for again.
+    `directory` holds the files of this engine, which creates it if needed. `python` is an interpreter that has the
+    cluster's version of Ray. Any thread may call `news`, which tells the scheduler to submit waiting gangs again.
     """
 
     def __init__(
@@ -111,27 +118,27 @@ class RayEngine(Engine):
         self._thread.start()
 
     def ready(self, timeout_s: float) -> bool:
-        """Wait until Ray was looked at once; return whether it was."""
+        """Wait until the engine has read Ray's tables once. Return False on a timeout."""
         return self._looked.wait(timeout_s)
 
-    # --- what is asked of an engine ----------------------------------------------------------------------------------
+    # --- the Engine interface ----------------------------------------------------------------------------------------
 
     def nodes(self) -> Sequence[EngineNode]:
-        """Return the nodes that can be counted on."""
+        """Return the nodes that the scheduler can use."""
         with self._lock:
             return [ray_tables.engine_node(name) for name, one in self._now().items() if not one.lost]
 
     def has(self, node: str) -> bool:
-        """Return whether Ray has had a node of this name; what it has forgotten, this engine has not."""
+        """Return True if Ray has ever reported a node of this name, even if Ray has forgotten it."""
         with self._lock:
             return node in self._known
 
     def plan(self, gang: Gang) -> Request:
-        """Return what would be reserved."""
+        """Return the reservation that `submit` would make."""
         return Request(gang=gang, text=ray_tables.in_words(gang))
 
     def submit(self, request: Request) -> Placed | Waiting | Impossible:
-        """Reserve a gang, if Ray does so soon; else it waits, and is reserved meanwhile or not."""
+        """Reserve a gang if Ray answers soon. Otherwise return Waiting while the request continues."""
         gang = request.gang
         with self._lock:
             found = self._reservation(gang)
@@ -148,7 +155,7 @@ class RayEngine(Engine):
             return found.answer
 
     def release(self, gang: str) -> None:
-        """Give a gang back; what Ray still has of it is removed as soon as it answers."""
+        """Release a gang. Remove its placement group as soon as Ray answers."""
         with self._lock:
             reservation = self._reserving.get(gang)
             if reservation is not None and not reservation.done.is_set():
@@ -158,14 +165,14 @@ class RayEngine(Engine):
             self._give_back(gang)
 
     def recover(self) -> Sequence[str]:
-        """Return the gangs that are reserved, as far as Ray or this engine's files say so."""
+        """Return the gangs that are reserved according to Ray or this engine's files."""
         with self._lock:
             reserved = {*self._placed, *(name for name, group in self._groups.items() if not group.is_under_way())}
             unwanted = {name for name, one in self._reserving.items() if one.unwanted}
             return sorted(reserved - self._releasing - unwanted)
 
     def events(self) -> Sequence[NodeUp | NodeLost]:
-        """Return which nodes came and went since the last call."""
+        """Return the nodes that appeared or disappeared since the last call."""
         with self._lock:
             now = self._now()
             events = ray_tables.node_changes(self._told, now)
@@ -173,7 +180,7 @@ class RayEngine(Engine):
             return events
 
     def close(self) -> None:
-        """End the child, once what is given back is; Ray, its reservations and the agents stay."""
+        """End the child after pending releases. Leave Ray, its reservations and the agents running."""
         with self._lock:
             self._released.wait_for(lambda: not self._releasing or bool(self._link.trouble), _CLOSE_S)
         self._closed.set()
@@ -185,11 +192,11 @@ class RayEngine(Engine):
     # --- gangs ------------------------------------------------------------------------------------------------------
 
     def _reservation(self, gang: Gang) -> _Reservation | Placed | Waiting | Impossible:
-        """Return what is known of a gang, or its reservation, which is begun unless one is under way."""
+        """Return the known answer for a gang, or its reservation. Start a reservation if none is in progress."""
         if gang.id in self._placed:
             return Placed(gang=self._placed[gang.id])
         if gang.id in self._releasing:
-            return Waiting(sentence=f"{gang.id} is being given back to Ray")
+            return Waiting(sentence=f"Ray is releasing {gang.id}")
         under_way = self._reserving.get(gang.id)
         if under_way is not None and not (under_way.done.is_set() and self._age_s(under_way) > _STALE_S):
             return under_way
@@ -207,7 +214,7 @@ class RayEngine(Engine):
         return reservation
 
     def _reserve(self, reservation: _Reservation) -> None:
-        """Ask Ray for a gang, and take what it says."""
+        """Ask Ray to reserve a gang and record the answer."""
         gang = reservation.gang
         with self._lock:
             known = dict(self._known)
@@ -249,7 +256,7 @@ class RayEngine(Engine):
         self._memory.keep(gang)
 
     def _give_back(self, gang: str) -> None:
-        """Forget a gang, and have Ray do so if it has something of it."""
+        """Forget a gang. Ask Ray to remove its placement group if one may exist."""
         was_placed = self._placed.pop(gang, None) is not None
         self._kept_at.pop(gang, None)
         self._memory.forget(gang)
@@ -258,7 +265,7 @@ class RayEngine(Engine):
             self._start(f"release {gang}", partial(self._release, gang))
 
     def _release(self, gang: str) -> None:
-        """Have Ray remove a placement group; what does not come about is tried again after the next look."""
+        """Ask Ray to remove a placement group. The next look retries a failed request."""
         try:
             self._link.ask("release", RESERVE_S, name=ray_tables.gang_name(self._access.pool, gang))
         except (Unanswered, RayProblem):
@@ -271,7 +278,7 @@ class RayEngine(Engine):
             self._released.notify_all()
         self._news()
 
-    # --- the thread --------------------------------------------------------------------------------------------------
+    # --- the look thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -283,7 +290,7 @@ class RayEngine(Engine):
             self._wake.clear()
 
     def _look(self) -> None:
-        """See what Ray has, and do what follows."""
+        """Read Ray's tables and start the work that follows from them."""
         with self._lock:
             self._looks += 1
         try:
@@ -307,7 +314,7 @@ class RayEngine(Engine):
             self._news()
 
     def _take(self, said: Mapping[str, object]) -> None:
-        """Believe what a look has brought, but for what was done while it was under way."""
+        """Take over the result of a look, except for gangs released while the look ran."""
         self._known = ray_tables.update_nodes(
             self._known, ray_tables.mappings(said.get("nodes")), self._clock.boottime_ns()
         )
@@ -316,11 +323,11 @@ class RayEngine(Engine):
         self._groups = {name: group for name, group in found.items() if name not in self._released_at}
         for name, group in self._groups.items():
             is_orphan = group.is_under_way() and name not in self._placed and name not in self._reserving
-            if is_orphan and name not in self._releasing:  # asked for by a child that was killed
+            if is_orphan and name not in self._releasing:  # The engine killed the child that asked for this group.
                 self._releasing.add(name)
 
     def _repair(self, known: Mapping[str, KnownNode]) -> None:
-        """Reserve again what a head forgot that came back with nothing."""
+        """Reserve gangs again whose placement groups a restarted head has lost."""
         if self._looks % _REPAIR_EVERY and self._looks - self._found_at > _REPAIR_OFTEN:
             return
         with self._lock:
@@ -341,12 +348,12 @@ class RayEngine(Engine):
         except (Unanswered, RayProblem):
             self._wake.set()
         with self._lock:
-            if gang.id not in self._placed:  # given back meanwhile
+            if gang.id not in self._placed:  # The scheduler released the gang in the meantime.
                 self._releasing.add(gang.id)
 
     def _have_agent(self, row: ray_tables.NodeRow) -> None:
         if self._agents.have(row):
-            self._wake.set()  # what an actor's end means, the node table says
+            self._wake.set()  # Ray's node table says whether the node of a failed actor is dead.
 
     def _now(self) -> dict[str, KnownNode]:
         return ray_tables.with_problems(self._known, self._agents.problems())
@@ -355,7 +362,7 @@ class RayEngine(Engine):
         return (self._clock.boottime_ns() - reservation.began_ns) / 1e9
 
     def _start(self, what: str, work: Callable[[], None]) -> None:
-        """Have one of the workers do something, unless one does so already or the engine is being closed."""
+        """Give a task to a worker thread, unless the same task is running or the engine is closed."""
         with self._busy_lock:
             if what in self._busy:
                 return
@@ -373,12 +380,12 @@ class RayEngine(Engine):
 
 
 class ReservationFiles:
-    """Files of one engine: the gangs it has reserved, and the nodes it has had.
+    """Stores the reserved gangs and the known nodes of one engine in files.
 
-        <directory>/gangs/<run>:<fence>     its shares
-        <directory>/nodes.json              rows of Ray's table, of lost nodes too
+        <directory>/gangs/<run>:<fence>     the gang's shares
+        <directory>/nodes.json              rows of Ray's table, including lost nodes
 
-    Files that cannot be read are as if they were not there: Ray is asked anyway.
+    The engine ignores unreadable files, because it asks Ray in any case.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -387,7 +394,7 @@ class ReservationFiles:
         self._noted: dict[str, KnownNode] = {}
 
     def gangs(self) -> dict[str, Gang]:
-        """Return the gangs that are kept, by identifier."""
+        """Return the stored gangs by identifier."""
         found = {}
         for name in os.listdir(self._gangs):
             with contextlib.suppress(OSError, msgspec.MsgspecError):
@@ -396,23 +403,23 @@ class ReservationFiles:
         return found
 
     def keep(self, gang: Gang) -> None:
-        """Keep a gang; a full disk costs what a server knows that starts without a head."""
+        """Store a gang. If the disk is full, a server that starts without a head does not know the gang."""
         with contextlib.suppress(OSError):
             _write_file(self._gangs / gang.id, msgspec.json.encode(gang))
 
     def forget(self, gang: str) -> None:
-        """Keep a gang no longer."""
+        """Remove the file of a gang."""
         with contextlib.suppress(OSError):
             (self._gangs / gang).unlink(missing_ok=True)
 
     def nodes(self) -> dict[str, KnownNode]:
-        """Return the nodes that there were, by name; how long one had been missing is counted again."""
+        """Return the stored nodes by name. The time for which a node was missing starts again at zero."""
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             self._noted = from_json(self._nodes.read_bytes(), dict[str, KnownNode])
         return {name: msgspec.structs.replace(one, missing_ns=None) for name, one in self._noted.items()}
 
     def note(self, nodes: Mapping[str, KnownNode]) -> None:
-        """Note the nodes that there are, when they are others than before."""
+        """Store the known nodes if they have changed."""
         if dict(nodes) != self._noted:
             self._noted = dict(nodes)
             with contextlib.suppress(OSError):
@@ -433,11 +440,12 @@ _SILENT_MAX = 3
 
 
 class RayAgents:
-    """The agents of a cluster's nodes: a detached actor on each is asked every few seconds whether one is there.
+    """Checks the agents of a cluster's nodes every few seconds through a detached actor on each node.
 
-    What an actor starts is no process of Ray's, so nothing follows from an actor's end, or from its silence: the next
-    one finds the agent as it is. Only what an actor says is a problem is one, or that several in a row say nothing on a
-    node that Ray has.
+    The agent that an actor starts is not a process of Ray. So the end or silence of an actor says nothing about the
+    agent:
+    the next actor finds the agent unchanged. A node has a problem if its actor reports one. It also has one if several
+    actors in a row are silent while Ray lists the node.
     """
 
     def __init__(self, link: DriverLink, clock: Clock) -> None:
@@ -449,12 +457,12 @@ class RayAgents:
         self._problems: dict[str, str] = {}
 
     def problems(self) -> dict[str, str]:
-        """Return why no agent can be had, by name of the node."""
+        """Return the reason for each node that has no agent, by name of the node."""
         with self._lock:
             return dict(self._problems)
 
     def due(self, known: Mapping[str, KnownNode]) -> list[NodeRow]:
-        """Return the nodes whose agents are to be asked for now, each once until it is."""
+        """Return the nodes whose agents are due for a check. Mark each as pending until its check ends."""
         now_ns = self._clock.boottime_ns()
         with self._lock:
             self._asked_ns = {
@@ -472,7 +480,7 @@ class RayAgents:
             return rows
 
     def have(self, row: NodeRow) -> bool:
-        """Have the agent of a node running; return whether its actor said nothing."""
+        """Start the agent of a node if it does not run. Return True if the actor did not answer."""
         problem, is_silent = "", False
         try:
             said = self._link.ask(

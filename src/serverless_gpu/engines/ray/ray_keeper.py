@@ -1,22 +1,23 @@
-"""Keeping Ray on one machine: started, looked after, started again when it ends, ended in order.
+"""Keeps Ray running on one machine: starts it, restarts it after an exit, and ends it in order.
 
     sgpu up   ─▶ server ── ensure, every few seconds ─▶ lock held, same plan? ─▶ nothing
-                                                        lock held, another one ─▶ ended in order, and started
-                                                        free                   ─▶ `main`, detached: outlives the server
+                                                        lock held, other plan  ─▶ end Ray in order, then start it
+                                                        lock free              ─▶ `main`, detached: outlives the server
     sgpu join ─▶ in the foreground
 
-    head there? ─▶ what an earlier one left is ended ─▶ a fresh directory ─▶ ray start --block ─▶ started
-        ▲                                                                      │
-        └──────────── pause, longer and longer ◀── it ended ───────────────────┘
-    told to stop ─▶ SIGTERM, 5 s, SIGKILL to everything of it ─▶ directory removed
+    head there? ─▶ end leftover processes ─▶ a fresh directory ─▶ ray start --block ─▶ started
+        ▲                                                             │
+        └──────────── pause with backoff ◀── Ray exited ──────────────┘
+    stop request ─▶ SIGTERM, 5 s, SIGKILL to all its processes ─▶ remove the directory
 
-Restarting or upgrading a server disturbs no cluster. Without a server for ten minutes the detached keeper ends Ray and
-itself; runs do not need either. What Ray has started for us, the agent of the machine and below it all runs, is none of
-Ray's processes: it is detached, has nothing of Ray in its environment, and stays.
+A restart or upgrade of a server does not disturb the cluster. After ten minutes without a server the detached keeper
+ends Ray and itself. Runs need neither. Ray starts the agent of the machine, but the agent and its descendants are not
+processes of Ray. They are detached, have no variables of Ray, and keep running.
 
-Failure cases: the head is not there (asked for again and again, said once); Ray does not start, or dies (why is taken
-from what it wrote; started again); the keeper is killed (its Ray goes on; the next keeper ends that and starts again:
-in between nothing is lost but a machine's membership); the directory belongs to another user (refused).
+Failure cases: If the head does not answer, the keeper retries and reports the failure once. If Ray does not start or
+dies, the keeper reads the cause from Ray's log and starts Ray again. If the keeper is killed, its Ray continues. The
+next keeper ends that Ray and starts a new one. In between the machine only loses its membership. The keeper refuses a
+directory that belongs to another user.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from serverless_gpu.units import format_duration_ms
 from serverless_gpu.version import __version__
 
 MARK = "SERVERLESS_GPU_RAY"
-"""Variable of every process of a Ray of ours: its directory."""
+"""Environment variable that holds Ray's directory in every Ray process of a keeper."""
 STARTED = b"Ray runtime started"
 CONNECT_S = 3.0
 END_S = 5.0
@@ -64,26 +65,27 @@ _TAIL_BYTES = 200_000
 
 
 class KeeperPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept."""
+    """The command and settings with which a keeper runs Ray."""
 
     command: tuple[str, ...]
     environ: dict[str, str]
-    directory: str  # of Ray's files, in one that only this user can enter
+    directory: str  # The directory of Ray's files, inside a private directory of this user.
     log: str
-    head: str = ""  # address that has to answer before a machine can join; "" for the head itself
+    head: str = ""  # The address that must answer before a machine can join; "" on the head itself.
     token: str = ""
 
     @property
     def parent(self) -> str:
-        """Return the private directory around Ray's."""
+        """Return the private directory that contains Ray's directory."""
         return os.path.dirname(self.directory)
 
 
 class RayKeeper:
-    """Ray on this machine.
+    """Runs Ray on this machine and restarts it after an exit.
 
-    `say` is given a sentence whenever something changes, `started` called whenever Ray has started. `needed` is asked
-    every few seconds, and returns "" or why Ray is not needed any more.
+    The keeper calls `say` with a message on every change, and `started` after each start of Ray. It calls `needed`
+    every
+    few seconds. `needed` returns "", or the reason why nothing needs Ray any more.
     """
 
     def __init__(
@@ -100,9 +102,9 @@ class RayKeeper:
         self._away = ""
 
     def keep(self, stop: int) -> None:
-        """Keep Ray until told to stop, or until it is no longer needed.
+        """Keep Ray running until a stop request, or until nothing needs it.
 
-        `stop` is a descriptor that can be read when it is to stop. Raises StorageError when the directory cannot be
+        `stop` is a descriptor that becomes readable on a stop request. Raises StorageError if the directory cannot be
         used.
         """
         end_processes(self._plan.directory)
@@ -112,7 +114,7 @@ class RayKeeper:
                 if why:
                     if why != self._away:
                         head = self._plan.head
-                        self._say(f"the head of the pool at {head} does not answer ({why}); it is asked again")
+                        self._say(f"the head of the pool at {head} does not answer ({why}); retrying")
                     self._away = why
                     if self._over() or _waited(stop, self._next_pause_s()):
                         return
@@ -127,7 +129,7 @@ class RayKeeper:
             shutil.rmtree(self._plan.parent, ignore_errors=True)
 
     def _run(self, stop: int) -> bool:
-        """Start Ray and wait for its end, or a stop; return whether it is to stop, or is not needed."""
+        """Start Ray and wait until it exits or must stop. Return True if the keeper must end."""
         make_directory(self._plan.parent)
         log = open_log(Path(self._plan.log))
         begin = os.fstat(log).st_size
@@ -158,11 +160,11 @@ class RayKeeper:
         if lived_s > _STEADY_S:
             self._pause_s = PAUSE_S
         why = why_ended(_written(self._plan.log, begin))
-        self._say(f"Ray ended after {format_duration_ms(round(lived_s * 1000))}: {why}; it is started again")
+        self._say(f"Ray ended after {format_duration_ms(round(lived_s * 1000))}: {why}; restarting it")
         return False
 
     def _watch(self, process: subprocess.Popen[bytes], stop: int, begin: int) -> bool:
-        """Return True when it is to end, False when it has ended."""
+        """Return True if the keeper must end Ray, False if Ray has exited."""
         is_started = False
         pidfd = os.pidfd_open(process.pid)
         poll = select.poll()
@@ -195,7 +197,7 @@ class RayKeeper:
 
 
 def unreachable(address: str, limit_s: float = CONNECT_S) -> str:
-    """Return why nothing answers at ``host:port``, or ""; an address of "" is not needed."""
+    """Return why nothing answers at ``host:port``, or "". An empty address needs no answer."""
     if not address:
         return ""
     host, _, port = address.rpartition(":")
@@ -207,22 +209,22 @@ def unreachable(address: str, limit_s: float = CONNECT_S) -> str:
 
 
 def make_directory(path: str) -> None:
-    """Make the private directory again; StorageError when it belongs to another user, or cannot be made."""
+    """Create the private directory afresh. Raise StorageError if another user owns it or mkdir fails."""
     try:
         if os.path.lexists(path):
             status = os.lstat(path)
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 raise StorageError(
-                    f"{path} is not a directory of ours", hint=f"look at it and remove it: ls -ld {path}"
+                    f"{path} is not a directory of this user", hint=f"inspect it with `ls -ld {path}` and remove it"
                 )
             shutil.rmtree(path, ignore_errors=True)
         os.makedirs(path, mode=0o700, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"{path} cannot be made: {error.strerror}") from error
+        raise StorageError(f"{path} cannot be created: {error.strerror}") from error
 
 
 def end(process: subprocess.Popen[bytes], directory: str, limit_s: float = END_S) -> None:
-    """End a Ray in order: it tells its head that the machine leaves; what is left after the time is killed."""
+    """End Ray in order, so that its head learns that the machine leaves. Kill the rest on a timeout."""
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     try:
@@ -234,7 +236,7 @@ def end(process: subprocess.Popen[bytes], directory: str, limit_s: float = END_S
 
 
 def end_processes(directory: str) -> int:
-    """Kill every process of the Ray of a directory; return how many there were."""
+    """Kill every Ray process of a directory. Return how many there were."""
     count = 0
     for _ in range(_KILL_TRIES):
         found = 0
@@ -250,32 +252,32 @@ def end_processes(directory: str) -> int:
 
 
 def marked_pids(directory: str) -> list[int]:
-    """Return the processes that have a directory as their mark."""
+    """Return the ids of the processes whose `MARK` variable names a directory."""
     names = (name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid())
     return [int(name) for name in names if _has_mark(int(name), directory)]
 
 
 def marked(directory: str) -> Iterator[int]:
-    """Yield descriptors of the processes that have a directory as their mark; each is closed after its turn."""
+    """Yield a pidfd of each process whose `MARK` variable names a directory. Close each after its turn."""
     for pid in marked_pids(directory):
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
             continue
         try:
-            if _has_mark(pid, directory):  # no other process has got its number meanwhile
+            if _has_mark(pid, directory):  # The second check excludes a new process that reuses the process id.
                 yield pidfd
         finally:
             os.close(pidfd)
 
 
 def log_path(directory: Path) -> Path:
-    """Return where what Ray says is written."""
+    """Return the path of Ray's log."""
     return directory / "ray.log"
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables without those that belong to a Ray of ours, or of anybody."""
+    """Return the variables without those of any Ray."""
     return {name: value for name, value in environ.items() if not name.startswith(("RAY_", MARK))}
 
 
@@ -290,7 +292,7 @@ def _has_mark(pid: int, directory: str) -> bool:
 
 
 def _waited(stop: int, pause_s: float) -> bool:
-    """Wait; return whether it is to stop."""
+    """Wait for a stop request. Return False on a timeout."""
     return bool(select.select([stop], [], [], pause_s)[0])
 
 
@@ -306,7 +308,7 @@ def _written(path: str, begin: int) -> bytes:
 
 _EXIT_CHARACTERS_MAX = 300
 _KNOWN_EXITS: tuple[tuple[str, str], ...] = (
-    (r"GCS returned an authentication error", "the head of the pool was started anew, and this machine joins that one"),
+    (r"GCS returned an authentication error", "the head of the pool has restarted; this machine joins the new head"),
     (
         r"failed to connect to GCS|Failed to connect to GCS|GCS.{0,40}(is dead|timed? ?out)",
         "the head of the pool is gone",
@@ -314,13 +316,13 @@ _KNOWN_EXITS: tuple[tuple[str, str], ...] = (
     (r"Version mismatch", "this machine and the head have different versions of Ray or Python"),
     (
         r"(?i)token.{0,60}(invalid|mismatch|unauthenticated)|UNAUTHENTICATED",
-        "the head does not take this machine's token",
+        "the head does not accept this machine's token",
     ),
-    (r"(?i)bind: address already in use|address already in use", "one of its ports is taken by somebody else"),
-    (r"(?i)no space left on device", "there is no space left on a disk, or in /dev/shm"),
+    (r"(?i)bind: address already in use|address already in use", "another process uses one of its ports"),
+    (r"(?i)no space left on device", "no space is left on a disk or in /dev/shm"),
     (
         r"marked.{0,40}as dead|has been marked dead",
-        "the head had given this machine up: it did not hear of it for seconds",
+        "the head removed this machine because the machine missed several health checks",
     ),
 )
 _EXITED = re.compile(r"(\w+) \[exit code=(-?\d+)\]")
@@ -329,10 +331,9 @@ _PREFIX = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+\t(INFO|WARNING|ERR|ER
 
 
 def why_ended(written: bytes) -> str:
-    """Return why Ray ended, in one line, from what it wrote.
+    """Return the cause of Ray's end in one line, taken from its log.
 
-    Ray ends with hundreds of lines: a state dump, a stack. What a person can act on is one of a few sentences in
-    between.
+    Ray's log ends with hundreds of lines: a state dump and a stack. Only a few messages in between help a user.
     """
     text = written.decode("utf-8", errors="replace")
     for pattern, sentence in _KNOWN_EXITS:
@@ -354,7 +355,7 @@ def _shown_line(line: str) -> str:
 
 
 IDLE_S = 600.0
-"""How long Ray is kept for a server that is not there."""
+"""How long a keeper keeps Ray without a server."""
 LOCK = "keeper.lock"
 _PLAN, _LOG = "keeper.json", "keeper.log"
 _PLAN_VARIABLES = ("RAY_", "CUDA_", "SERVERLESS_GPU_")
@@ -363,17 +364,17 @@ _STOP_S = 30.0
 
 
 class RunningKeeper(NamedTuple):
-    """A keeper that runs."""
+    """A running keeper process."""
 
     pid: int
     digest: str
 
 
 def ensure(directory: Path, plan: KeeperPlan, owner: Path, environ: Mapping[str, str]) -> bool:
-    """Have a keeper of a plan running, with its files in `directory`; return whether one was started.
+    """Start a keeper for a plan if none runs. Return True if this call started one.
 
-    A process that holds the lock `owner` needs Ray. Raises AgentUnavailable when the keeper cannot be started, or
-    another one not ended.
+    The keeper's files are in `directory`. A process that holds the lock `owner` needs Ray. Raises AgentUnavailable if
+    the keeper cannot start, or if a keeper of another plan does not end.
     """
     found = running(directory)
     digest = digest_of(plan)
@@ -385,43 +386,43 @@ def ensure(directory: Path, plan: KeeperPlan, owner: Path, environ: Mapping[str,
         write_private(directory / _PLAN, msgspec.json.encode(plan))
         process = daemon.start(__name__, (str(directory), str(owner)), log=directory / _LOG, environ=environ)
     except OSError as error:
-        raise AgentUnavailable(f"what keeps Ray could not be started: {error}") from error
+        raise AgentUnavailable(f"the keeper of Ray cannot be started: {error}") from error
     daemon.reap(process, _START_S)
     return True
 
 
 def running(directory: Path) -> RunningKeeper | None:
-    """Return the keeper of a directory, or None if missing."""
+    """Return the running keeper of a directory, or None."""
     words = (held_note(directory / LOCK) or b"").decode("ascii", "replace").split()
     return RunningKeeper(int(words[0]), words[1]) if len(words) == 2 and words[0].isdigit() else None
 
 
 def stop(directory: Path) -> bool:
-    """End the keeper of a directory, and Ray with it; return whether there was one. AgentUnavailable."""
+    """End the keeper of a directory and its Ray. Return True if one ran. Raises AgentUnavailable."""
     found = running(directory)
     if found is None:
         return False
     if not daemon.end(found.pid, _STOP_S, signals=(signal.SIGTERM,)):
-        raise AgentUnavailable(f"what keeps Ray (pid {found.pid}) does not end", hint=f"kill -9 {found.pid}")
+        raise AgentUnavailable(f"the keeper of Ray (pid {found.pid}) does not end", hint=f"kill -9 {found.pid}")
     return True
 
 
 def stop_ray(home: Path) -> bool:
-    """End the Ray of a home's server; return whether there was one; as `stop`."""
+    """End the Ray of a home's server. Return True if one ran. Raises the same errors as `stop`."""
     return stop(home / "server" / "ray")
 
 
 def digest_of(plan: KeeperPlan) -> str:
-    """Return what tells a plan, kept by this version, from others; another shell's PATH makes none of it."""
+    """Return a digest of a plan and this version. A different PATH does not change the digest."""
     ours = {name: value for name, value in plan.environ.items() if name.startswith(_PLAN_VARIABLES)}
     told = msgspec.json.encode(msgspec.structs.replace(plan, environ=ours), order="sorted")
     return hashlib.sha256(__version__.encode() + told).hexdigest()[:16]
 
 
 def main(directory: str, owner: str) -> NoReturn:
-    """Keep Ray until told to stop, or until no server has held the lock `owner` for long."""
+    """Keep Ray running until a stop request, or until no server has held the lock `owner` for `IDLE_S`."""
     if os.fork():
-        os._exit(0)  # detached: the server may end first
+        os._exit(0)  # The detached process can outlive the server.
     os.setsid()
     linux.set_name("sgpu-ray-keeper")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -444,7 +445,7 @@ def main(directory: str, owner: str) -> NoReturn:
 
 
 class ServerNeed:
-    """Checks whether Ray is still needed: whether a server has held the lock `owner` within `idle_s`."""
+    """Checks if Ray is still needed: a server must have held the lock `owner` within `idle_s`."""
 
     def __init__(self, owner: Path, idle_s: float = IDLE_S) -> None:
         self._owner, self._idle_s = owner, idle_s
@@ -452,15 +453,15 @@ class ServerNeed:
         self._seen_ns = self._clock.boottime_ns()
 
     def __call__(self) -> str:
-        """Return "", or why it is no longer needed."""
+        """Return "", or why nothing needs Ray any more."""
         now_ns = self._clock.boottime_ns()
         if held_note(self._owner) is not None:
             self._seen_ns = now_ns
-        return "" if now_ns - self._seen_ns < self._idle_s * 1e9 else "there was no server for ten minutes"
+        return "" if now_ns - self._seen_ns < self._idle_s * 1e9 else "no server has run for ten minutes"
 
 
 def say(sentence: str) -> None:
-    """Write a line into the log."""
+    """Write a line to the log."""
     sys.stdout.write(f"{format_moment(SystemClock().wall_ns())} {sentence}\n")
     sys.stdout.flush()
 
@@ -469,4 +470,4 @@ def _read(path: Path) -> KeeperPlan:
     try:
         return from_json(path.read_bytes(), KeeperPlan)
     except (OSError, msgspec.MsgspecError) as error:
-        raise InvalidValue(f"{path} does not say what is to be kept: {error}") from None
+        raise InvalidValue(f"{path} is not a valid plan for the keeper of Ray: {error}") from None

@@ -1,14 +1,14 @@
-"""This machine as a part of a Ray cluster: its Ray, its address, its ports, its devices, its files.
+"""Describes this machine as part of a Ray cluster: its Ray, address, ports, devices and files.
 
-    check_ray · own_address · taken_port     checked before anything is started, so that we name what is missing
-    prepare_machine                          writes token, profile and node file; returns the plan of what is kept
+    check_ray · own_address · taken_port     checks before the start, so that errors name the cause
+    prepare_machine                          writes token, profile and node file; returns the keeper's plan
 
-Files of a machine lie in one directory, of mode 0700; each of them has mode 0600:
+The files of a machine lie in one directory of mode 0700. Each file has mode 0600:
 
-    token         of the Ray cluster; Ray's processes read it
-    profile.json  how the agent reaches the server, with the agent's own token      (on the server's machine: node.json)
-    node.json     how the agent is started
-    ca.pem        whom the agent trusts for the server, where that is not one the system knows
+    token         token of the Ray cluster; Ray's processes read it
+    profile.json  how the agent reaches the server, with the agent's token          (on the server's machine: node.json)
+    node.json     how to start the agent
+    ca.pem        certificates that the agent trusts for the server, if the system does not trust it
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ from serverless_gpu.node.uplink.presence import NodePresence
 from serverless_gpu.node.uplink.start_stop import PASSED_ON
 
 _PARENT = "/tmp/sgpu-pool-"
-_AWAY = "192.0.2.1"  # reserved for documentation (RFC 5737); nothing is sent there
+_AWAY = "192.0.2.1"  # This address is reserved for documentation (RFC 5737). The probe sends no packet to it.
 _DISCARD = 9
 NODE, TOKEN, PROFILE, CA = "node.json", "token", "profile.json", "ca.pem"
 
 
 class RayMachineFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a machine's files are."""
+    """The paths of a machine's files."""
 
     home: Home
     directory: Path
-    profile: Path | None  # of the agent; "" where the machine is no node
+    profile: Path | None  # The profile of the agent; None on a machine that is not a node.
 
     @property
     def token(self) -> Path:
-        """Return where the cluster's token is."""
+        """Return the path of the cluster's token."""
         return self.directory / TOKEN
 
     @property
     def node(self) -> Path:
-        """Return the file that says how to start the agent."""
+        """Return the path of the file that says how to start the agent."""
         return self.directory / NODE
 
 
@@ -71,16 +71,18 @@ class RayMachineFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_ray() -> str:
-    """Return the version of the Ray that this interpreter has; ServerProblem for none, or one that is too old."""
+    """Return the Ray version of this interpreter. Raise ServerProblem if Ray is missing or too old."""
     found = ray_installation.version() if ray_installation.origin() else ""
     if not found:
         raise ServerProblem(
             f"Ray is not installed for {sys.executable}",
-            hint="pip install 'ray>=2.55', the same version on every machine",
+            hint="install the same version on every machine: pip install 'ray>=2.55'",
         )
     if ray_installation.release(found) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
-        raise ServerProblem(f"Ray {found} is too old for several machines", hint=f"pip install 'ray>={oldest}'")
+        raise ServerProblem(
+            f"Ray {found} is too old for a pool of several machines", hint=f"pip install 'ray>={oldest}'"
+        )
     return found
 
 
@@ -90,19 +92,19 @@ def python_version() -> str:
 
 
 def differences(version: str, python: str) -> str:
-    """Return how Ray here differs from the pool's in a way that matters, or ""."""
+    """Return the difference between Ray here and Ray in the pool if they are incompatible, or ""."""
     own, own_python = check_ray(), python_version()
     if own != version:
-        return f"this machine has Ray {own}, and the pool has {version}: pip install 'ray=={version}'"
+        return f"this machine has Ray {own}, but the pool has {version}: pip install 'ray=={version}'"
     if own_python.split(".")[:2] != python.split(".")[:2]:
-        return f"this is Python {own_python}, and the pool has {python}: Ray needs the same minor version"
+        return f"this machine has Python {own_python}, but the pool has {python}: Ray needs the same minor version"
     return ""
 
 
 def own_address(towards: str = "") -> str:
-    """Return the address of this machine that others reach it at; raises InvalidValue.
+    """Return the address at which other machines reach this one. Raises InvalidValue.
 
-    `towards` is a host that it talks to; "" for the rest of the world.
+    `towards` is a host that this machine connects to; "" selects the default route.
     """
     try:
         kind, _, _, _, where = socket.getaddrinfo(towards or _AWAY, _DISCARD, type=socket.SOCK_DGRAM)[0]
@@ -111,26 +113,26 @@ def own_address(towards: str = "") -> str:
             found = str(probe.getsockname()[0])
     except OSError as error:
         what = (
-            f"no way leads to {towards} ({error.strerror})" if towards else "it cannot be told which address others see"
+            f"there is no route to {towards} ({error.strerror})" if towards else "this machine's address is not known"
         )
-        raise InvalidValue(what, hint="say which of this machine's addresses it is: --node-address 10.0.0.6") from None
+        raise InvalidValue(what, hint="give one of this machine's addresses: --node-address 10.0.0.6") from None
     return check_node_address(found)
 
 
 def check_own(address: str) -> None:
-    """Refuse (InvalidValue) an address that is not one of this machine's."""
+    """Raise InvalidValue if an address does not belong to this machine."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family) as probe:
             probe.bind((address, 0))
     except OSError as error:
         raise InvalidValue(
-            f"{address} is no address of this machine: {error.strerror}", hint="`ip -brief address` lists them"
+            f"{address} is not an address of this machine: {error.strerror}", hint="`ip -brief address` lists them"
         ) from None
 
 
 def taken_port(base: int, address: str) -> int | None:
-    """Return a port that is needed and taken, or None."""
+    """Return a required port that is in use, or None."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in ports(base):
         for kind, host in ((family, address), (socket.AF_INET, "127.0.0.1")):
@@ -145,12 +147,12 @@ def taken_port(base: int, address: str) -> int | None:
 
 
 def directory_of(files: Path) -> str:
-    """Return Ray's directory: short, for its sockets' sake, and the same each time, so that what is left is found."""
+    """Return Ray's directory: short for socket paths, constant so that a keeper finds old processes."""
     return f"{_PARENT}{hashlib.sha256(os.fsencode(files.absolute())).hexdigest()[:8]}/ray"
 
 
 def devices_of(home: Home) -> tuple[Device, ...]:
-    """Return what this machine offers; ServerProblem when that is not known."""
+    """Return the devices of this machine. Raise ServerProblem if they are not known."""
     offer = NodePresence(home).offer(())
     if offer.problem:
         raise ServerProblem(f"this machine can run nothing: {offer.problem}", hint="sgpu doctor")
@@ -158,13 +160,13 @@ def devices_of(home: Home) -> tuple[Device, ...]:
 
 
 def offer_text(devices: Sequence[Device]) -> str:
-    """Return devices for people: "4 H100, 16 CPU"."""
+    """Format devices for people: "4 H100, 16 CPU"."""
     types = [device.type for device in devices]
     return ", ".join(f"{types.count(name)} {name}" for name in dict.fromkeys(types)) or "no devices"
 
 
 def node_of(name: str, address: str, port: int, files: RayMachineFiles, devices: Sequence[Device]) -> MachineShare:
-    """Return what a machine gives to the cluster."""
+    """Return the resources and settings that a machine brings to the cluster."""
     ordered = sorted(devices, key=lambda device: device.kind is DeviceKind.CPU)
     return MachineShare(
         name=name,
@@ -187,10 +189,10 @@ def prepare_machine(
     *,
     head: str = "",
 ) -> KeeperPlan:
-    """Write the files of a machine; return what is to be kept there. Raises OSError.
+    """Write the files of a machine and return the plan for its keeper. Raises OSError.
 
-    `token` is the cluster's, `environ` that of the starter; `head` is the address of the cluster's head, "" for the
-    head itself.
+    `token` is the cluster's token. `environ` is the environment of the starting process. `head` is the address of the
+    cluster's head, "" on the head itself.
     """
     current = None
     with contextlib.suppress(OSError):
@@ -216,6 +218,3 @@ def prepare_machine(
         head=head,
         token=hashlib.sha256(token.encode()).hexdigest()[:12],
     )
-
-
-# --- what Ray is started with: values only ----------------------------------------------------------------------------

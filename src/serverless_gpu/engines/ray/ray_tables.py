@@ -1,14 +1,14 @@
-"""Translates Ray's tables to our nodes, gangs and sentences, and gangs to placement groups. Pure.
+"""Translates Ray's tables to nodes, gangs and messages, and gangs to placement groups. Pure.
 
-    node table        ─▶ Row: a name, devices by type, alive or why not      `changes` ─▶ NodeUp, NodeLost
-    placement groups  ─▶ Group: whose gang, how far                          allow-lists; what is not there is UNKNOWN
-    Gang              ─▶ bundles, one for each share in its order, pinned to its node by a resource
-    a refusal by Ray  ─▶ Waiting or Impossible, with a sentence
+    node table        ─▶ NodeRow: name, devices by type, alive or not        `node_changes` ─▶ NodeUp, NodeLost
+    placement groups  ─▶ PlacementGroup: its gang and its state              states outside the lists are UNKNOWN
+    Gang              ─▶ bundles, one per share in order; a resource pins each bundle to its node
+    a refusal by Ray  ─▶ Waiting or Impossible, with a reason
 
-A node is one of ours by its resource `sgpu_node:<name>`, which `ray start` was given, and says what it offers by
-`sgpu_gpus:<TYPE>`. Where it does not, `accelerator_type:<TYPE>` and Ray's count of GPUs do.
+A node belongs to the pool if it has the resource `sgpu_node:<name>`, which `ray start` sets. Its resources
+`sgpu_gpus:<TYPE>` count its devices. Without them, `accelerator_type:<TYPE>` and Ray's count of GPUs apply.
 
-Text that Ray wrote is shortened and printable before it goes into a sentence.
+Before text from Ray goes into a message, this module shortens it and replaces unprintable characters.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from serverless_gpu.engines.ray.start_arguments import DEVICES, RESOURCE
 from serverless_gpu.model.hardware import CPU
 
 PIN = 0.001
-"""How much of a node's own resource a bundle takes: enough to be nowhere else, however many there are."""
+"""The amount of a node's own resource that each bundle takes: small enough for any number of bundles."""
 _TYPE = "accelerator_type:"
 _TEXT_MAX = 200
-_UNSAID = "Ray does not say why"
+_UNSAID = "Ray gives no reason"
 
 Word = TypeVar("Word", bound=StrEnum)
 
 
 class GroupState(StrEnum):
-    """How far a placement group is."""
+    """The state of a placement group in Ray."""
 
     PENDING = "PENDING"
     PREPARED = "PREPARED"
@@ -44,7 +44,7 @@ class GroupState(StrEnum):
 
 
 class Scheduling(StrEnum):
-    """What Ray's scheduler says of a placement group that is not there yet."""
+    """The state that Ray's scheduler reports for a placement group that it has not created yet."""
 
     QUEUED = "QUEUED"
     STARTED = "SCHEDULING_STARTED"
@@ -57,20 +57,20 @@ class Scheduling(StrEnum):
 
 
 class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of ours in Ray's node table."""
+    """A node of the pool in Ray's node table."""
 
     id: str
     name: str
     alive: bool
     address: str = ""
-    counts: dict[str, int] = {}  # devices by type; none where only Ray's count is known
-    declares: bool = False  # whether they are resources of Ray's, each of its own
+    counts: dict[str, int] = {}  # Devices by type. Empty if only Ray's own count is known.
+    declares: bool = False  # True if each device type is a Ray resource of its own.
     gpus: int = 0
     cpus: int = 0
 
 
 class PlacementGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A placement group of ours."""
+    """A placement group that an engine of this package created."""
 
     gang: str
     state: GroupState
@@ -78,11 +78,11 @@ class PlacementGroup(msgspec.Struct, frozen=True, kw_only=True):
     said: str = ""
 
     def is_reserved(self) -> bool:
-        """Return whether all of it has been placed, though Ray may be placing parts of it again."""
+        """Return True if Ray has placed the whole group, even if it is placing parts of it again."""
         return self.state in (GroupState.CREATED, GroupState.RESCHEDULING)
 
     def is_under_way(self) -> bool:
-        """Return whether nothing of it has been placed yet; not so for what is UNKNOWN."""
+        """Return True if Ray has placed no part of the group yet. An UNKNOWN state gives False."""
         return self.state in (GroupState.PENDING, GroupState.PREPARED)
 
 
@@ -90,16 +90,16 @@ class KnownNode(msgspec.Struct, frozen=True, kw_only=True):
     """A node as the engine remembers it."""
 
     row: NodeRow
-    lost: str = ""  # why it is not to be counted on, or ""
-    missing_ns: int | None = None  # since when Ray's table has not had it at all, or None
+    lost: str = ""  # The reason why the scheduler must not use the node, or "".
+    missing_ns: int | None = None  # The time since which the node is missing from Ray's table, or None.
 
 
 MISSING_NS = 120_000_000_000
-"""How long a node may be missing from the table: a head that forgot everything learns of its nodes again."""
+"""How long a node may be missing from Ray's table. A head that lost its state needs time to learn its nodes again."""
 
 
 def row(raw: Mapping[str, object]) -> NodeRow | None:
-    """Return a row of `ray.nodes()`, or None when it is no node of ours."""
+    """Return a row of `ray.nodes()`, or None if the node does not belong to the pool."""
     resources = _numbers(raw.get("Resources"))
     names = [key.removeprefix(RESOURCE) for key in resources if key.startswith(RESOURCE)]
     if len(names) != 1 or not isinstance(raw.get("NodeID"), str):
@@ -123,12 +123,12 @@ def row(raw: Mapping[str, object]) -> NodeRow | None:
 
 
 def rows(raw: Iterable[Mapping[str, object]]) -> list[NodeRow]:
-    """Return the rows of our nodes; those that are dead have lost their names and are left to `changes`."""
+    """Return the rows of the pool's nodes. Ray's rows of dead nodes have no names; `deaths` returns them."""
     return [found for one in raw if (found := row(one)) is not None]
 
 
 def deaths(raw: Iterable[Mapping[str, object]]) -> dict[str, str]:
-    """Return Ray's identifiers of nodes that are dead, and what Ray says of each."""
+    """Return Ray's identifiers of dead nodes, each with the reason that Ray gives."""
     return {
         str(one.get("NodeID")): plain(one.get("DeathReasonMessage"))
         for one in raw
@@ -139,10 +139,11 @@ def deaths(raw: Iterable[Mapping[str, object]]) -> dict[str, str]:
 def update_nodes(
     known: Mapping[str, KnownNode], table: Sequence[Mapping[str, object]], now_ns: int
 ) -> dict[str, KnownNode]:
-    """Return what is known of each node, by name, after a look at Ray's table (`ray.nodes()`) at boottime `now_ns`.
+    """Return the state of each node, by name, after a look at Ray's node table.
 
-    Only what the table says dead is lost, or what it has not had for `MISSING_NS`. Of two rows alive for one
-    node the new one counts: Ray was started there again, and has not noticed yet that the other one is gone.
+    `table` is the result of `ray.nodes()` at boottime `now_ns`. A node is lost if the table reports it as dead, or if
+    the table lacks it for `MISSING_NS`. If two live rows have the same node name, the new one counts: Ray restarted
+    there and has not noticed the end of the old raylet yet.
     """
     dead = deaths(table)
     alive: dict[str, NodeRow] = {}
@@ -154,7 +155,7 @@ def update_nodes(
 
 
 def with_problems(known: Mapping[str, KnownNode], problems: Mapping[str, str]) -> dict[str, KnownNode]:
-    """Return the nodes, with those lost that can have no agent: `problems` says why, by name."""
+    """Return the nodes, with each node in `problems` marked as lost. `problems` has a reason by node name."""
     return {
         name: msgspec.structs.replace(one, lost=problems[name]) if name in problems and not one.lost else one
         for name, one in known.items()
@@ -162,9 +163,9 @@ def with_problems(known: Mapping[str, KnownNode], problems: Mapping[str, str]) -
 
 
 def node_changes(told: Mapping[str, str], known: Mapping[str, KnownNode]) -> list[NodeUp | NodeLost]:
-    """Return what is news; a node that was never up is not lost.
+    """Return the events since the last call. A node that was never up produces no NodeLost.
 
-    `told` says why each node was last said to be lost, "" where it was said to be up.
+    `told` has the reason of the last NodeLost of each node, "" after a NodeUp.
     """
     events: list[NodeUp | NodeLost] = []
     for name, one in known.items():
@@ -176,7 +177,7 @@ def node_changes(told: Mapping[str, str], known: Mapping[str, KnownNode]) -> lis
 
 
 def engine_node(name: str) -> EngineNode:
-    """Return a node as the engine tells of it: its devices are for its agent to say."""
+    """Return a node for the scheduler. The engine leaves its devices empty because the agent reports them."""
     return EngineNode(name=name)
 
 
@@ -186,12 +187,12 @@ def gang_name(pool: str, gang: str) -> str:
 
 
 def namespace(pool: str) -> str:
-    """Return Ray's namespace for all that is a server's."""
+    """Return Ray's namespace for everything that belongs to one server."""
     return f"sgpu:{pool}"
 
 
 def groups(pool: str, table: Iterable[Mapping[str, object]]) -> dict[str, PlacementGroup]:
-    """Return our placement groups that are not removed, by gang."""
+    """Return the placement groups of a pool by gang, without the removed ones."""
     found = {}
     for one in table:
         name, prefix = one.get("name"), gang_name(pool, "")
@@ -203,7 +204,7 @@ def groups(pool: str, table: Iterable[Mapping[str, object]]) -> dict[str, Placem
 
 
 def group(gang: str, raw: Mapping[str, object]) -> PlacementGroup:
-    """Return a row of `placement_group_table()`; states that are on no list are UNKNOWN."""
+    """Translate a row of `placement_group_table()`. States outside the lists become UNKNOWN."""
     state, said = _listed(GroupState, raw.get("state")), raw.get("stats")
     scheduling = mapping(said).get("scheduling_state")
     return PlacementGroup(
@@ -212,18 +213,18 @@ def group(gang: str, raw: Mapping[str, object]) -> PlacementGroup:
 
 
 def bundles(gang: Gang, known: Mapping[str, KnownNode]) -> list[dict[str, float]]:
-    """Return what Ray is to reserve: a bundle for each share, in their order, which can be on its node only."""
+    """Return one bundle for each share, in order. Each bundle fits only on the node of its share."""
     return [_bundle(share, known[share.node].row) for share in gang.shares]
 
 
 def in_words(gang: Gang) -> str:
-    """Return what is reserved for a gang, for people."""
+    """Describe the reservation of a gang for people."""
     shares = ", ".join(f"{share.count} {share.gpu_type} on {share.node}" for share in gang.shares)
     return f"reserve in Ray for {gang.id}: {shares}"
 
 
 def refusal(gang: Gang, known: Mapping[str, KnownNode]) -> Waiting | Impossible | None:
-    """Return why Ray need not be asked for a gang, or None."""
+    """Return a reason to refuse a gang without a request to Ray, or None."""
     for share in gang.shares:
         if share.node not in known:
             return Impossible(sentence=f"there is no node {share.node!r} in the Ray cluster")
@@ -238,53 +239,54 @@ def refusal(gang: Gang, known: Mapping[str, KnownNode]) -> Waiting | Impossible 
         if lost := known[share.node].lost:
             return Waiting(sentence=f"{share.node} {lost}")
         if known[share.node].missing_ns is not None:
-            return Waiting(sentence=f"{share.node} has not joined the Ray head again")
+            return Waiting(sentence=f"{share.node} has not rejoined the Ray head")
     return None
 
 
 def placement_refusal(
     gang: Gang, said: PlacementGroup, known: Mapping[str, KnownNode], free: Mapping[str, Mapping[str, float]]
 ) -> Waiting | Impossible:
-    """Return what a gang waits for that Ray did not reserve, or why it never will.
+    """Return the reason why Ray did not reserve a gang: Waiting or Impossible.
 
-    `said` is how its placement group was when it was given up, `known` the nodes as looked at afterwards, `free` what
-    Ray has free, by its identifiers of nodes.
+    `said` is the last state of the gang's placement group. `known` has the nodes as read afterwards. `free` has Ray's
+    free
+    resources by Ray's node identifiers.
     """
     if (first := refusal(gang, known)) is not None:
         return first
     if said.scheduling is Scheduling.INFEASIBLE:
         wanted = ", ".join(f"{share.count} {share.gpu_type} on {share.node}" for share in gang.shares)
-        return Impossible(sentence=f"Ray says that its cluster can never have {wanted}")
+        return Impossible(sentence=f"Ray reports that its cluster can never provide {wanted}")
     if said.state is GroupState.UNKNOWN or said.scheduling is Scheduling.UNKNOWN:
-        return Waiting(sentence=f"Ray is reserving {gang.id}, and calls that {said.said!r}")
+        return Waiting(sentence=f"Ray reports the state {said.said!r} for {gang.id}")
     for share in gang.shares:
         one = known[share.node].row
         there = free.get(one.id, {})
         have = int(min(there.get(key, 0) for key in _bundle(share, one) if key != RESOURCE + share.node))
         if have < share.count:
-            return Waiting(sentence=f"{have} of {share.count} {share.gpu_type} are free on {share.node}, says Ray")
+            return Waiting(sentence=f"Ray reports {have} of {share.count} {share.gpu_type} free on {share.node}")
     return Waiting(sentence=f"Ray is still reserving {gang.id}")
 
 
 def plain(text: object) -> str:
-    """Return text that Ray wrote as it may stand in a sentence: one line, short, printable."""
+    """Return text from Ray for use in a message: one line, short, printable."""
     words = " ".join(str(text or "").split())
     shown = "".join(letter if letter.isprintable() else "?" for letter in words)
     return shown if len(shown) <= _TEXT_MAX else f"{shown[:_TEXT_MAX]} …"
 
 
 def mapping(raw: object) -> Mapping[str, object]:
-    """Return an object of JSON, or none of its members when it is something else."""
+    """Return a JSON object, or an empty mapping for any other value."""
     return raw if isinstance(raw, Mapping) else {}
 
 
 def mappings(raw: object) -> list[Mapping[str, object]]:
-    """Return a list of objects of JSON, without what is none."""
+    """Return the JSON objects of a list; skip its other items."""
     return [one for one in raw if isinstance(one, Mapping)] if isinstance(raw, Sequence) else []
 
 
 def free(raw: object) -> dict[str, dict[str, float]]:
-    """Return what is free, by Ray's identifiers of nodes."""
+    """Return the free resources by Ray's node identifiers."""
     return {name: _numbers(resources) for name, resources in mapping(raw).items()}
 
 
@@ -296,9 +298,9 @@ def _next(before: KnownNode | None, alive: NodeRow | None, dead: Mapping[str, st
         return before
     if before.row.id in dead:
         gone = msgspec.structs.replace(before.row, alive=False)
-        return KnownNode(row=gone, lost=f"is lost: Ray says that it is dead ({dead[before.row.id] or _UNSAID})")
+        return KnownNode(row=gone, lost=f"is lost: Ray reports it as dead ({dead[before.row.id] or _UNSAID})")
     since_ns = now_ns if before.missing_ns is None else before.missing_ns
-    lost = f"is lost: the Ray head has not known it for {MISSING_NS // 10**9} s"
+    lost = f"is lost: the Ray head has not listed it for {MISSING_NS // 10**9} s"
     return KnownNode(row=before.row, lost=lost if now_ns - since_ns >= MISSING_NS else "", missing_ns=since_ns)
 
 
@@ -306,7 +308,7 @@ def _bundle(share: Share, one: NodeRow) -> dict[str, float]:
     count = float(share.count)
     base, has = ("CPU", one.cpus) if share.gpu_type == CPU else ("GPU", one.gpus)
     wanted = {DEVICES + share.gpu_type: count} if one.declares else {}
-    if not wanted or has >= share.count:  # devices that only we know of are none of Ray's
+    if not wanted or has >= share.count:  # Ray does not count devices that only this package knows.
         wanted[base] = count
     return {**wanted, RESOURCE + share.node: PIN}
 

@@ -1,18 +1,19 @@
-"""What Ray is started with, on the first machine and on the others: arguments and variables; pure.
+"""Builds the arguments and variables with which Ray starts on the head and on other machines. Pure.
 
     sgpu up   ─▶ head_command ─▶ ray start --head --block --port=7900 …
     sgpu join ─▶ join_command ─▶ ray start --address=10.0.0.5:7900 --block …
-    every process that speaks with the cluster has `variables`: the token's file, above all
+    every process that connects to the cluster has `variables`, above all the path of the token
 
-Every port is named, all in one range of a hundred, so that a firewall can be told:
+Every port is fixed and lies in one range of a hundred, so that an operator can configure a firewall:
 
     base       GCS, which is the cluster's address      base+4, +5   Ray's agent of the node
-    base+1     raylet, for work                         base+6       figures
-    base+2     raylet, for objects                      base+7 … +10 the head's: client server, page, figures
+    base+1     raylet, for work                         base+6       metrics
+    base+2     raylet, for objects                      base+7 … +10 on the head: client server, dashboard, metrics
     base+3     agent for environments of tasks          base+20 … 99 workers
 
-A machine offers `sgpu_node:<name>`, by which a gang is pinned to it, `sgpu_gpus:<type>`, one for each device of a type,
-CPU slots too, and what Ray itself counts: `GPU`, `CPU`, `accelerator_type:<type>`.
+A machine offers three kinds of resources. The resource `sgpu_node:<name>` pins a gang to the machine. A machine has
+one `sgpu_gpus:<type>` for each device of a type, including CPU slots. Ray itself adds `GPU`, `CPU` and
+`accelerator_type:<type>`.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ import msgspec
 from serverless_gpu.errors import InvalidValue
 
 PORT = 7900
-"""The default base of ports."""
+"""The default first port."""
 PORTS = 100
 PORT_MIN, PORT_MAX = 1024, 65_536 - PORTS
 WORKERS_FROM = 20
 RESOURCE = "sgpu_node:"
-"""What the resource begins with that names a machine; it has 1 of it."""
+"""Prefix of the resource that names a machine. Each machine has 1 of it."""
 DEVICES = "sgpu_gpus:"
-"""What resources begin with that count a machine's devices of a type."""
+"""Prefix of the resources that count a machine's devices of a type."""
 NODE_FILE = "SERVERLESS_GPU_RAY_NODE"
-"""Variable of every raylet of ours, and so of its workers: where the file of the machine lies (`node_launcher.py`)."""
+"""Variable of each raylet and its workers: the path of the machine's node file (`node_launcher.py`)."""
 STORE_BYTES = 80_000_000
-"""Nothing of ours goes through Ray's object store; Ray takes no less."""
+"""Ray's minimum. This package stores nothing in Ray's object store."""
 START_S = 120
-"""How long a raylet may take to start: Ray's own 30 s are short for a first import from a slow disk."""
+"""How long a raylet may take to start. Ray's default of 30 s is too short for a first import from a slow disk."""
 OLDEST = (2, 55)
-"""The first version whose machines each have a directory of their own; tokens are older."""
-# A machine that is gone is known to be after 10 s at most; Ray's own settings take a minute.
+"""The first version that has a directory of its own on each machine. Tokens are older."""
+# With these settings Ray detects a dead machine within 10 s. With Ray's defaults it takes a minute.
 _HEALTH = {
     "health_check_initial_delay_ms": 2_000,
     "health_check_period_ms": 1_000,
@@ -54,29 +55,29 @@ _CPU = "CPU"
 
 
 class ClusterAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """How a process on one of its machines reaches a Ray cluster."""
+    """The settings with which a process on a cluster's machine reaches the cluster."""
 
-    address: str  # for example ``10.0.0.5:7900``
+    address: str  # For example ``10.0.0.5:7900``.
     token_file: str
     node_address: str
 
 
 class MachineShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What one machine gives to the cluster."""
+    """The resources and settings that one machine brings to the cluster."""
 
-    name: str  # of the node, as the server knows it
-    address: str  # at which the other machines reach it
-    port: int = PORT  # the first of its ports
-    directory: str  # of Ray's files, with a short path
+    name: str  # The node's name on the server.
+    address: str  # The address at which the other machines reach this one.
+    port: int = PORT  # The first of the machine's ports.
+    directory: str  # The directory of Ray's files; its path must be short.
     token_file: str
-    node_file: str = ""  # "" for a machine that is no node: the head of a server without one
+    node_file: str = ""  # "" on a machine that is not a node: the head of a server without a node.
     gpus: tuple[str, ...] = ()  # UUIDs
-    types: tuple[str, ...] = ()  # of its devices, one for each: GPUs first, then CPU slots
-    client: bool = False  # whether this Ray can serve ``ray://``: then it does, and wants a port for it
+    types: tuple[str, ...] = ()  # The type of each device: GPUs first, then CPU slots.
+    client: bool = False  # True if this Ray can serve ``ray://``. Then it does so and needs a port.
 
 
 class MachinePorts(NamedTuple):
-    """The ports of one machine, but for those of workers."""
+    """The ports of one machine, without those of workers."""
 
     gcs: int
     node_manager: int
@@ -92,69 +93,75 @@ class MachinePorts(NamedTuple):
 
 
 def ports(base: int) -> MachinePorts:
-    """Return the ports that follow from the first; InvalidValue when there is no room for them."""
+    """Return the ports that follow from the first one. Raise InvalidValue if the range does not fit."""
     if not PORT_MIN <= base <= PORT_MAX:
         raise InvalidValue(
-            f"Ray's ports cannot begin with {base}", hint=f"the first of {PORTS} in a row: {PORT_MIN} to {PORT_MAX}"
+            f"Ray's ports cannot begin with {base}",
+            hint=f"choose a first port from {PORT_MIN} to {PORT_MAX}: Ray needs {PORTS} ports in a row",
         )
     return MachinePorts(*range(base, base + len(MachinePorts._fields)))
 
 
 def port_range(base: int) -> str:
-    """Return the ports of a machine, for its firewall."""
+    """Return the port range of a machine, for its firewall."""
     return f"{base}-{base + PORTS - 1}"
 
 
 def check_node_address(text: str) -> str:
-    """Return the address of a machine as Ray can have it; InvalidValue when no other machine reaches it."""
+    """Return the address of a machine in Ray's form. Raise InvalidValue if other machines cannot reach it."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
         raise InvalidValue(
-            f"{text!r} is not an address", hint="a number that the other machines reach: --node-address 10.0.0.5"
+            f"{text!r} is not an address",
+            hint="give a numeric address that the other machines reach: --node-address 10.0.0.5",
         ) from None
     if address in (ipaddress.ip_address("127.0.0.1"), ipaddress.ip_address("::1")):
         raise InvalidValue(
-            f"a machine cannot have the address {text}: Ray would take another one of its addresses instead, unasked",
-            hint="--node-address with one that the other machines reach; to try things out on one machine: 127.0.0.2",
+            f"a machine cannot have the address {text}: Ray would silently use another of its addresses",
+            hint="use --node-address with an address that the other machines reach; to test on one machine: 127.0.0.2",
         )
     if address.is_unspecified or address.is_multicast:
-        raise InvalidValue(f"{text} is not the address of one machine", hint="such as --node-address 10.0.0.5")
+        raise InvalidValue(
+            f"{text} is not the address of one machine", hint="give one address, for example --node-address 10.0.0.5"
+        )
     return str(address)
 
 
 def joined(host: str, port: int) -> str:
-    """Return ``host:port``, with brackets where an address needs them."""
+    """Return ``host:port``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_token(text: str) -> str:
-    """Return a token of a Ray cluster; InvalidValue when Ray would not take it."""
+    """Return the token of a Ray cluster. Raise InvalidValue if Ray would reject it."""
     token = text.strip()
     if not token or not token.isascii() or any(letter.isspace() or not letter.isprintable() for letter in token):
-        raise InvalidValue("that is not a token of Ray's", hint="one word, such as 64 characters of 0-9 and a-f")
+        raise InvalidValue(
+            "the text is not a valid token of Ray", hint="give one word, such as 64 characters of 0-9 and a-f"
+        )
     return token
 
 
 def variables(token_file: str) -> dict[str, str]:
-    """Return what every process has in its environment that is Ray's, or speaks with it."""
+    """Return the environment variables of each Ray process and of each process that connects to Ray."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": token_file,
-        "RAY_USAGE_STATS_ENABLED": "0",  # they are on by default, and would call out
-        # No user code runs in a worker of ours, so Pythons need not be alike to the last digit.
+        "RAY_USAGE_STATS_ENABLED": "0",  # Ray sends usage statistics by default.
+        # Ray workers run no user code here, so a difference in Python's patch version does no harm.
         "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
     }
 
 
 def environment(node: MachineShare, clean: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which Ray is started on a machine; its workers inherit them."""
+    """Return the environment for `ray start` on a machine. Ray's workers inherit it."""
     all_ports = ports(node.port)
     return {
         **{name: value for name, value in clean.items() if not name.startswith("RAY_")},
         **variables(node.token_file),
-        "RAY_worker_niceness": "0",  # what a worker starts would be as nice: runs
-        "RAY_prestart_worker_first_driver": "0",  # one for each CPU, all unused
+        "RAY_worker_niceness": "0",  # Runs that a worker starts would inherit its niceness.
+        "RAY_prestart_worker_first_driver": "0",  # Ray would start one unused worker per CPU.
         "RAY_raylet_start_wait_time_s": str(START_S),
         "AUTOSCALER_METRIC_PORT": str(all_ports.autoscaler_metrics),
         "DASHBOARD_METRIC_PORT": str(all_ports.dashboard_metrics),
@@ -164,7 +171,7 @@ def environment(node: MachineShare, clean: Mapping[str, str]) -> dict[str, str]:
 
 
 def head_command(python: str, node: MachineShare) -> list[str]:
-    """Return the command that starts the head; InvalidValue when an address or a port cannot be."""
+    """Return the command that starts the head. Raise InvalidValue for an invalid address or port."""
     all_ports = ports(node.port)
     return [
         *_start(python),
@@ -174,13 +181,16 @@ def head_command(python: str, node: MachineShare) -> list[str]:
         *([f"--ray-client-server-port={all_ports.client_server}"] if node.client else []),
         "--include-dashboard=false",
         f"--dashboard-port={all_ports.dashboard}",
-        "--no-monitor",  # it makes machines of clouds
+        "--no-monitor",  # The monitor only starts machines in clouds.
         f"--system-config={json.dumps(_HEALTH)}",
     ]
 
 
 def join_command(python: str, node: MachineShare, address: str) -> list[str]:
-    """Return the command that starts Ray on a machine that joins; InvalidValue when an address or a port cannot be."""
+    """Return the command that starts Ray on a joining machine.
+
+    Raises InvalidValue for an invalid address or port.
+    """
     return [*_start(python), f"--address={address}", *_common(node, ports(node.port))]
 
 

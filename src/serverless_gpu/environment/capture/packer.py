@@ -8,8 +8,9 @@
     unit read   ─▶   │
 
 Frames come back in the order of their blocks, so a unit that is packed twice gives the same packs. After a killed
-capture, the next one finds the packs that it had stored. Memory holds the blocks in progress (their content and their
-frames), the pack being filled, and the packs being stored. These take about 150 MB, whatever the environment's size.
+capture, the next one finds the packs that it had stored. The packer's memory holds the blocks in progress (their
+content and their frames), the pack being filled, and the packs being stored. The packer uses about 150 MB of memory,
+whatever the environment's size.
 
 A small unit is one pack of some kB and one document. Stored one by one, they cost a disk more time for durability than
 for their bytes, and a bucket mostly round trips. A unit is stored only after its own packs and the other packs of its
@@ -101,7 +102,7 @@ class PackedUnit(msgspec.Struct, frozen=True, kw_only=True):
 class Packer:
     """Packs units into a store.
 
-    The packer calls `pulse` in this thread with the name of the current unit, at least every `WAIT_S`. It calls
+    The packer calls `pulse` in this thread with the name of the current unit, at least every `WAIT_S`. The packer calls
     `before_packs` with the size of the packs to store next; the callback may raise.
     """
 

@@ -4,8 +4,8 @@
     large files   blocks of their own, one after another
     old content   where the previous version has it: an edited file of torch costs kilobytes, not all of torch
 
-A unit reuses old packs only while it uses at least half of their content. It also packs again when it would have many
-times more packs than a new capture makes. So a long history of edits burdens neither the store nor a restore.
+A unit reuses old packs only while it uses at least half of their content. A unit with many times more packs than a new
+capture makes is also packed again. So a long history of edits burdens neither the store nor a restore.
 
 The reader checks each file against its row: it opens, reads and closes the file, and compares the digest. A difference
 has one of three causes. RECORD had a wrong digest: the row and the unit's address are corrected. The file has another

@@ -3,10 +3,10 @@
     modules that the caller had loaded ─ compiled before the first use of an environment
     all other modules                  ─ compiled while the node is idle (`compile_rest`)
 
-The interpreter of the environment compiles verified source. It writes to `__pycache__` beside the sources, under names
-with its own tag. So interpreters can share units, and a mounted environment contains the bytecode. Two processes of
-this interpreter (`compiler_process.py`) divide the files between them. They run without an environment and never
-execute code of a unit, not even `.pth` files.
+The interpreter of the environment compiles verified source. The bytecode goes to `__pycache__` beside the sources,
+under names with the interpreter's tag. So interpreters can share units, and a mounted environment contains the
+bytecode. Two processes of this interpreter (`compiler_process.py`) divide the files between them. The processes run
+without an environment and never execute code of a unit, not even `.pth` files.
 
 Failure cases: a file does not compile, takes too long or crashes its process; the disk is full; the interpreter does
 not start. The affected files stay without bytecode. Another process continues after a crash.
@@ -31,7 +31,7 @@ from serverless_gpu.environment.restore import compiler_process
 PROCESSES = 2
 FILE_S_MAX = 60.0
 _BATCH = 64
-_DEATHS_MAX = 20  # After so many crashed processes, the remaining files stay uncompiled.
+_DEATHS_MAX = 20  # After this many crashes of compiler processes, the remaining files stay uncompiled.
 _MEMORY_BYTES = 4 * 1024**3
 _PROGRAM = str(Path(compiler_process.__file__))
 

@@ -5,7 +5,7 @@
         stdout  the number of each finished line, and 1 if it has bytecode now
 
 The process imports only the standard library. Under -I -S it executes no `.pth` file, no `sitecustomize` and no module
-of the environment. It reads and compiles their source, but never runs it.
+of the environment. The process reads and compiles their source, but never runs it.
 
 Bytecode records the time and size of its source. All files of units have the same fixed time, so their bytecode is
 valid in every tree. The process skips a file that does not compile, because many distributions contain Python 2 code
@@ -56,7 +56,7 @@ def compile_file(source: str, target: str, size: int) -> bool:
             return False
     temporary = f"{target}.{os.getpid()}"
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)  # A killed process with the same number may have left it.
+        os.unlink(temporary)  # A killed process with the same process ID may have left this file.
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, 0o600)
     try:
         with open(fd, "wb") as file:

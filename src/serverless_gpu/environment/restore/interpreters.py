@@ -1,12 +1,12 @@
 """Finds an interpreter for an environment, and decides if a running one fits another environment.
 
-`find_python` requires the same implementation, version and ABI. It tries these places in order:
+`find_python` requires the same implementation, version and ABI. The search tries these places in order:
 
     the caller's path · our own · pythonX.Y on PATH · /usr/bin, /usr/local/bin · uv's · pyenv's
 
-The search runs each candidate once per boot of the machine, without any environment, to get its description. It takes
-the first one with the exact version, else the first one that fits. It runs a path from a snapshot only if no user
-except root and this one could have replaced the file.
+The search runs each candidate once per boot of the machine, without any environment, to get its description. The search
+takes the first interpreter with the exact version, else the first one that fits. It runs a path from a snapshot only if
+no user except root and this one could have replaced the file.
 
 `fits` compares two snapshots and reads no files. `UnitFindings` holds facts about the files of their units.
 
@@ -14,10 +14,10 @@ except root and this one could have replaced the file.
     old snapshot ─────────┼─▶ fits(…) ─▶ "" (yes: mount the new one over the old) or the reason why not
     new snapshot ─────────┘
 
-An interpreter keeps the modules that it has imported. So it fits another environment under three conditions. Everything
-that it imported is the same there. No other unit provides a name that it imported. The environment's start-up would
-have run the same code. Modules that the interpreter never imported may change, because Python looks up modules and
-metadata on demand.
+An interpreter keeps the modules that it has imported. So an interpreter fits another environment under three
+conditions. Everything that the interpreter imported is the same there. No other unit provides a name that the
+interpreter imported. The environment's start-up would have run the same code. Modules that the interpreter never
+imported may change, because Python looks up modules and metadata on demand.
 
 A snapshot also lists names and modules of its units, for people to read. The addresses of units do not cover these
 texts.
@@ -297,7 +297,7 @@ def _root_problem(loaded: LoadedModules, old: Root, new: Root, units: UnitFindin
         if member.address in units.hooks:
             return f"{_text(member)} runs code when {units.hooks[member.address]}"
     for member in come:
-        # Project code is compared file by file, because the caller reports which of its files it imports.
+        # Project code is compared file by file, because the caller reports which project files it imports.
         taken = sorted(loaded.names.intersection(units.names[member.address])) if new.kind != "code" else []
         if taken:
             return f"{_text(member)} brings {taken[0]}, which it has loaded from elsewhere"

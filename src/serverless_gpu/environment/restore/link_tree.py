@@ -12,17 +12,17 @@ without following a link, filled relative to its descriptor, and then given its 
 a unit. The kernel refuses links between file systems (EXDEV), to files of other users (`fs.protected_hardlinks`,
 EPERM), and beyond 65,000 per file (EMLINK).
 
-This module works on a new, private directory. It does not know the final path of that directory, nor the meaning of a
-unit.
+This module works on a new, private directory. The module does not know the final path of that directory, nor the
+meaning of a unit.
 
 Two threads would compete for the interpreter lock at each of tens of thousands of system calls. So `divide` forks, and
 each process takes its next piece of work from a pipe. A fork is not safe when this process has other threads, and is
 useless with one core. Then this process does all the work.
 
-Failure cases: an OSError in either process; this process raises it once both have stopped. The fork is killed, and an
-`OSError` reports it. This process is killed: the fork continues for less than a second with the rest of the pipe, and
-holds this process's locks until then. A file may have been modified (`LinkResult.suspect`): the caller must discard the
-directory. A directory of one unit is a file of another (EnvironmentRejected).
+Failure cases: an OSError in either process; this process raises it once both have stopped. The forked process is
+killed, and an `OSError` reports this. This process is killed: the fork continues for less than a second with the rest
+of the pipe, and holds this process's locks until then. A file may have been modified (`LinkResult.suspect`): the caller
+must discard the directory. A directory of one unit is a file of another (EnvironmentRejected).
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class RestoredTree(msgspec.Struct, frozen=True, kw_only=True):
     mode: Mode
     why: str = ""  # reason for links, or ""
     mounts: tuple[Mount, ...] = ()  # mounts that a process makes before it sees the tree, in order; none with links
-    # Lock file. Its user holds it shared with flock while the tree is in use, and opens it before asking for the
+    # Lock file of the tree. The user of a tree holds this file shared with flock, and opens it before asking for the
     # restore. `UnitCache.hold` does the same.
     lock: str = ""
     before: tuple[str, ...] = ()  # directories that come before the standard library on `sys.path`
@@ -146,7 +146,7 @@ def restore(
         cache.touch(address)
         if ensured.fetched:
             with contextlib.suppress(OSError, StorageError):  # The environment is restored; the next restore evicts.
-                cache.evict()  # The environment is held, so the eviction never removes it.
+                cache.evict()  # The eviction never removes this environment, because the caller holds it.
     finally:
         os.close(holding)
     ms = (cache.clock.boottime_ns() - began_ns) // 1_000_000
@@ -157,7 +157,7 @@ def restore(
 def compile_rest(address: str, cache: UnitCache, *, report: Report = ignore_progress) -> int:
     """Compile the modules that the caller had not loaded, link their bytecode, and sync units to disk.
 
-    Call it while the node is idle. It links the bytecode into a tree of links, if there is one.
+    Call this function while the node is idle. The bytecode is linked only into a tree of links, if there is one.
     """
     holding = cache.hold(address)
     try:
@@ -193,7 +193,7 @@ def _make(
     with locked(cache.making_lock(snapshot.address), wait_s=MAKING_S_MAX):
         ready = read_ready(cache, snapshot, way.mode)
         if ready is not None:
-            return ready  # Another process has just made it.
+            return ready  # Another process has just made the tree.
         if work := loaded_jobs(prepared, cache):
             look()  # Modified source must not be compiled.
             cache.compile(work, prepared.base.path, report)

@@ -1,4 +1,4 @@
-"""Plans a tree from a snapshot: the place of each part, and the generated files. It does no I/O.
+"""Plans a tree from a snapshot: the place of each part, and the generated files. Does no I/O.
 
     <tree>/bin/python, pyvenv.cfg                 generated
     <tree>/{bin,share,...}                        prefix areas of root 0 · scripts
@@ -213,7 +213,7 @@ def _roots_pth(snapshot: Snapshot, place: AssemblyTarget) -> str:
     lines = []
     before = paths_before(snapshot, place.tree)
     if place.alone and before:
-        # Python executes lines that start with "import", and in a virtual environment it does so twice. It adds the
+        # Python executes lines that start with "import", and in a virtual environment it does so twice. Python adds the
         # script's directory to the front later.
         lines.append(f"import sys; sys.path[:0] = [path for path in {list(before)!r} if path not in sys.path]")
     for number, root in enumerate(snapshot.roots):
@@ -248,7 +248,7 @@ def _prefixes(snapshot: Snapshot, tree: str) -> Iterator[tuple[str, str]]:
     if posixpath.dirname(posixpath.dirname(snapshot.facts.python)) != prefix:
         yield prefix, tree
         return
-    # An environment without its own prefix: the standard library also lies below it, and does not move.
+    # An environment without its own prefix: the standard library also lies below this prefix, and does not move.
     for name in _OF_GLOBAL_PREFIX:
         yield f"{prefix}/{name}", f"{tree}/{name}"
 

@@ -333,8 +333,8 @@ def _publish(cache: UnitCache, snapshot: Snapshot, fresh: Path, final: Path) -> 
         fresh.rename(final)
         return
     exchange(fresh, final)
-    fresh.chmod(0o755)  # Moving a directory to another parent requires write permission on it.
-    # A process may still use it. A sweep deletes it when no process holds the environment.
+    fresh.chmod(0o755)  # Moving a directory to another parent requires write permission on the directory.
+    # A process may still use the old tree. A sweep deletes the tree when no process holds the environment.
     fresh.rename(cache.trees / f".old-{snapshot.address}-{os.urandom(4).hex()}")
 
 
@@ -390,7 +390,7 @@ def _mend(
 ) -> str:
     unit = cache.unit(address)
     for path in bytecode:
-        Path(path).unlink(missing_ok=True)  # The node compiles it again.
+        Path(path).unlink(missing_ok=True)  # The node compiles this file again.
     wrong = cache.verify(address, blobs, report) if own else ""
     if bytecode and not wrong:
         wrong = f"{os.path.relpath(bytecode[0], unit)} was written to"

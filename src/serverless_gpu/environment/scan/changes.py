@@ -114,7 +114,7 @@ def with_files(
 ) -> tuple[Change, ...]:
     """Return the file changes of a changed unit, one change for each kind.
 
-    `installed` maps row paths to the SHA-256 in the unit's RECORD. It is empty when RECORD is not known.
+    `installed` maps row paths to the SHA-256 in the unit's RECORD. `installed` is empty when RECORD is not known.
     """
     after = tuple(after)
     now = {row.path: row.sha256 for row in after}

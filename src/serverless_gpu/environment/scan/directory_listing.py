@@ -37,7 +37,7 @@ class ListedFile(NamedTuple):
     size: int  # content bytes; for a link to an outside file, those of that file
     mtime_ns: int
     inode: int
-    ctime_ns: int  # An edit moves it even if the mtime is restored; so does a new hard link.
+    ctime_ns: int  # An edit moves the ctime even if the mtime is restored; so does a new hard link.
     target: str = ""  # Text of a link that stays a link, else "".
 
 

@@ -156,7 +156,7 @@ def parse_scripts(entry_points: str) -> frozenset[str]:
 def row_path(recorded: str, site: str, prefix: str) -> str | None:
     """Return the row path for a path in RECORD, or None for a path outside of the prefix.
 
-    `site` is the library's path below the prefix, for example ``lib/python3.11/site-packages``. It is "" for a flat
+    `site` is the library's path below the prefix, for example ``lib/python3.11/site-packages``. `site` is "" for a flat
     directory (`pip install --target`), which is both site and prefix.
     """
     if recorded.startswith("/"):

@@ -7,8 +7,8 @@ cuts the expressions of `pathspec` down to the path itself. `.sgpuignore` has th
 `.gitignore`: `!name` includes files that git ignores.
 
 A user's patterns for all repositories are in `core.excludesFile`, or else in git's default place. The module reads the
-settings of the system and of the user. It does not read a repository's own settings, included files or `GIT_CONFIG_*`
-variables.
+settings of the system and of the user. The module does not read a repository's own settings, included files or
+`GIT_CONFIG_*` variables.
 
 Tracked files are never ignored, whatever the patterns say (`git add -f`). The module reads them from `.git/index`,
 versions 2 to 4. If it cannot read the index (another version, SHA-256 names, a split index), it reports the problem,
@@ -46,8 +46,8 @@ _EXTENDED = 0x40
 class IgnorePatterns(msgspec.Struct, frozen=True):
     """The patterns of one file."""
 
-    # Directory that the paths start from, relative to the top: "" or ending in ``/``. If it lies above the top, `above`
-    # is the start of each path.
+    # Directory that the paths start from, relative to the top: "" or ending in ``/``. If this directory lies above the
+    # top, `above` is the start of each path.
     base: str
     above: str  # For example ``src/``, if the file lies in the directory above the top ``src``.
     # Expressions, and whether each ignores its matches; the last rule first.
@@ -73,7 +73,7 @@ class IgnoreRules(msgspec.Struct, frozen=True):
 
     git: tuple[IgnorePatterns, ...] = ()
     ours: tuple[IgnorePatterns, ...] = ()
-    all: bool = False  # git ignores the directory itself, and so every untracked entry in it
+    all: bool = False  # git ignores the directory itself, and so every untracked entry in the directory
 
     def by_ours(self, path: str) -> bool | None:
         """Return the decision of `.sgpuignore` for an entry of this directory; directories end in ``/``."""

@@ -218,7 +218,7 @@ def _digested(one: IndexedUnit, digests: Mapping[str, bytes]) -> list[tuple[str,
 def _watched(found: Survey, snapshot: Snapshot) -> dict[str, ListedFile | None]:
     """Return the small files that decide which files count, or None for those not listed.
 
-    They include files that were taken out of units because they name directories. No unit covers those.
+    The result includes files that were taken out of units because they name directories. No unit covers these files.
     """
     generated = {
         original: [one.path for one in root.generated]

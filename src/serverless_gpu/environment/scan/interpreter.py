@@ -1,7 +1,8 @@
 """Describes an interpreter: its module search path, its loaded modules, and its build.
 
-This file uses only the standard library and syntax that old Pythons accept. Its text also runs in interpreters without
-this package (`describe_other`). The description contains the names of start-up variables, never their values.
+This file uses only the standard library and syntax that old Pythons accept. The text of this file also runs in
+interpreters without this package (`describe_other`). The description contains the names of start-up variables, never
+their values.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ STARTUP_PREFIXES = (
 """Interpreters and libraries read these variables once, when they start."""
 
 LOADED_MAX = 50_000
-_ANSWER = "serverless-gpu interpreter: "  # Output of a .pth file at start-up may come before it.
+_ANSWER = "serverless-gpu interpreter: "  # Output of a .pth file at start-up may come before this marker.
 _ANSWER_BYTES_MAX = 32 * 1024 * 1024
 ANSWER_TIMEOUT_S = 60
 
@@ -48,7 +49,7 @@ os.register_at_fork(after_in_child=_renew_turn)
 
 
 def describe() -> dict[str, object]:
-    """Return this process's description as values that JSON can hold. One thread at a time runs it."""
+    """Return this process's description as values that JSON can hold, one thread at a time."""
     with _turn:  # Until Python 3.12, sysconfig shows half-filled variables to a second thread.
         return _describe()
 

@@ -18,7 +18,7 @@ Also left out, with a message: files that no restore would accept. A project may
 `A.png`, and its code must still run. Of two names that differ only in case or Unicode form, the capture takes the
 imported one, else the first in order. In a library the capture refuses such names, because no installer made them.
 
-The walk counts the entries that git ignores and reports them in one sentence. It does not look into ignored
+The walk counts the entries that git ignores and reports them in one sentence. The walk does not enter ignored
 directories, so their size is unknown. The report names directories first, because they hold the most, and hidden ones
 (caches of tools) last.
 
@@ -74,8 +74,8 @@ class CodeDirectory(msgspec.Struct, frozen=True, kw_only=True):
     """A directory of code, and the rules for its files."""
 
     directory: str  # Absolute path.
-    shallow: bool = False  # Only Python files and packages in it count.
-    out: tuple[str, ...] = ()  # Absolute paths of directories below it that never belong to it.
+    shallow: bool = False  # Only Python files and packages in the directory count.
+    out: tuple[str, ...] = ()  # Absolute paths of subdirectories that never belong to this code.
     wanted: tuple[str, ...] = ()  # Relative paths of files that count although git ignores them.
     unwanted: tuple[str, ...] = ()
     tracked: tuple[str, ...] = ()  # Relative paths of files that git ignores and tracks.
@@ -91,14 +91,14 @@ class CodeListing(msgspec.Struct, frozen=True, kw_only=True):
     """The files of a code directory that are captured."""
 
     listing: Listing
-    watched: tuple[str, ...]  # pattern files that decided, or would decide if they existed
+    watched: tuple[str, ...]  # pattern files that decided, and missing ones that would decide
     place: CodeDirectory
 
 
 def list_code(place: CodeDirectory, *, ask: bool = False) -> CodeListing:
     """Return the files of a code directory that are captured.
 
-    With `ask`, the walk reads git's index. Otherwise it uses the tracked files in `place`.
+    With `ask`, the walk reads git's index. Otherwise the walk uses the tracked files in `place`.
     """
     outer, watched = outer_ignoring(place.directory)
     walk = _CodeWalk(place, outer, ask=ask)
@@ -288,7 +288,7 @@ def _check_size(listing: Listing) -> None:
     count = f"{len(files):,}{' or more' if len(files) > _COUNTED_FILES_MAX else ''} files"
     raise EnvironmentTooLarge(
         f"the project directory {show(listing.top)} has {count} and {_gigabytes(size)}; at most "
-        f"{CODE_FILES_MAX:,} files and {_gigabytes(CODE_BYTES_MAX)} travel as code. Largest: "
+        f"{CODE_FILES_MAX:,} files and {_gigabytes(CODE_BYTES_MAX)} are captured as code. Largest: "
         f"{_name_largest(files, by_count=many)}",
         hint="list files that the code does not need in .gitignore or .sgpuignore, for example data/ or *.ckpt",
     )

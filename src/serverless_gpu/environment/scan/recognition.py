@@ -58,7 +58,8 @@ def recognise(gate: GatePart, description: Description, seen_ns: int, *, watched
         return None
     try:
         mtimes = _compare_directories(gate, description, seen_ns, watched)
-    except EnvironmentProblem:  # A directory is missing or unreadable. The next scan reports it if it matters.
+    # A directory is missing or unreadable. The next scan reports this if the directory matters.
+    except EnvironmentProblem:
         return None
     if mtimes is None:
         return None

@@ -76,7 +76,8 @@ class ImportRoot(msgspec.Struct, frozen=True, kw_only=True):
     # For a library, the directory above it with ``bin`` and ``share``; the same as `directory` when flat.
     prefix: str = ""
     site: str = ""  # Path of the library below its prefix; "" when flat.
-    is_venv: bool = False  # The prefix belongs to this library alone, so its unowned files are part of it.
+    # The prefix belongs to this library alone, so unowned files in the prefix are part of the library.
+    is_venv: bool = False
     before: bool = False  # Comes before the standard library.
     on_path: bool = True  # Is on `sys.path`, and not only named by a generated file.
     shallow: bool = False  # Is not a project, for example the home directory or ``/``.
@@ -191,7 +192,7 @@ class _Search:
 
 
 def temporary_directories() -> frozenset[str]:
-    """Return the directories that every user can write to, which are no project and no package."""
+    """Return the directories that every user can write to, which are neither projects nor packages."""
     found = ["/tmp", "/var/tmp", "/dev/shm"]
     # No directory is writable, for example in a container with a read-only root.
     with contextlib.suppress(FileNotFoundError):
@@ -417,7 +418,8 @@ def _look_at_code(spot: ImportRoot, spots: ImportRoots, description: Description
     others += [directory for one in libraries for directory in (one.directory, one.real)]
     if spot.shallow:
         others += [one.directory for one in spots.spots if one.kind == "code"]
-        others += temporary_directories()  # Below `/`, a leftover `__init__.py` must not make them packages.
+        # Below `/`, a leftover `__init__.py` must not turn temporary directories into packages.
+        others += temporary_directories()
     out = tuple(sorted({path for path in others if path and path != spot.directory}))
     wanted = wanted_files(spot.directory, description.loaded, out)
     place = CodeDirectory(directory=spot.directory, shallow=spot.shallow, out=out, wanted=wanted)

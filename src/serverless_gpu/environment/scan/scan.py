@@ -6,9 +6,9 @@
     scan(d)      < 1 s    everything: roots, units, addresses                                   roots.py, units.py
     remember(s)           after a capture: stores the state for later gates                     index.py
 
-A scan reads files that RECORD does not cover: code, unowned files, files of unknown installers, and edited files. It
-reads only those that it has not read before. So a wrong RECORD may give a unit a wrong address here. The capture that
-sends the unit's bytes finds the error and corrects the scan. The next time, the index overrides RECORD.
+A scan reads files that RECORD does not cover: code, unowned files, files of unknown installers, and edited files. The
+scan reads only those files that it has not read before. So a wrong RECORD may give a unit a wrong address here. The
+capture that sends the unit's bytes finds the error and corrects the scan. The next time, the index overrides RECORD.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Divides the files of a root into units, and extracts files that name local directories.
 
-A file that several distributions claim belongs to each of them while their claims agree. Otherwise its content decides,
-and it belongs to those with the right digest. Files without a claim form the root's unowned unit, except files that a
-virtual environment makes for itself.
+A file that several distributions claim belongs to each of them while their claims agree. Otherwise the content of the
+file decides, and the file belongs to the distributions with the right digest. Files without a claim form the root's
+unowned unit, except files that a virtual environment makes for itself.
 
-`.pth`, `.egg-link` and finders of editable installs name directories. Their text is stored with `{{sgpu:2}}` in place
-of the directory of root 2, and restore writes it again. A `.pth` line that adds a directory of no root is left out,
-because it would add nothing there. Files that name no local directory stay ordinary files of their units.
+`.pth`, `.egg-link` and finders of editable installs name directories. The text of such a file is stored with
+`{{sgpu:2}}` in place of the directory of root 2, and restore writes it again. A `.pth` line that adds a directory of no
+root is left out, because it would add nothing there. Files that name no local directory stay ordinary files of their
+units.
 """
 
 from __future__ import annotations

@@ -5,11 +5,13 @@
             └ nothing happened ──▶ "": a full check would find nothing
             └ anything else ─────▶ the reason; the watches are useless now: check everything, and place them again
 
-The watch on a directory reports names that appear, disappear or are renamed. It does not report writes through another
-hard link, nor a new hard link to a file. The watch on the file itself (its inode) reports both, by any name.
+The watch on a directory reports names that appear, disappear or are renamed. The watch on a directory does not report
+writes through another hard link, nor a new hard link to a file. The watch on the file itself (its inode) reports both,
+by any name.
 
 Every write begins with an open of the file, which the file's watch reports. From then on `ask` compares the file's stat
-with the baseline. This covers writes that raise no event: those through a mapping, and on old kernels through io_uring.
+with the baseline. The comparison covers writes that raise no event: those through a mapping, and on old kernels through
+io_uring.
 
     change                                                                      detected by
     write, truncate, chmod, a new hard link, a write by another name            watch on the file
@@ -22,7 +24,7 @@ with the baseline. This covers writes that raise no event: those through a mappi
     network, FUSE and overlay file systems, no watches left, too many links     `Unwatchable`: always a full check
 
 Not detected: a write through a mapping that a process made before the watches were placed and still keeps. A full check
-finds such a write only if the kernel had written the page to the disk since the write before.
+finds such a write only if the kernel has flushed the page to the disk since the previous write.
 
 Bytecode does not count, as in every scan. Project code is not watched, because the gate compares every file of it
 anyway.

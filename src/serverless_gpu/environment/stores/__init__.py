@@ -1,4 +1,5 @@
-"""Where units, packs and snapshots lie: a directory, memory, an object store, or a server.
+"""The stores for units, packs and snapshots: a directory, memory, an object store, or a server.
 
-`base.py` says what every store does, `store_urls.py` opens one, `blobs.py` reads and writes documents in it.
+`base.py` defines the interface of a store, `store_urls.py` opens a store, and `blobs.py` reads and writes its
+documents.
 """

@@ -1,8 +1,9 @@
-"""What every store can do: six calls on keys and bytes, nothing about what the bytes mean (`blobs.py` does that).
+"""Defines the interface of a store: six operations on keys and bytes.
 
-Keys are `packs/<digest>`, `units/<address>`, `snapshots/<address>`, `gc/condemned` and `gc/collector-<digits>`. Any
-other is refused before anything is looked at, so no key leads out of its place. A key is never visible before all of
-its bytes are, and never half of them; putting the same bytes twice, from two places at once, is the normal case.
+`blobs.py` gives the bytes their meaning. Keys are `packs/<digest>`, `units/<address>`, `snapshots/<address>`,
+`gc/condemned` and `gc/collector-<digits>`. A store refuses any other key before it does anything else, so no key leads
+out of its place. A key becomes visible only with all of its bytes. Putting the same bytes twice, even from two places
+at once, is normal.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from typing import NamedTuple
 from serverless_gpu.errors import EnvironmentRejected
 
 OBJECT_BYTES_MAX = 256 * 1024 * 1024
-"""The largest object a store is asked to hold."""
+"""The largest object that a store accepts."""
 PREFIXES = ("packs", "units", "snapshots", "gc")
-"""What keys start with: kinds of objects, and what can be listed."""
+"""The first names of keys: the kinds of objects, which can be listed."""
 
 _KEY = re.compile(r"(?:packs|units|snapshots)/[0-9a-f]{64}|gc/(?:condemned|collector-[0-9a-f]{32})")
 
 
 class Stored(NamedTuple):
-    """One object in a store: its key, its size in bytes, and when it was last put (nanoseconds since 1970)."""
+    """One object in a store: its key, its size in bytes, and the time of the last put (ns since 1970)."""
 
     key: str
     size: int
@@ -31,13 +32,13 @@ class Stored(NamedTuple):
 
 
 class Store(abc.ABC):
-    """A place for objects; safe to use from several threads and by several processes at once.
+    """Stores objects. Several threads and processes may use a store at once.
 
-    Every method raises `StoreUnavailable` when the store does not answer within its bound or refuses, and
-    `StorageError` when it is full.
+    Every method raises `StoreUnavailable` when the store refuses or does not answer in time, and `StorageError` when it
+    is full.
 
     Attributes:
-        url: what a person would type to name it, without secrets.
+        url: the name of the store as a user would type it, without secrets.
     """
 
     url: str
@@ -47,76 +48,79 @@ class Store(abc.ABC):
         """Return an object, or a range of it.
 
         Args:
-            key: which object.
-            start: first byte.
-            length: how many bytes; None means to the end. Fewer come when the object ends before.
+            key: the key of the object.
+            start: the first byte.
+            length: the number of bytes; None means to the end. The object may end earlier.
 
         Raises:
-            KeyError: there is no such object.
-            EnvironmentRejected: that would be more than `OBJECT_BYTES_MAX`.
+            KeyError: the store has no such object.
+            EnvironmentRejected: the result would have more than `OBJECT_BYTES_MAX`.
         """
 
     @abc.abstractmethod
     def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
-        """Put objects, durably and at once, in place of what may be there.
+        """Put objects durably and atomically, in place of existing ones.
 
-        Several cost far less together than one after another. Each becomes visible by itself, in any order, so what
-        points at something is put after that, in another call. When this fails, some of them may be there.
+        Several objects in one call cost far less than several calls. Each object becomes visible by itself, in any
+        order. So an object that points at others must be put in a later call. When the call fails, some of the objects
+        may exist.
 
         Args:
             objects: bytes by key.
 
         Raises:
-            EnvironmentRejected: one is larger than `OBJECT_BYTES_MAX`, or its key is none; then nothing was put.
+            EnvironmentRejected: an object is larger than `OBJECT_BYTES_MAX`, or a key is not valid. No object was
+                stored.
         """
 
     @abc.abstractmethod
     def present(self, keys: Collection[str]) -> frozenset[str]:
-        """Return which of these objects are there, without listing anything."""
+        """Return the keys of these objects that exist, without listing the store."""
 
     @abc.abstractmethod
     def list(self, prefix: str) -> Iterator[Stored]:
-        """Return everything below `prefix/`, one of `PREFIXES`, in any order; for garbage collection only."""
+        """Return all objects below `prefix/`, one of `PREFIXES`, in any order, for garbage collection only."""
 
     @abc.abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; those that are not there are no error."""
+        """Remove objects; ignore missing ones."""
 
     @abc.abstractmethod
     def free_bytes(self) -> int | None:
-        """Return how much more it can hold, or None where that is not known."""
+        """Return how many more bytes the store can hold, or None if that is not known."""
 
     def repair(self, keys: Collection[str]) -> tuple[str, ...] | None:
-        """Check snapshots and units, content included, and remove what no restore can use.
+        """Check snapshots and units with their content, and remove those that no restore can use.
 
-        Only a server does this, for clients that may remove nothing.
+        Only a server does this, because its clients may not remove objects.
 
         Returns:
-            The keys that were removed; None where the caller has to look for itself.
+            The removed keys; None where the caller must check the store itself.
         """
         return None
 
 
 class CollectionGuard(abc.ABC):
-    """A store that answers what garbage collection is doing, for keys that the caller names, and lists nothing.
+    """A store that reports the state of garbage collection for keys that the caller names.
 
-    The list of condemned objects has keys of other users' objects, and a key is all it takes to read one.
+    Such a store does not show the list of condemned objects. The list has keys of other users' objects, and a key is
+    enough to read an object.
     """
 
     @abc.abstractmethod
     def condemned(self, keys: Collection[str]) -> frozenset[str]:
-        """Return which of these objects garbage collection has condemned."""
+        """Return the keys of these objects that garbage collection has condemned."""
 
     @abc.abstractmethod
     def is_collecting(self) -> bool:
-        """Return whether a collection may be deleting at this moment."""
+        """Return whether a collection may be deleting objects now."""
 
 
 def check_key(key: str) -> str:
-    """Return a key that a store may be asked for.
+    """Return a valid key of a store.
 
     Raises:
-        EnvironmentRejected: it is none.
+        EnvironmentRejected: the key is not valid.
     """
     if not _KEY.fullmatch(key):
         raise EnvironmentRejected(f"{key[:100]!r} is not a key of a store")
@@ -124,10 +128,10 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return a prefix that a store may be asked to list.
+    """Return a prefix that a store can list.
 
     Raises:
-        EnvironmentRejected: it is none.
+        EnvironmentRejected: the prefix is not valid.
     """
     if prefix not in PREFIXES:
         raise EnvironmentRejected(f"{prefix[:100]!r} is not a prefix of a store; these are: {', '.join(PREFIXES)}")
@@ -138,19 +142,19 @@ def check_range(key: str, start: int, length: int) -> None:
     """Refuse a range that no object may have.
 
     Raises:
-        EnvironmentRejected: it starts before the object, or is larger than any.
+        EnvironmentRejected: the range starts before the object, or is larger than any object.
     """
     if start < 0 or not 0 <= length <= OBJECT_BYTES_MAX:
         raise EnvironmentRejected(f"{length} bytes from byte {start} of {key} are not a range that can be read")
 
 
 def check_size(key: str, data: bytes | memoryview) -> memoryview:
-    """Return what is to be put, as bytes.
+    """Return the content of an object as bytes.
 
     Raises:
-        EnvironmentRejected: it is more than a store is asked to hold.
+        EnvironmentRejected: the content is larger than a store accepts.
     """
     view = memoryview(data).cast("B")
     if len(view) > OBJECT_BYTES_MAX:
-        raise EnvironmentRejected(f"{key} has {len(view)} bytes, {OBJECT_BYTES_MAX} are the most")
+        raise EnvironmentRejected(f"{key} has {len(view)} bytes; at most {OBJECT_BYTES_MAX} are allowed")
     return view

@@ -1,16 +1,17 @@
-"""Reads and writes the snapshots, units and packs of a store, and checks each on its way in and out.
+"""Reads and writes the snapshots, units and packs of a store, and checks them in both directions.
 
-    read_*    bounded, decoded strictly, checked by its rules and against its address before a caller sees it; what is
-              wrong is read once more (a line that cut or flipped it), then it is an error
-    write_*   checked by the same rules; packs before the units that point into them, units before the snapshot that
-              lists them, so every object is whole, whichever process was killed and when
-    missing_* what a capture has to send: what is not there, and what garbage collection has condemned
+    read_*    limits the size, decodes strictly, and checks the rules and the address before it returns; a wrong object
+              is read once more, because it may have been altered in transit, then it is an error
+    write_*   checks the same rules; packs come before the units that point into them, and units before the snapshot
+              that lists them, so every object is complete at any time, even if a process is killed
+    missing_* finds objects that a capture must send: those that the store lacks or that are condemned
 
-One object serves one capture or one restore: it asks once about each key whether it is condemned. Safe to use from
-several threads.
+One instance serves one capture or one restore, because it asks only once about each key if it is condemned. Several
+threads may use it.
 
-Failure cases: not there (EnvironmentMissing), altered in the store (EnvironmentCorrupt), breaks the rules or is of a
-newer version (EnvironmentRejected), no answer (StoreUnavailable), no space (StorageError).
+Failure cases: an object is missing (EnvironmentMissing) or altered in the store (EnvironmentCorrupt). An object breaks
+the rules or has a newer version (EnvironmentRejected). The store does not answer (StoreUnavailable) or is full
+(StorageError).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from serverless_gpu.errors import (
 )
 
 CAPTURE_S_MAX = 6 * 3600
-"""How long after its first question a capture may publish; garbage collection leaves it four times as long."""
+"""Seconds after its first question in which a capture may publish. Garbage collection waits four times as long."""
 PREFIX_DIGITS_MIN = 4
 _PAUSE_S = 1.0
 
@@ -53,7 +54,7 @@ _Value = TypeVar("_Value")
 
 
 class StoreBlobs:
-    """What a store holds, as values."""
+    """Reads and writes the objects of a store as values."""
 
     def __init__(
         self, store: Store, *, clock: Clock | None = None, sleep: Callable[[float], None] = time.sleep
@@ -63,16 +64,16 @@ class StoreBlobs:
         self._sleep = sleep
         self._lock = threading.Lock()
         self._condemned: frozenset[str] | None = None
-        """The whole list, of a store that is read directly."""
+        """The whole list of condemned keys, from a store that is read directly."""
         self._answers: dict[str, bool] = {}
-        """Whether a key is condemned, of a store that answers about single keys."""
+        """Whether each key is condemned, from a store that answers about single keys."""
         self._began_ns: int | None = None
         self._there: set[str] = set()
-        """Keys that were there and not condemned, or put by this object."""
+        """Keys that exist and are not condemned, or that this instance has put."""
         self._written: dict[str, tuple[str, ...]] = {}
-        """Keys of units that were put by this object, and of their packs."""
+        """Keys of units that this instance has put, with the keys of their packs."""
         self._rescued: set[str] = set()
-        """Condemned keys that this object put again, and that may yet be deleted."""
+        """Condemned keys that this instance has put again. A collection may still delete them."""
 
     def read_snapshot(self, address: str) -> Snapshot:
         """Return a snapshot."""
@@ -98,7 +99,7 @@ class StoreBlobs:
         return self._twice(read, what)
 
     def read_range(self, digest: str, start: int, length: int) -> bytes:
-        """Return a part of a pack. It is as long as asked for; only its content can say whether it is right."""
+        """Return a part of a pack. Only the length is checked, because no digest covers a part."""
         key, what = check_key(f"packs/{digest}"), f"pack {digest[:12]}"
 
         def read() -> bytes:
@@ -116,7 +117,7 @@ class StoreBlobs:
         return digest
 
     def write_packs(self, packs: Mapping[str, bytes | memoryview]) -> None:
-        """Put packs, by the names that the caller has just worked out; together they cost little more than one."""
+        """Put packs under names that the caller has just computed; several cost little more than one."""
         self._put({f"packs/{digest}": data for digest, data in packs.items()})
 
     def write_unit(self, unit: Unit) -> None:
@@ -124,12 +125,12 @@ class StoreBlobs:
         self.write_units((unit,))
 
     def write_units(self, units: Collection[Unit]) -> None:
-        """Put units, whose packs are there.
+        """Put units whose packs exist.
 
         Raises:
-            EnvironmentRejected: one breaks the rules of what a unit may be; none was put then.
-            EnvironmentMissing: a pack one points into is not there.
-            StoreUnavailable: garbage collection came in between; capture again.
+            EnvironmentRejected: a unit breaks the rules. No unit was stored.
+            EnvironmentMissing: a pack of a unit is missing.
+            StoreUnavailable: garbage collection interfered; capture again.
         """
         for unit in units:
             check_unit(unit)
@@ -141,12 +142,12 @@ class StoreBlobs:
             self._written[f"units/{unit.address}"] = tuple(f"packs/{digest}" for digest in unit.packs)
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
-        """Put a snapshot, whose units are there: from now on it can be restored, and what it needs is kept.
+        """Put a snapshot whose units exist. From now on it can be restored, and its units are kept.
 
         Raises:
-            EnvironmentRejected: it breaks the rules of what a snapshot may be.
-            EnvironmentMissing: a unit it lists is not there.
-            StoreUnavailable: something was deleted since it was looked at; what is there need not be sent again.
+            EnvironmentRejected: the snapshot breaks the rules.
+            EnvironmentMissing: a unit of the snapshot is missing.
+            StoreUnavailable: an object was deleted after it was checked; the others need not be sent again.
         """
         check_snapshot(snapshot)
         units = [f"units/{address}" for address in snapshot.addresses()]
@@ -160,15 +161,15 @@ class StoreBlobs:
         self._settle([key])
 
     def missing_units(self, addresses: Iterable[str]) -> tuple[str, ...]:
-        """Return which of these units a capture has to write, in the order asked."""
+        """Return the units among these that a capture must write, in the given order."""
         return self._missing("units", addresses)
 
     def missing_packs(self, digests: Iterable[str]) -> tuple[str, ...]:
-        """Return which of these packs a capture has to write, in the order asked."""
+        """Return the packs among these that a capture must write, in the given order."""
         return self._missing("packs", digests)
 
     def condemned(self, keys: Collection[str]) -> frozenset[str]:
-        """Return which of these keys garbage collection has condemned."""
+        """Return the keys among these that garbage collection has condemned."""
         asked = [check_key(key) for key in keys]
         with self._lock:
             self._began()
@@ -182,29 +183,29 @@ class StoreBlobs:
             return self._condemned.intersection(asked)
 
     def is_collecting(self) -> bool:
-        """Return whether a collection may be deleting at this moment."""
+        """Return whether a collection may be deleting objects now."""
         if isinstance(self.store, CollectionGuard):
             return self.store.is_collecting()
         return bool(collectors(self.store, self.clock.wall_ns())[0])
 
     def remove(self, keys: Collection[str]) -> None:
-        """Remove objects that are not what their names say; from now on they count as missing."""
+        """Remove objects that do not match their names, and count them as missing."""
         self.store.delete([check_key(key) for key in keys])
         self.forget(keys)
 
     def forget(self, keys: Collection[str]) -> None:
-        """Take objects for missing that the store has removed by itself."""
+        """Count objects as missing that the store itself has removed."""
         self._there -= set(keys)
 
     def find_snapshot(self, prefix: str) -> str:
-        """Return the address of the one snapshot that starts so; lists the store, so it is for commands only.
+        """Return the address of the one snapshot with this prefix. It lists the store, for commands only.
 
-        Raises InvalidValue: it is no start of an address, or too short. Raises EnvironmentMissing: there
-        is no such snapshot, or more than one.
+        Raises InvalidValue: the prefix is not the start of an address, or is too short.
+        Raises EnvironmentMissing: no snapshot has the prefix, or several have it.
         """
         if not re.fullmatch(rf"[0-9a-f]{{{PREFIX_DIGITS_MIN},64}}", prefix):
             raise InvalidValue(
-                f"{prefix[:80]!r} is not the address of a snapshot, nor its first {PREFIX_DIGITS_MIN} digits or more",
+                f"{prefix[:80]!r} is not the address of a snapshot or its first {PREFIX_DIGITS_MIN} or more digits",
                 hint="`sgpu env show` prints the address of this environment",
             )
         found = sorted(
@@ -235,13 +236,13 @@ class StoreBlobs:
         try:
             return read()
         except (AlteredObject, EnvironmentRejected):
-            pass  # on its way or where it lies: the second look tells
+            pass  # The object was altered in transit or in the store; a second read decides.
         try:
             return read()
         except AlteredObject as error:
             raise EnvironmentCorrupt(
                 f"{what} in the store {self.store.url} is altered: {error}",
-                hint="look at the disk of the store; a restore removes what is altered, and a capture sends it again",
+                hint="check the disk of the store; a restore removes altered objects, and a capture sends them again",
             ) from None
 
     def _missing(self, kind: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -252,7 +253,7 @@ class StoreBlobs:
         return tuple(name for key, name in asked.items() if key not in self._there)
 
     def _need(self, keys: Iterable[str], what: str) -> None:
-        """Refuse to write a document whose parts are not there."""
+        """Refuse to write a document whose parts are missing."""
         wanted = dict.fromkeys(keys)
         kind = next(iter(wanted), "").partition("/")[0]
         missing = self._missing(kind, [key.partition("/")[2] for key in wanted]) if wanted else ()
@@ -264,7 +265,7 @@ class StoreBlobs:
             )
 
     def _make_sure(self, units: Iterable[str]) -> None:
-        """Look again for all that this capture relies on: a hurried collection, or a restore, may have deleted it."""
+        """Check again that all objects of this capture exist; a collection or a restore may have deleted some."""
         relied_on = {*units, *(key for key in self._there if key.startswith("packs/"))}
         lost = relied_on - self.store.present(relied_on)
         self._there -= lost
@@ -273,7 +274,7 @@ class StoreBlobs:
             raise self._interrupted(f"{len(lost)} objects were deleted from the store while this was captured")
 
     def _began(self) -> int:
-        """Return when this object asked its first question, boottime in nanoseconds."""
+        """Return the time of this instance's first question, in nanoseconds since boot."""
         if self._began_ns is None:
             self._began_ns = self.clock.boottime_ns()
         return self._began_ns
@@ -285,12 +286,12 @@ class StoreBlobs:
             raise (error if error.hint else AlteredObject(error.message)) from None
 
     def _settle(self, keys: Iterable[str]) -> None:
-        """Make sure that nothing that was put again is being deleted at this moment, before anything points at it."""
+        """Ensure that no collection is deleting objects that were put again, before others point at them."""
         fresh = self._rescued.intersection(keys)
         if not fresh:
             return
-        # A collection that began before something was put again may not have seen that: wait for its end, then look.
-        # One that begins later sees that it is young.
+        # A collection that began before the second put may not have seen it, so wait for its end, then check. A
+        # collection that begins later sees that the object is young.
         deadline_ns = self.clock.boottime_ns() + 2 * LEASE_S * 10**9
         while self.is_collecting():
             if self.clock.boottime_ns() > deadline_ns:
@@ -302,12 +303,12 @@ class StoreBlobs:
 
     def _interrupted(self, why: str) -> StoreUnavailable:
         return StoreUnavailable(
-            f"{why} (store {self.store.url})", hint="capture again; what has been sent need not be sent again"
+            f"{why} (store {self.store.url})", hint="capture again; stored objects are not sent again"
         )
 
 
 def _missing_error(what: str, url: str) -> EnvironmentMissing:
     return EnvironmentMissing(
         f"{what} is not in the store {url}",
-        hint="it was never captured there, or has been removed: `sgpu env capture` puts it there (again)",
+        hint="it was never captured there or was removed; run `sgpu env capture`",
     )

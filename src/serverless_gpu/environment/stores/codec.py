@@ -1,15 +1,17 @@
-"""Objects of a store as bytes and back: documents are msgpack in one zstd frame with a checksum, packs are named bytes.
+"""Encodes the objects of a store as bytes, and decodes them strictly.
 
-    bytes ─▶ decoded strictly, bounded ─▶ its own rules ─▶ its address ─▶ Snapshot, Unit, pack
+    bytes ─▶ decoded strictly, within limits ─▶ its own rules ─▶ its address ─▶ Snapshot, Unit, pack
 
-Decoding is strict: what comes out, encoded again, must be the same bytes, so a document has no field that no version
-looks at, and no two forms. Sizes are checked before anything is made of them: 100 MB of nothing compress to 10 kB, and
-30 million empty lists are 2 GB of memory. What is refused when it is read is refused when it is written, too.
+Documents are msgpack in one zstd frame with a checksum. Packs are bytes with a name.
 
-Readers of a store go through here, and so does a server that stores what others send.
+Decoding is strict: a decoded document, encoded again, must give the same bytes. So a document has no unknown field and
+only one form. The decoder checks sizes before it creates any value: 100 MB of zeros compress to 10 kB, and 30 million
+empty lists take 2 GB of memory. Writing follows the same rules as reading.
 
-Failure cases: `AlteredObject` when the bytes are not what their name says, so another copy of them may be;
-`EnvironmentRejected` when they are, and break a rule or are of a version that is not known here: then every copy is so.
+Readers of a store use this module, and so does a server that stores the objects of clients.
+
+Failure cases: the bytes do not match their name (`AlteredObject`), so another copy may be right. The bytes match, but
+break a rule or have an unknown version (`EnvironmentRejected`), so every copy is wrong.
 """
 
 from __future__ import annotations
@@ -34,22 +36,22 @@ from serverless_gpu.errors import EnvironmentRejected
 from serverless_gpu.json_codec import from_msgpack
 
 DOCUMENT_BYTES_MAX = 256 * 1024 * 1024
-"""Most bytes of a document before compression: a million rows of 250 bytes."""
+"""Limit of a document's bytes before compression: a million rows of 250 bytes."""
 SNAPSHOT_BYTES_MAX = 32 * 1024 * 1024
-"""Most bytes of a snapshot before compression: thousands of units, and what hundreds of thousands of modules say."""
+"""Limit of a snapshot's bytes before compression: thousands of units, and facts about 100,000s of modules."""
 SNAPSHOT_VALUES_MAX = 1_000_000
-"""Most values in a snapshot, at any depth: lists and maps in it are not of one length, so all of them are counted."""
+"""Limit of all values in a snapshot, at any depth. Its lists and maps differ in length, so all values count."""
 ITEMS_MAX = 1_000_000
-"""Most rows, packs, blocks, places or other items of one kind."""
+"""Limit of rows, packs, blocks, places or other items of one kind."""
 _Document = TypeVar("_Document", bound=msgspec.Struct)
 _FIXED = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
 _BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _LISTS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
-_ANOTHER = "it is not what its address says"
+_ANOTHER = "it does not match its address"
 
 
 class _Shape(msgspec.Struct):
-    """What is looked at before the rest is decoded; a document has some of it."""
+    """The fields that are checked before the rest is decoded; each kind of document has some of them."""
 
     version: int = 0
     rows: msgspec.Raw = msgspec.Raw()
@@ -61,18 +63,18 @@ class _Shape(msgspec.Struct):
 
 
 def encode(document: msgspec.Struct) -> bytes:
-    """Return a document as it is stored."""
+    """Return the stored form of a document."""
     content = msgspec.msgpack.encode(document)
     if isinstance(document, Snapshot):
         what = f"snapshot {document.address[:12]}"
         if len(content) > SNAPSHOT_BYTES_MAX:
-            raise EnvironmentRejected(f"{what} has {len(content)} bytes, and {SNAPSHOT_BYTES_MAX} are the most")
+            raise EnvironmentRejected(f"{what} has {len(content)} bytes; at most {SNAPSHOT_BYTES_MAX} are allowed")
         _check_values(content, what)
     return compress(content, LEVEL_REMOTE)
 
 
 def decode(data: bytes, kind: type[_Document], what: str) -> _Document:
-    """Return a document from its stored form; its own rules are not checked here."""
+    """Return a document from its stored form, without checking its own rules."""
     content = decompress(data, SNAPSHOT_BYTES_MAX if kind is Snapshot else DOCUMENT_BYTES_MAX)
     try:
         if kind is Snapshot:
@@ -82,7 +84,7 @@ def decode(data: bytes, kind: type[_Document], what: str) -> _Document:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise EnvironmentRejected(f"{what} cannot be read: {error}") from None
     if msgspec.msgpack.encode(document) != content:
-        raise EnvironmentRejected(f"{what} has parts that do not belong there")
+        raise EnvironmentRejected(f"{what} has unknown parts")
     return document
 
 
@@ -90,15 +92,15 @@ def _check_shape(shape: _Shape, what: str, newest: int) -> None:
     if not 1 <= shape.version <= newest:
         raise EnvironmentRejected(
             f"{what} is in version {shape.version} of the format, and this program reads version {newest}",
-            hint="it was written by another version of serverless-gpu: `pip install --upgrade serverless-gpu`",
+            hint="another version of serverless-gpu wrote it; upgrade this one: `pip install --upgrade serverless-gpu`",
         )
     for name in ("rows", "packs", "blocks", "places", "roots", "entries"):
         if (count := _items(bytes(memoryview(getattr(shape, name))[:5]))) > ITEMS_MAX:
-            raise EnvironmentRejected(f"{what} has {count} {name}, and {ITEMS_MAX} are the most")
+            raise EnvironmentRejected(f"{what} has {count} {name}; at most {ITEMS_MAX} are allowed")
 
 
 def _items(head: bytes) -> int:
-    """Return how many items an array in msgpack says it has, from its first bytes; 0 for anything else."""
+    """Return the length of a msgpack array from its first bytes; 0 for anything else."""
     if head[:1] == b"\xdd":
         return int.from_bytes(head[1:5], "big")
     if head[:1] == b"\xdc":
@@ -107,9 +109,9 @@ def _items(head: bytes) -> int:
 
 
 def _check_values(content: bytes, what: str) -> None:
-    """Refuse a document of too many values, whatever it is made of; nothing is made of them here."""
+    """Refuse a document with too many values, without creating any of them."""
     if len(content) <= SNAPSHOT_VALUES_MAX:
-        return  # each takes a byte
+        return  # Each value takes at least one byte.
     values, left, at = 0, 1, 0
     while left:
         values, left = values + 1, left - 1
@@ -122,9 +124,9 @@ def _check_values(content: bytes, what: str) -> None:
 
 
 def _value(content: bytes, at: int) -> tuple[int, int]:
-    """Return how many bytes of msgpack a value takes without those in it, and how many are directly in it."""
+    """Return a msgpack value's own size in bytes, and the number of values directly in it."""
     first = content[at]
-    if 0xA0 <= first <= 0xBF:  # short text, most of what there is
+    if 0xA0 <= first <= 0xBF:  # short text, the most frequent kind
         return 1 + (first & 0x1F), 0
     if 0x80 <= first <= 0x8F:
         return 1, 2 * (first & 0x0F)
@@ -136,15 +138,15 @@ def _value(content: bytes, at: int) -> tuple[int, int]:
     if first in _LISTS:
         digits, each = _LISTS[first]
         return 1 + digits, each * int.from_bytes(content[at + 1 : at + 1 + digits], "big")
-    return _FIXED.get(first, 1), 0  # what is of no kind we write is refused when it is decoded
+    return _FIXED.get(first, 1), 0  # Decoding refuses kinds that this package never writes.
 
 
 class AlteredObject(Exception):
-    """Bytes are not what their address says."""
+    """The bytes of an object do not match its address."""
 
 
 def snapshot_of(data: bytes, address: str) -> Snapshot:
-    """Return the snapshot of an address."""
+    """Return the checked snapshot of an address from its bytes."""
     snapshot = document_of(data, Snapshot, f"snapshot {address[:12]}")
     _obey(lambda: check_snapshot(snapshot), lambda: snapshot_address(snapshot) == address)
     if snapshot.address != address:
@@ -153,7 +155,7 @@ def snapshot_of(data: bytes, address: str) -> Snapshot:
 
 
 def unit_of(data: bytes, address: str) -> Unit:
-    """Return the unit of an address."""
+    """Return the checked unit of an address from its bytes."""
     unit = document_of(data, Unit, f"unit {address[:12]}")
     _obey(lambda: check_unit(unit), lambda: unit_address(unit.rows) == address)
     if unit.address != address:
@@ -162,17 +164,17 @@ def unit_of(data: bytes, address: str) -> Unit:
 
 
 def pack_of(data: bytes | memoryview, digest: str) -> None:
-    """Do nothing when these bytes are the pack of a name."""
+    """Raise `AlteredObject` unless the bytes are the pack of this name."""
     if blake3(data).hexdigest() != digest:
         raise AlteredObject(_ANOTHER)
 
 
 def document_of(data: bytes, kind: type[_Document], what: str) -> _Document:
-    """Return a document whose rules and address are still to be checked."""
+    """Return a document whose rules and address are not yet checked."""
     try:
         return decode(data, kind, what)
     except EnvironmentRejected as error:
-        # A hint says that another version wrote it; what cannot be read for another reason, no version wrote.
+        # A hint means that another version wrote the document. Any other unreadable document was altered.
         raise (error if error.hint else AlteredObject(error.message)) from None
 
 
@@ -181,5 +183,5 @@ def _obey(check: Callable[[], None], is_itself: Callable[[], bool]) -> None:
         check()
     except EnvironmentRejected:
         if is_itself():
-            raise  # it was written like that
+            raise  # The writer already broke the rule.
         raise AlteredObject(_ANOTHER) from None

@@ -1,28 +1,28 @@
-"""Garbage collection: what no snapshot needs is condemned, and deleted by a later collection.
+"""Collects garbage: condemns objects that no snapshot needs, and deletes them in a later collection.
 
-    announce ─▶ anybody else? ─▶ list, read what stays ─▶ plan ─▶ delete ─▶ the list: undated, then dated ─▶ withdraw
+    announce ─▶ a second one? ─▶ list, read what stays ─▶ plan ─▶ delete ─▶ the list: undated, then dated ─▶ withdraw
                     │ yes                               (pure)
-                    └─▶ nothing is done
+                    └─▶ do nothing
 
     snapshots that are young or in use ─▶ their units ─▶ their packs        needed
-    anything put less than a grace ago                                      needed: a capture may soon point at it
-    the rest                    not on the list ─▶ condemned                goes on the list now
-                                on the list for less than the grace         waits
-                                something that is still there points at it  waits
+    an object put less than a grace period ago                              needed: a capture may soon point at it
+    any other object            not on the list ─▶ condemned                goes on the list now
+                                on the list for less than the grace period  waits
+                                an existing object points at it             waits
                                 neither, and not put again since            deleted
 
-A unit that is kept because it is young keeps its packs: a capture that uses it will not look at them again. And nothing
-goes before what points at it, whatever the list says: a snapshot may have come to need a unit that was on the list
-already, and have grown old before any collection saw that.
+A unit that is kept because it is young keeps its packs, because a capture that uses the unit does not check them again.
+No object is deleted before the objects that point at it, whatever the list says. A snapshot may have come to need a
+unit that was already on the list, and may have grown old before any collection noticed.
 
-Snapshots are deleted before units, and units before packs: whatever is there is whole at every moment, and a killed
-collection leaves nothing behind that a later one does not find. New entries of the list get their date only when the
-list is known to be there, so no capture can have missed them for as long as they say. `condemned_objects.py` tells why
-captures need not stop meanwhile; all of it holds while a capture takes less than the grace.
+The collection deletes snapshots before units, and units before packs. So every existing object is complete at every
+moment, and a later collection finds all leftovers of a killed one. New entries of the list get their date only when the
+list is known to be stored. So no capture can have missed them since that date. `condemned_objects.py` explains why
+captures can go on meanwhile. All of this requires that a capture takes less than the grace period.
 
-Failure cases: a document that is needed and cannot be read (nothing below it is deleted or condemned, and it is
-named); another collection (`busy`); a collection that does not get on with its work (StoreUnavailable; the next one
-goes on); clocks of machines that differ by more than minutes (an object may stay longer).
+Failure cases: a needed document cannot be read. Nothing below it is deleted or condemned, and the result names it.
+Another collection is running (`busy`). A collection makes no progress (StoreUnavailable), and the next one continues.
+The clocks of machines differ by more than minutes, so an object may stay longer.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from serverless_gpu.environment.stores.condemned_objects import (
 from serverless_gpu.errors import EnvironmentProblem, EnvironmentRejected, StoreUnavailable
 
 KEEP_S = 30 * 24 * 3600
-"""How long a snapshot stays after it was captured, if nothing uses it."""
+"""Seconds for which an unused snapshot stays after its capture."""
 GRACE_S = 24 * 3600
-"""How long everything else stays, twice; four times what a capture may take."""
+"""Seconds for which any other unused object stays, twice: four times the time limit of a capture."""
 _KINDS = ("snapshots", "units", "packs")
-# One round of requests, each within the store's bound, is over before the lease is.
+# One round of requests, each within the store's time limit, ends before the lease does.
 _DELETE_AT_ONCE = 16
 _READ_AT_ONCE = 8
 _READ_BATCH = 64
@@ -64,7 +64,7 @@ _RENEW_S = 60
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """How many objects, and their bytes in the store."""
+    """Numbers of objects, and their bytes in the store."""
 
     snapshots: int = 0
     units: int = 0
@@ -73,7 +73,7 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CollectionResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a collection did, or would do."""
+    """The result of a collection or of a dry run."""
 
     kept: Tally = Tally()
     condemned: Tally = Tally()
@@ -83,7 +83,7 @@ class CollectionResult(msgspec.Struct, frozen=True, kw_only=True):
     condemned_keys: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()
     busy: bool = False
-    dry_run: bool = False  # whether nothing was done because only that was asked
+    dry_run: bool = False  # whether this was a dry run, which changes nothing
 
 
 def collect(
@@ -95,14 +95,15 @@ def collect(
     dry_run: bool = False,
     report: Report = ignore_progress,
 ) -> CollectionResult:
-    """Condemn unused objects, and delete what was condemned long enough ago.
+    """Condemn unused objects, and delete those that were condemned long enough ago.
 
-    Snapshots `in_use` (of running attempts, of live zygotes) stay whatever their age, others for `keep_s`. An object
-    that nothing needs stays for `grace_s` before it is condemned, and again after that: longer than any capture.
+    Snapshots `in_use` (of running attempts and live zygotes) stay at any age, and others for `keep_s`. An object that
+    nothing needs stays for `grace_s` before it is condemned, and again for `grace_s` after that. `grace_s` is longer
+    than any capture.
 
     Raises:
-        StoreUnavailable: the store does not answer, or this took too long; the next collection goes on.
-        EnvironmentRejected: the list was written by a newer version.
+        StoreUnavailable: the store does not answer, or the collection took too long; the next one continues.
+        EnvironmentRejected: a newer version wrote the list.
     """
     work = _Collection(blobs, CollectionTerms(frozenset(in_use), max(keep_s, grace_s) * 10**9, grace_s * 10**9), report)
     if dry_run:
@@ -117,7 +118,7 @@ def collect(
 
 
 class CollectionTerms(msgspec.Struct, frozen=True):
-    """What stays: these snapshots, young snapshots, and what was put just now."""
+    """The rules for objects that stay: snapshots in use, young snapshots, and recently put objects."""
 
     in_use: frozenset[str]
     keep_ns: int
@@ -125,7 +126,7 @@ class CollectionTerms(msgspec.Struct, frozen=True):
 
 
 class _Collection:
-    """One collection, from announcing it to withdrawing."""
+    """One collection, from its announcement to its withdrawal."""
 
     def __init__(self, blobs: StoreBlobs, terms: CollectionTerms, report: Report) -> None:
         self._blobs = blobs
@@ -141,23 +142,23 @@ class _Collection:
 
     @contextlib.contextmanager
     def announced(self) -> Iterator[bool]:
-        """Say that a collection is at work; whether it is the only one. Of two that meet, both withdraw."""
+        """Announce the collection, and yield whether it is the only one. Of two that meet, both withdraw."""
         self._renew()
         try:
             at_work, void = collectors(self._store, self._clock.wall_ns())
             if self._key not in at_work:
                 raise StoreUnavailable(
                     f"the clocks of this machine and of the store {self._store.url} differ by more than {LEASE_S} s",
-                    hint="set the clock of this machine; garbage collection goes by ages",
+                    hint="set the clock of this machine; garbage collection compares the ages of objects",
                 )
             self._store.delete(void)
             yield at_work == (self._key,)
         finally:
-            with contextlib.suppress(StoreUnavailable):  # it becomes void by itself
+            with contextlib.suppress(StoreUnavailable):  # The announcement becomes void by itself.
                 self._store.delete([self._key])
 
     def look(self) -> CollectionPlan:
-        """List everything, read what stays, and return what is to be done."""
+        """List all objects, read the documents that stay, and return the plan."""
         self._condemned = self._read_list()
         listed = {kind: list(self._store.list(kind)) for kind in _KINDS}
         self._listed = {stored.key: stored for kind in _KINDS for stored in listed[kind]}
@@ -178,14 +179,14 @@ class _Collection:
         return joined(snapshots, units, packs)
 
     def delete(self, doomed: Sequence[Stored]) -> None:
-        """Delete, a few at a time, as long as no other collection can take this one for dead."""
+        """Delete objects in small batches, while no other collection can consider this one dead."""
         for done, some in _batches([stored.key for stored in doomed], _DELETE_AT_ONCE):
             self._renew()
             self._store.delete(some)
             self._pulse("deleting", done, len(doomed))
 
     def write_list(self, plan: CollectionPlan) -> None:
-        """Put the new list in place: first without dates, then, when it is known to be there, with them."""
+        """Store the new list: first without dates, then with dates once the list is known to be stored."""
         some = plan.condemned[: ITEMS_MAX - len(plan.waiting)]
         new = tuple(CondemnedEntry(stored.key, 0, stored.put_ns) for stored in some)
         if not new and frozenset(plan.waiting) == frozenset(self._condemned.entries):
@@ -199,7 +200,7 @@ class _Collection:
             write_condemned(self._store, CondemnedList(entries=plan.waiting + dated))
 
     def collected(self, plan: CollectionPlan) -> CollectionResult:
-        """Return what is to be said of it."""
+        """Return the result of the collection."""
         waiting = [self._listed[sentence.key] for sentence in plan.waiting]
         return CollectionResult(
             kept=_tally(plan.kept),
@@ -215,14 +216,14 @@ class _Collection:
         try:
             return read_condemned(self._store)
         except EnvironmentRejected as error:
-            if error.hint:  # a newer version knows better
+            if error.hint:  # A newer version wrote the list, so this version must not replace it.
                 raise
-            return CondemnedList()  # everything is condemned again
+            return CondemnedList()  # The collection condemns all unused objects again.
 
     def _read(
         self, plan: CollectionPlan, kept: Collection[str], parts: Callable[[str], Iterable[str]]
     ) -> tuple[frozenset[str] | None, frozenset[str]]:
-        """Return the keys that documents point at: those that stay (None when one cannot be read), and all."""
+        """Return the keys that kept documents point at (None if one is unreadable), and those of all."""
         keys = plan.remaining()
         pointed_at: set[str] = set()
         held: set[str] = set()
@@ -234,7 +235,7 @@ class _Collection:
                 for key, result in zip(some, pool.map(lambda key: self._parts(key, parts), some), strict=True):
                     held |= result or frozenset()
                     if key not in kept:
-                        continue  # when it cannot be read, no restore can use it either
+                        continue  # No restore can use an unreadable document that is not kept.
                     pointed_at |= result or frozenset()
                     if result is None:
                         self._unreadable.append(key)
@@ -251,7 +252,7 @@ class _Collection:
             return None
 
     def _renew(self) -> None:
-        """Say again that this collection is at work; stop if others may have stopped to believe it."""
+        """Renew the announcement of this collection; stop if others may already consider it dead."""
         now_ns = self._clock.boottime_ns()
         if self._renewed_ns is not None:
             silent_s = (now_ns - self._renewed_ns) / 1e9
@@ -259,8 +260,8 @@ class _Collection:
                 return
             if silent_s > LEASE_S / 2:
                 raise StoreUnavailable(
-                    f"garbage collection of {self._store.url} stood still for {silent_s:.0f} s and was given up",
-                    hint="run it again, it goes on where it was; nothing is lost",
+                    f"garbage collection of {self._store.url} made no progress for {silent_s:.0f} s and stopped",
+                    hint="run it again; it continues where it stopped, and nothing is lost",
                 )
         self._store.put({self._key: b""})
         self._renewed_ns = now_ns
@@ -270,7 +271,7 @@ class _Collection:
 
 
 def _batches(keys: Sequence[str], size: int) -> Iterator[tuple[int, list[str]]]:
-    """Yield a few keys at a time, and how many there have been with them."""
+    """Yield a few keys at a time, with the number of keys so far."""
     for first in range(0, len(keys), size):
         some = list(keys[first : first + size])
         yield first + len(some), some
@@ -286,7 +287,7 @@ def _tally(listed: Iterable[Stored]) -> Tally:
 
 
 class CollectionPlan(NamedTuple):
-    """Fate of everything that was listed."""
+    """The planned treatment of all listed objects."""
 
     kept: tuple[Stored, ...]
     condemned: tuple[Stored, ...]
@@ -294,7 +295,7 @@ class CollectionPlan(NamedTuple):
     deleted: tuple[Stored, ...]
 
     def remaining(self) -> tuple[str, ...]:
-        """Return the keys of what is not deleted."""
+        """Return the keys of the objects that are not deleted."""
         listed = (stored.key for stored in (*self.kept, *self.condemned))
         return (*listed, *(sentence.key for sentence in self.waiting))
 
@@ -310,7 +311,8 @@ def kept_parts(
 ) -> frozenset[str]:
     """Return the keys of the units or packs that stay.
 
-    `pointed_at` are keys that something which stays points at; None when that could not be read, then all stay.
+    `pointed_at` are the keys that kept documents point at. `pointed_at` is None when one of these documents is
+    unreadable; then all objects stay.
     """
     return frozenset(
         stored.key
@@ -328,10 +330,10 @@ def make_plan(
     now_ns: int,
     grace_ns: int,
 ) -> CollectionPlan:
-    """Return the fate of each object of one kind.
+    """Return the plan for the objects of one kind.
 
-    `held` are keys that something which is not deleted now points at; `grace_ns` is how long an object is on the list
-    before it may be deleted.
+    `held` are the keys that existing objects still point at. `grace_ns` is the time on the list before an object may be
+    deleted.
     """
     sentences: Mapping[str, CondemnedEntry] = {sentence.key: sentence for sentence in condemned.entries}
     plan: tuple[list[Stored], list[Stored], list[CondemnedEntry], list[Stored]] = ([], [], [], [])
@@ -350,6 +352,6 @@ def make_plan(
 
 
 def joined(*plans: CollectionPlan) -> CollectionPlan:
-    """Return the plans of several kinds as one, in their order."""
+    """Return the plans of several kinds as one plan, in order."""
     kept, condemned, waiting, deleted = (tuple(chain.from_iterable(parts)) for parts in zip(*plans, strict=True))
     return CollectionPlan(kept, condemned, waiting, deleted)

@@ -1,15 +1,15 @@
-"""What garbage collection tells captures: which objects it is going to delete, and that it is at work.
+"""Tells captures which objects garbage collection will delete, and if a collection is running.
 
-    gc/condemned           objects that no snapshot needed when they were looked at; some time later they may go
-    gc/collector-<digits>  a collection is at work; put again every minute, void a while after the last time
+    gc/condemned           objects that no snapshot needed at the last collection; a later one may delete them
+    gc/collector-<digits>  a running collection; put again every minute, void some time after the last put
 
-A capture asks once about each object, and takes a condemned one for absent: it puts it again. A capture that asked
-before an object came on the list ends before the object may be deleted (the grace), so its snapshot is seen. One that
-asked after puts the object again, and a collection sees that it was put since. Only when the two happen at the same
-moment does a capture have to wait for the collection and look again (`StoreBlobs.write_snapshot`).
+A capture asks once about each object. The capture counts a condemned object as missing, and puts it again. A capture
+that asked before an object was listed ends before the object may be deleted (grace period). So the collection sees its
+snapshot. A capture that asked later puts the object again, and the collection sees the new put. Only if both happen at
+the same moment, the capture must wait for the collection and check again (`StoreBlobs.write_snapshot`).
 
-The list has keys of objects of every user, and a key is all it takes to read an object. So a server shows it to
-operators only, and answers captures about the keys that they name (`base.CollectionGuard`).
+The list has keys of all users' objects, and a key is enough to read an object. So a server shows the list only to
+operators. The server answers captures only about the keys that they name (`base.CollectionGuard`).
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ CONDEMNED = "gc/condemned"
 COLLECTOR = "gc/collector-"
 LIST_NAME = "the list of condemned objects"
 LEASE_S = 20 * 60
-"""How long after it last said so a collection may still be deleting."""
+"""Seconds after its last announcement in which a collection may still delete objects."""
 
 
 class CondemnedEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One object on the list."""
+    """One object on the list of condemned objects."""
 
     key: str
-    since_ns: int  # when it was on the list for certain; 0 while that is not known
-    put_ns: int  # when it had been put; another time means that a capture needed it since
+    since_ns: int  # Time since when the object is certainly on the list; 0 while unknown.
+    put_ns: int  # Time of the object's last put; another time means that a capture needed the object later.
 
 
 class CondemnedList(msgspec.Struct, frozen=True, kw_only=True):
-    """The list."""
+    """The list of condemned objects."""
 
     entries: tuple[CondemnedEntry, ...] = ()
     version: int = VERSION
 
 
 def read_condemned(store: Store) -> CondemnedList:
-    """Return the list; an empty one if missing."""
+    """Return the list of condemned objects; an empty list if missing."""
     try:
         return decode(store.get(CONDEMNED), CondemnedList, LIST_NAME)
     except KeyError:
@@ -51,12 +51,12 @@ def read_condemned(store: Store) -> CondemnedList:
 
 
 def write_condemned(store: Store, condemned: CondemnedList) -> None:
-    """Put the list in place of the one that is there."""
+    """Replace the list of condemned objects."""
     store.put({CONDEMNED: encode(condemned)})
 
 
 def collectors(store: Store, now_ns: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the keys of the collections that may be deleting at this moment, and of those that are void."""
+    """Return the keys of the collections that may be deleting objects now, and of the void ones."""
     found = [stored for stored in store.list("gc") if stored.key.startswith(COLLECTOR)]
     at_work = tuple(stored.key for stored in found if abs(now_ns - stored.put_ns) < LEASE_S * 10**9)
     return at_work, tuple(stored.key for stored in found if stored.key not in at_work)

@@ -1,25 +1,26 @@
-"""A store in a directory of this machine or of a mounted file system, and one in memory for tests (`MemoryStore`).
+"""Stores objects in a directory of a local or mounted file system, or in memory for tests.
 
     <root>/packs/3f/3f09…      objects, 0400, in directories 0700; the first two digits keep directories small
     <root>/gc/condemned
-    <root>/incoming/…          what is being written, under names that no reader asks for
+    <root>/incoming/…          files being written, under names that no reader asks for
 
     write all under other names, the disk begins ─▶ wait for each ─▶ rename all ─▶ wait for their directories
-                                                 the first waits for the journal, the others find
-                                                 theirs written with it
+                                                 the first wait includes the journal, and the others
+                                                 find theirs already written
 
-An object has its name only when its bytes are on the disk: it is there whole or not at all, also after a power cut, and
-two writers of one key both succeed, in some order. A disk is asked to finish a few times for several objects, not for
-each. A writer that is killed leaves a file under `incoming/`; a day later `delete`, which only garbage collection
-calls, removes it.
+An object gets its name only when its bytes are on the disk. So an object exists completely or not at all, even after a
+power cut. Two writers of one key both succeed, in some order. The store syncs several objects together, not each one
+alone. A killed writer leaves a file under `incoming/`. A day later, `delete` removes it; only garbage collection calls
+`delete`.
 
-Large objects go past the page cache where the file system lets us (`write_direct`). They are made durable at once, so
-the cache would only be one more copy: it costs more time than the disk (measured: 0.9 s of a core for 390 MB, against
-0.02 s), and would drive out what the user's programs have there. What does not fit the rules of direct writing (whole
-blocks of the disk, from aligned memory; not on tmpfs, some network and FUSE file systems) is written as usual.
+Large objects bypass the page cache where the file system allows it (`write_direct`). Large objects become durable at
+once, so the page cache would only hold another copy. This copy costs more time than the disk: 0.9 s of a core for 390
+MB, against 0.02 s. The copy would also evict cached files of the user's programs. Content that does not fit the rules
+of direct writing is written as usual. Direct writing requires whole disk blocks and aligned memory, and excludes tmpfs
+and some network and FUSE file systems.
 
-Failure cases: a full disk (StorageError, before the first byte where free space is known to be too small), a
-directory that cannot be read or written, or a link where an object should be (StoreUnavailable).
+Failure cases: the disk is full (StorageError, before the first byte if free space is known to be too small). A
+directory cannot be read or written, or a link is in the place of an object (StoreUnavailable).
 """
 
 from __future__ import annotations
@@ -52,24 +53,25 @@ from serverless_gpu.operating_system import lacks_inodes
 from serverless_gpu.units import format_bytes
 
 SIZE_MIN = 1024 * 1024
-"""Below this the usual way costs nothing to speak of."""
+"""For smaller objects, buffered writing costs almost nothing."""
 _STEP = 4 * 1024 * 1024
 _BLOCK = 4096
-_DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
+_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has no O_DIRECT.
 _REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 OPEN_MAX = 64
-"""How many files are open at once."""
+"""Maximum number of files that are open at once."""
 _PRIVATE = 0o700
 INCOMING = "incoming"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LEFTOVERS_S = 24 * 3600
-_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a planted link or pipe is refused, not followed or waited for
+# Refuses a planted link or pipe instead of following or awaiting it.
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class DirectoryStore(Store):
-    """Objects as files.
+    """Stores objects as files.
 
-    A file under `incoming/` that is older than `leftovers_s` has a writer that must be dead.
+    The writer of a file under `incoming/` that is older than `leftovers_s` counts as dead.
     """
 
     def __init__(self, root: Path, *, clock: Clock | None = None, leftovers_s: int = LEFTOVERS_S) -> None:
@@ -90,7 +92,9 @@ class DirectoryStore(Store):
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise StoreUnavailable(f"{path} is not a plain file", hint="find out who put it there, and remove it")
+                raise StoreUnavailable(
+                    f"{path} is not a plain file", hint="find the process that put it there, and remove the file"
+                )
             there = max(0, status.st_size - start)
             wanted = there if length is None else length
             check_range(key, start, wanted)
@@ -101,7 +105,7 @@ class DirectoryStore(Store):
             os.close(fd)
 
     def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
-        """Put objects, durably and at once, in place of what may be there."""
+        """Put objects durably and atomically, in place of existing ones."""
         contents = {self._path(key): check_size(key, data) for key, data in objects.items()}
         total = sum(map(len, contents.values()))
         try:
@@ -116,19 +120,19 @@ class DirectoryStore(Store):
             raise self._problem("write", what, error) from error
 
     def present(self, keys: Collection[str]) -> frozenset[str]:
-        """Return which of these objects are there."""
+        """Return the keys of these objects that exist."""
         try:
             return frozenset(key for key in keys if _is_file(self._path(key)))
         except OSError as error:
             raise self._problem("look at", "an object", error) from error
 
     def list(self, prefix: str) -> Iterator[Stored]:
-        """Return everything below `prefix/`."""
+        """Return all objects below `prefix/`."""
         top = self._root / check_prefix(prefix)
         try:
             for entry in _files(top):
                 key = f"{prefix}/{entry.name}"
-                # What is not ours is neither listed nor ever deleted.
+                # Files of other programs are neither listed nor deleted.
                 if entry.path != str(self._root / _place(key)):
                     continue
                 with contextlib.suppress(FileNotFoundError, EnvironmentRejected):
@@ -138,7 +142,7 @@ class DirectoryStore(Store):
             raise self._problem("list", prefix, error) from error
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; those that are not there are no error."""
+        """Remove objects; ignore missing ones."""
         parents = set()
         for key in keys:
             path = self._path(key)
@@ -158,7 +162,7 @@ class DirectoryStore(Store):
             raise self._problem("clean", INCOMING, error) from error
 
     def free_bytes(self) -> int | None:
-        """Return how much more the disk can hold for this user, or None where that cannot be known."""
+        """Return how many more bytes this user can write to the disk, or None if that is not known."""
         for directory in (self._root, *self._root.parents):
             try:
                 disk = os.statvfs(directory)
@@ -166,7 +170,7 @@ class DirectoryStore(Store):
                 continue
             except OSError:
                 return None
-            # Some network and FUSE file systems say that they have no blocks at all.
+            # Some network and FUSE file systems report no blocks at all.
             return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
         return None
 
@@ -174,7 +178,7 @@ class DirectoryStore(Store):
         return self._root / _place(check_key(key))
 
     def _remove_leftovers(self) -> None:
-        """Remove what writers that died left, by the file system's own clock: ours may be another machine's."""
+        """Remove files of dead writers, by the file system's clock, because this machine's clock may differ."""
         incoming = self._root / INCOMING
         if not incoming.is_dir():
             return
@@ -191,18 +195,18 @@ class DirectoryStore(Store):
             return self._full(os.strerror(error.errno or 0))
         return StoreUnavailable(
             f"cannot {verb} {what} in the store {self.url}: {error.strerror or error}",
-            hint=f"this user must be able to read and write there; look at `ls -la {self._root}`",
+            hint=f"allow this user to read and write there; check `ls -la {self._root}`",
         )
 
     def _full(self, why: str) -> StorageError:
         if lacks_inodes(self._root):
             return StorageError(
-                f"no inodes left in the store {self.url}: its disk has room, and cannot hold one more file",
-                hint="delete files there (`sgpu env gc` removes what nobody uses), or choose a store on another disk",
+                f"no inodes left in the store {self.url}: its disk has space, but cannot hold one more file",
+                hint="delete files there (`sgpu env gc` removes unused objects), or choose a store on another disk",
             )
         return StorageError(
             f"no space left in the store {self.url}: {why}",
-            hint="free some space on its disk (`sgpu env gc` removes what nobody uses), or choose another store",
+            hint="free some space on its disk (`sgpu env gc` removes unused objects), or choose another store",
         )
 
 
@@ -218,7 +222,7 @@ def _read(fd: int, start: int, length: int) -> bytes:
     if len(data) == length:
         return data
     pieces = [data]
-    while data and (missing := length - sum(map(len, pieces))):  # large reads come in parts; an empty one is the end
+    while data and (missing := length - sum(map(len, pieces))):  # Large reads come in parts; an empty part is the end.
         data = os.pread(fd, missing, start + length - missing)
         pieces.append(data)
     return b"".join(pieces)
@@ -232,7 +236,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _files(top: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield the files directly below a directory and one level further down."""
+    """Yield the files directly in a directory and in its direct subdirectories."""
     for entry in _entries(top):
         if entry.is_dir(follow_symlinks=False):
             yield from (below for below in _entries(entry.path) if below.is_file(follow_symlinks=False))
@@ -248,10 +252,10 @@ def _entries(path: str | Path) -> list[os.DirEntry[str]]:
 
 
 def write_direct(fd: int, data: memoryview) -> int:
-    """Write the start of an empty file past the page cache.
+    """Write the start of an empty file, bypassing the page cache.
 
-    `fd` is at the beginning, and `data` is the whole content. Returns how many bytes were written; the rest is for the
-    caller to write, from there on.
+    `fd` is at the beginning, and `data` is the whole content. Return the number of written bytes; the caller writes the
+    rest.
     """
     if not _DIRECT or len(data) < SIZE_MIN:
         return 0
@@ -268,7 +272,7 @@ def write_direct(fd: int, data: memoryview) -> int:
 
 def _write(fd: int, data: memoryview, end: int) -> int:
     done = 0
-    with mmap.mmap(-1, min(_STEP, end)) as aligned:  # memory from mmap starts at a page
+    with mmap.mmap(-1, min(_STEP, end)) as aligned:  # mmap returns page-aligned memory.
         while done < end:
             size = min(len(aligned), end - done)
             aligned[:size] = data[done : done + size]
@@ -281,14 +285,14 @@ def _write(fd: int, data: memoryview, end: int) -> int:
                     raise
             done += written
             if written % _BLOCK:
-                return done  # cut short, as before a full disk: the usual way finds out
+                return done  # The write was cut short, as on a nearly full disk. A buffered write reports the error.
     return done
 
 
 def write_together(incoming: Path, contents: Mapping[Path, memoryview], *, now_ns: int) -> None:
-    """Write files, durably, in place of what may be there.
+    """Write files durably, in place of existing ones.
 
-    `incoming` is a directory of the same disk. The directory of a path may be missing, the one above may not.
+    `incoming` is a directory on the same disk. The parent directory of a path may be missing, but not the one above it.
     """
     left = iter(contents.items())
     while some := dict(itertools.islice(left, OPEN_MAX)):
@@ -309,7 +313,7 @@ def _write_some(incoming: Path, contents: Mapping[Path, memoryview], now_ns: int
                 fds.append(fd)
             for fd in fds:
                 os.fsync(fd)
-        # Nearly free here: with the files, the journal has been written.
+        # Nearly free here, because syncing the files has already written the journal.
         for path in above:
             sync_directory(path)
         faults.reach("before_object_is_named")
@@ -325,7 +329,7 @@ def _write_some(incoming: Path, contents: Mapping[Path, memoryview], now_ns: int
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it, private and durably."""
+    """Make a directory and its parents, private and durable."""
     if path.is_dir():
         return
     if path.parent != path:
@@ -335,7 +339,7 @@ def make_directory(path: Path) -> None:
 
 
 def make_directories(paths: Iterable[Path]) -> None:
-    """Make several directories, each with those above it."""
+    """Make several directories with their parents."""
     for path in dict.fromkeys(paths):
         make_directory(path)
 
@@ -347,13 +351,16 @@ def sync_directory(path: Path) -> None:
         try:
             os.fsync(fd)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems know no such thing
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # Some network file systems cannot sync a directory.
                 raise
 
 
 @contextlib.contextmanager
 def closed(fd: int) -> Iterator[None]:
-    """Close at the end; what closing says (network file systems write then) counts unless something else failed."""
+    """Close a descriptor at the end; an error of closing counts unless the block failed.
+
+    Network file systems may write, and fail, only when a file is closed.
+    """
     try:
         yield
     except BaseException:
@@ -364,7 +371,7 @@ def closed(fd: int) -> Iterator[None]:
 
 
 def _is_new(path: Path) -> bool:
-    """Make a directory unless it is there."""
+    """Make a directory; return False if it exists."""
     try:
         path.mkdir(mode=_PRIVATE)
     except FileExistsError:
@@ -379,14 +386,14 @@ def _fill(fd: int, content: memoryview, now_ns: int) -> None:
     os.utime(fd, ns=(now_ns, now_ns))
     os.fchmod(fd, 0o400)
     if sys.platform == "linux":
-        # The disk begins now, and does not wait for anybody to ask; the cache is not needed either.
+        # Starts the write-back at once, without waiting for `fsync`. The cached pages are not needed either.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class MemoryStore(Store):
-    """Objects in a dictionary.
+    """Stores objects in a dictionary.
 
-    `name` is what comes after ``memory://``; `capacity_bytes` None means no bound.
+    `name` is the part after ``memory://``. `capacity_bytes` None means no limit.
     """
 
     def __init__(self, name: str = "", *, clock: Clock | None = None, capacity_bytes: int | None = None) -> None:
@@ -403,7 +410,7 @@ class MemoryStore(Store):
         return data[start:] if length is None else data[start : start + length]
 
     def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
-        """Put objects, at once, in place of what may be there."""
+        """Put objects atomically, in place of existing ones."""
         contents = {check_key(key): bytes(check_size(key, data)) for key, data in objects.items()}
         with self._lock:
             free, size = self.free_bytes(), sum(map(len, contents.values()))
@@ -416,24 +423,24 @@ class MemoryStore(Store):
             self._objects.update((key, (content, now_ns)) for key, content in contents.items())
 
     def present(self, keys: Collection[str]) -> frozenset[str]:
-        """Return which of these objects are there."""
+        """Return the keys of these objects that exist."""
         return frozenset(key for key in keys if check_key(key) in self._objects)
 
     def list(self, prefix: str) -> Iterator[Stored]:
-        """Return everything below `prefix/`."""
+        """Return all objects below `prefix/`."""
         start = check_prefix(prefix) + "/"
         with self._lock:
             found = [Stored(key, len(data), put) for key, (data, put) in self._objects.items() if key.startswith(start)]
         return iter(found)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; those that are not there are no error."""
+        """Remove objects; ignore missing ones."""
         for key in keys:
             with self._lock:
                 self._objects.pop(check_key(key), None)
 
     def free_bytes(self) -> int | None:
-        """Return how much more it can hold, or None without a bound."""
+        """Return how many more bytes the store can hold, or None without a limit."""
         if self._capacity_bytes is None:
             return None
         return max(0, self._capacity_bytes - sum(len(data) for data, _ in self._objects.values()))

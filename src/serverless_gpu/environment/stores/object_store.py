@@ -1,24 +1,24 @@
-"""Stores in S3, Google Cloud Storage, Azure, and servers that speak like one of them.
+"""Stores objects in S3, Google Cloud Storage, Azure, or a server with one of their APIs.
 
-    call ─▶ ask: request ─▶ answer ─▶ judge ─▶ done │ not there │ ask again, later and later │ StoreUnavailable
+    call ─▶ ask: request ─▶ answer ─▶ judge ─▶ done │ missing   │ ask again, with backoff    │ StoreUnavailable
                     ▲────────────────────────────────────────────────┘     5 minutes in all
 
-What was put is compared with what the server says it got (its entity tag, where that is an MD5; else by reading it
-back once to learn that it is not), so bytes that a line altered on their way up are sent again, not kept.
+After a put, the store compares the object with the server's entity tag, if that is an MD5. Otherwise the store reads
+the object back once, to learn that tags are no MD5. So the store sends bytes again that were altered in transit.
 
-Credentials come from the variables that the tools of each cloud read (`CLOUDS`), or from the machine itself when it
-belongs to the cloud; they are handed to obstore and kept nowhere else. An error's text holds urls, headers and the
-server's words, and with some clouds a signature or a key is among them. So `judge` takes only three things from it: the
-number of the answer, the server's own code (``NoSuchBucket``), and which step failed. Nothing else reaches a person or
-a log.
+Credentials come from the variables that the tools of each cloud read (`CLOUDS`), or from the machine itself if it
+belongs to the cloud. Only obstore gets them. The text of an error contains URLs, headers and the server's message, and
+for some clouds a signature or a key. So `judge` takes only three facts from it: the status, the server's own code
+(``NoSuchBucket``), and the failed step. No other part reaches a user or a log.
 
-A process that has used such a store must not fork afterwards: obstore runs threads that a child does not have, and a
-call in the child would wait for ever. Here it is refused instead. Agent, zygotes and supervisors never come here.
+A process that has used such a store must not fork afterwards. The threads of obstore are missing in a child, and a call
+in the child would wait forever. So the store refuses calls in such a child. The agent, zygotes and supervisors never
+use this module.
 
-Failure cases: wrong or missing credentials, no such bucket (StoreUnavailable at once, saying what to check); no
-connection, 5xx, 429, an answer that is too slow or breaks off (again, then StoreUnavailable with the last answer);
-404 for what has just been put (again, for a second); no space on the server (StorageError); a server that answers
-a range with everything (the rest is dropped).
+Failure cases: credentials are wrong or missing, or the bucket does not exist (StoreUnavailable at once, with a hint). A
+connection fails, or an answer is 5xx, 429, too slow or cut off. The store then asks again, and finally raises
+StoreUnavailable with the last answer. After a 404 for an existing object, it asks again for one second. The server has
+no space (StorageError). A server ignores a range and sends the whole object, and the store drops the rest.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 _CONNECT_S = 10.0
 _READ_S = 30.0
-"""How long a connection may be silent while something is read."""
+"""Seconds for which a connection may be silent during a read."""
 Connect = Callable[[float, bool], "Client"]
 Verdict = Literal["again", "absent", "beyond", "whole", "refused", "no bucket", "no credentials", "full"]
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -84,10 +84,10 @@ _STEPS = (
     ("kind: Decode", "the answer broke off"),
     ("kind: Request", "the request broke off"),
 )
-# Where credentials come from on machines of a cloud, when there are none in variables.
+# Addresses of the credential services of clouds, which a client asks when no variables are set.
 _METADATA = re.compile(r"169\.254\.169\.254|metadata\.google|/latest/api/token|/latest/meta-data|/metadata/identity")
 BOUND_S = 300.0
-"""How long one call may take, repetitions included."""
+"""Seconds that one call may take, including retries."""
 AT_ONCE = 16
 _LATE_S = 1.0
 _PAGE = 1000
@@ -95,13 +95,13 @@ _TIMEOUT_S_MIN = 0.05
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 _Value = TypeVar("_Value")
 _used_by: list[int] = []
-"""The process that sent the first request, if any did."""
+"""The process that sent the first request, if any."""
 
 
 class ObjectStore(Store):
-    """Objects in a bucket.
+    """Stores objects in a bucket.
 
-    Names of all objects start with `prefix`; `bound_s` is how long one call may take, repetitions included.
+    The names of all objects start with `prefix`. `bound_s` limits the time of one call, including retries.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class ObjectStore(Store):
             if not self.present((key,)):
                 raise KeyError(key)
             return b""
-        # What has been put is there; a server that says otherwise may have to hear of it first.
+        # The object exists, but a server may not show it at once.
         late_s = 0.0 if key.startswith("gc/") else min(_LATE_S, self._bound_s / 2)
         try:
             return self._ask(f"get {key}", lambda client: self._get(client, key, start, length), late_s=late_s)
@@ -142,13 +142,13 @@ class ObjectStore(Store):
             raise KeyError(key) from None
 
     def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
-        """Put objects, durably and at once, in place of what may be there; several at a time."""
+        """Put objects durably and atomically, in place of existing ones, several at a time."""
         for key, data in objects.items():
             check_size(check_key(key), data)
         _together(lambda key: self._put_one(key, objects[key]), list(objects))
 
     def present(self, keys: Collection[str]) -> frozenset[str]:
-        """Return which of these objects are there, asking for several at once."""
+        """Return the keys of these objects that exist; several requests run at once."""
 
         def look(key: str) -> bool:
             import obstore
@@ -162,29 +162,29 @@ class ObjectStore(Store):
         return frozenset(key for key, there in zip(asked, _together(look, asked), strict=True) if there)
 
     def list(self, prefix: str) -> Iterator[Stored]:
-        """Return everything below `prefix/`, page by page."""
+        """Return all objects below `prefix/`, page by page."""
         pages = _Pages(check_prefix(prefix))
         while page := self._ask(f"list {prefix}", pages.turn):
             for stored in page:
                 try:
                     check_key(stored.key)
                 except EnvironmentRejected:
-                    continue  # what others put there is not listed, so it is never deleted
+                    continue  # Objects of other programs are not listed, so they are never deleted.
                 yield stored
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; those that are not there are no error."""
+        """Remove objects; ignore missing ones."""
 
         asked = [check_key(key) for key in keys]
         for first in range(0, len(asked), _PAGE):
             some = asked[first : first + _PAGE]
             try:
                 self._ask("delete objects", partial(_delete, some))
-            except _Final:  # some clouds call it an error that one of them is not there
+            except _Final:  # Some clouds report an error if one object is missing.
                 _together(self._delete_one, some)
 
     def free_bytes(self) -> int | None:
-        """Return None: no bucket says how much it can hold."""
+        """Return None, because no bucket reports its free space."""
         return None
 
     def _put_one(self, key: str, data: bytes | memoryview) -> None:
@@ -205,26 +205,26 @@ class ObjectStore(Store):
             return bytes(obstore.get(client, key, options={"range": (start, end)}).bytes())
         result = obstore.get(client, key)
         if result.meta["size"] - start > OBJECT_BYTES_MAX:
-            raise EnvironmentRejected(f"{key} has {result.meta['size']} bytes, {OBJECT_BYTES_MAX} are the most")
+            raise EnvironmentRejected(f"{key} has {result.meta['size']} bytes; at most {OBJECT_BYTES_MAX} are allowed")
         return bytes(memoryview(result.bytes())[start : None if length is None else start + length])
 
     def _put(self, client: Client, key: str, data: bytes | memoryview) -> None:
         import obstore
 
-        # One request: parts would leave pieces behind when we are killed.
+        # One request, because a killed multipart upload would leave parts behind.
         tag = obstore.put(client, key, data, use_multipart=False)["e_tag"] or ""
         said = _MD5.fullmatch(tag) if self._tags_are_md5 else None
         if said and said[1] != hashlib.md5(data, usedforsecurity=False).hexdigest():
             if bytes(obstore.get(client, key).bytes()) != bytes(data):
                 raise _ArrivedAltered
-            self._tags_are_md5 = False  # as with some kinds of encryption
+            self._tags_are_md5 = False  # Some kinds of encryption use other tags.
 
     def _ask(
         self, what: str, request: Callable[[Client], _Value], *, reads: bool = True, late_s: float = 0.0
     ) -> _Value:
-        """Send a request until it is answered.
+        """Send a request until the store answers it.
 
-        Raises _Final: there is no such object, or no such range of it.
+        Raises _Final: the object does not exist, or has no such range.
         """
         from obstore.exceptions import BaseError
 
@@ -243,14 +243,17 @@ class ObjectStore(Store):
             if answer.verdict == "whole" and self._knows_ranges:
                 self._knows_ranges = False
                 continue
-            # A wrong secret is asked about twice: what a line altered is answered like one.
+            # A wrong secret is tried twice, because a request that was altered in transit gets the same answer.
             again = answer.verdict in ("again", "absent") or (answer.verdict == "refused" and tries == 1)
             if not again or took_s + pause >= self._bound_s:
                 raise self._problem(what, answer, tries, took_s)
             time.sleep(pause)
 
     def _client(self, left_s: float, reads: bool) -> Client:
-        """Return a client whose requests end in time: one may take half of the bound, the last one what is left."""
+        """Return a client whose requests end in time.
+
+        One request may take half of `bound_s`, and the last request may take the remaining time.
+        """
         half_s = self._bound_s / 2
         if left_s < half_s:
             return self._connect(max(left_s, _TIMEOUT_S_MIN), reads)
@@ -263,12 +266,12 @@ class ObjectStore(Store):
         if answer.verdict == "full":
             return StorageError(
                 f"no space left in {name}: {answer.said}",
-                hint="`sgpu env gc` removes what nobody uses; or choose another store",
+                hint="remove unused objects with `sgpu env gc`, or choose another store",
             )
         if answer.verdict == "no bucket":
             return StoreUnavailable(
                 f"{name} does not exist: {answer.said}",
-                hint=f"make the bucket, or write its name as it is; it is looked for with {self._check}",
+                hint=f"create the bucket, or correct its name; the lookup uses {self._check}",
             )
         if answer.verdict == "no credentials":
             return StoreUnavailable(f"{name} cannot be asked: {answer.said}", hint=f"set {self._check}")
@@ -279,16 +282,16 @@ class ObjectStore(Store):
             )
         return StoreUnavailable(
             f"{name} does not {what}: {answer.said}, asked {tries} times in {format_duration_ms(round(took_s * 1000))}",
-            hint="look whether the server is up and can be reached from here, then try again",
+            hint="check that the server is up and can be reached from here, then try again",
         )
 
 
 class _ArrivedAltered(Exception):
-    """The server has other bytes than were sent."""
+    """The server received other bytes than were sent."""
 
 
 class _Final(Exception):
-    """An answer that asking again does not change."""
+    """An answer that a retry does not change."""
 
     def __init__(self, answer: ErrorMeaning) -> None:
         super().__init__(answer.said)
@@ -296,7 +299,7 @@ class _Final(Exception):
 
 
 class _Pages:
-    """A listing, a page at a time; a page that fails is asked for again from where the last one ended."""
+    """Lists objects page by page; after a failure it continues behind the last page."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -304,10 +307,10 @@ class _Pages:
         self._stream: Iterator[Sequence[ObjectMeta]] | None = None
 
     def turn(self, client: Client) -> list[Stored]:
-        """Return the next page; an empty one is the end."""
+        """Return the next page; an empty page is the end."""
         import obstore
 
-        stream, self._stream = self._stream, None  # not kept when the next line fails
+        stream, self._stream = self._stream, None  # The stream is dropped if the next call fails.
         if stream is None:
             stream = iter(obstore.list(client, prefix=self._prefix, offset=self._last, chunk_size=_PAGE))
         page = [
@@ -337,7 +340,7 @@ def _judged(error: Exception) -> ErrorMeaning:
     from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
     if isinstance(error, _ArrivedAltered):
-        return ErrorMeaning("again", "what arrived is not what was sent")
+        return ErrorMeaning("again", "the server received other bytes than were sent")
     denied = isinstance(error, (PermissionDeniedError, UnauthenticatedError))
     return judge(str(error), not_found=isinstance(error, FileNotFoundError), denied=denied)
 
@@ -355,9 +358,9 @@ def _refuse_after_fork(url: str) -> None:
 class Cloud(NamedTuple):
     """One kind of object store."""
 
-    variables: tuple[str, ...]  # what may say where it is and who we are
+    variables: tuple[str, ...]  # variables for the location and the credentials
     endpoint: tuple[str, ...]
-    check: str  # what to look at when it refuses
+    check: str  # settings to check after a refusal
 
 
 CLOUDS: Mapping[str, Cloud] = {
@@ -422,9 +425,9 @@ CLOUDS: Mapping[str, Cloud] = {
 
 
 def connector(scheme: str, bucket: str, prefix: str, environ: Mapping[str, str]) -> Connect:
-    """Return what makes a client: of the seconds that its requests may take, and whether it only reads.
+    """Return a function that makes a client, from its time limit and whether it only reads.
 
-    Raises StoreUnavailable: obstore is not installed. Raises InvalidValue: a variable has a value that cannot be.
+    Raises StoreUnavailable: obstore is not installed. Raises InvalidValue: a variable has an invalid value.
     """
     try:
         import obstore.store as kinds
@@ -447,7 +450,7 @@ def connector(scheme: str, bucket: str, prefix: str, environ: Mapping[str, str])
             "connect_timeout": timedelta(seconds=min(_CONNECT_S, timeout_s)),
             "timeout": timedelta(seconds=timeout_s),
         }
-        if reads:  # who sends much hears nothing for long, and rightly so
+        if reads:  # A client that sends much data receives nothing for a long time.
             options["read_timeout"] = timedelta(seconds=min(_READ_S, timeout_s))
         retries: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)}
         client: Client = kind(
@@ -457,7 +460,7 @@ def connector(scheme: str, bucket: str, prefix: str, environ: Mapping[str, str])
 
     try:
         connect(1.0, False)
-    except (BaseError, ValueError, TypeError) as error:  # their texts may show the value
+    except (BaseError, ValueError, TypeError) as error:  # The texts of these errors may show the value.
         raise InvalidValue(
             f"{scheme}://{bucket} cannot be reached with the variables that are set ({type(error).__name__})",
             hint=f"look at {', '.join(name for name in cloud.variables if environ.get(name)) or cloud.check}",
@@ -466,7 +469,7 @@ def connector(scheme: str, bucket: str, prefix: str, environ: Mapping[str, str])
 
 
 def endpoint_of(scheme: str, environ: Mapping[str, str]) -> str:
-    """Return where the store is, without what may be secret in it; "" where the cloud itself knows."""
+    """Return the address of the store without possible secrets; "" if the cloud itself defines it."""
     for name in CLOUDS[scheme].endpoint:
         if value := environ.get(name):
             parts = urlsplit(value)
@@ -475,16 +478,16 @@ def endpoint_of(scheme: str, environ: Mapping[str, str]) -> str:
 
 
 class ErrorMeaning(NamedTuple):
-    """What an answer means, and what may be said of it."""
+    """The meaning of an error, and the text that may be shown."""
 
     verdict: Verdict
     said: str
 
 
 def judge(text: str, *, not_found: bool = False, denied: bool = False) -> ErrorMeaning:
-    """Return what an error means.
+    """Return the meaning of an error.
 
-    `not_found` and `denied`: what its class says already.
+    `not_found` and `denied` come from the class of the error.
     """
     said = _said(text)
     code = said.partition(" ")[2]
@@ -498,7 +501,7 @@ def judge(text: str, *, not_found: bool = False, denied: bool = False) -> ErrorM
     if status == 416:
         return ErrorMeaning("beyond", said)
     if "non-partial response" in text:
-        return ErrorMeaning("whole", "it knows no ranges")
+        return ErrorMeaning("whole", "it does not support ranges")
     if _FULL.search(text):
         return ErrorMeaning("full", said)
     if denied:
@@ -518,8 +521,8 @@ def _said(text: str) -> str:
 
 
 def pause_s(tries: int, chance: float) -> float:
-    """Return how long to wait before asking again: doubling, never more than 15 s, and never all clients at once.
+    """Return the backoff before the next try: it doubles up to 15 s, with a random share.
 
-    `chance` is a number between 0 and 1.
+    `chance` is a random number between 0 and 1. The random share spreads the retries of many clients.
     """
     return min(15.0, 0.1 * 2.0 ** min(tries, 10)) * (0.5 + chance / 2)

@@ -1,20 +1,21 @@
-"""Removes from a store what it holds altered: then it counts as missing, and the next capture sends it again.
+"""Removes altered objects from a store, so that the next capture sends them again.
 
-    a snapshot, unit or pack is not what its name says, also when it was read again: deleted
-    a unit points at a pack that is not there, or not right: the unit is deleted, before the pack
-    a unit points at packs that hold something else than its rows say: the unit is deleted
+    a snapshot, unit or pack does not match its name, even when it is read again: delete it
+    a unit points at a missing or altered pack: delete the unit, before the pack
+    a unit points at packs with other content than its rows: delete the unit
 
-A server does all of this itself (`Store.repair`): its clients may remove nothing, and it believes only what it finds.
-Only what no restore could ever use is deleted: the name of an object is the digest of its content, so a client that has
-the content can put it there again. The snapshot that lists such a unit stays: it is whole again once the unit is.
+A server does this itself (`Store.repair`), because its clients may not remove objects and it trusts only its own
+checks. The repair deletes only objects that no restore could ever use. The name of an object is the digest of its
+content, so a client with the content can put it again. The snapshot that lists such a unit stays, and is complete again
+once the unit is stored.
 
-A unit's address covers its rows and says nothing about the packs that it points into. So a unit whose address is right
-may point at packs that hold something else: each pack is what its name says, and no restore can use the unit. Only a
-look at the content tells (`check_content`). It reads each pack once, in the order in which a capture fills them, with
-one pack in memory at a time.
+A unit's address covers its rows, but not the packs that it points into. So a unit with a right address may point at
+packs with other content. Each of these packs matches its name, and still no restore can use the unit. Only a check of
+the content shows this (`check_content`). The check reads each pack once, in the order in which a capture fills them,
+with one pack in memory at a time.
 
-Failure cases: the store does not let itself be changed (said in the hint, the objects are named); `ContentMismatch`
-names the first row whose bytes are others.
+Failure cases: the store does not allow changes (the hint says so and names the objects). `ContentMismatch` names the
+first row with other content.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ from serverless_gpu.errors import (
 )
 
 PACK_READS_FREE = 16
-"""How many more packs are read than a unit has; a unit whose blocks jump between packs is refused."""
+"""A check may read this many more packs than the unit has. The check refuses a unit whose blocks jump between packs."""
 ReadPack = Callable[[str, int], bytes]
-"""Returns the beginning of a pack: its digest, and how many bytes are needed."""
+"""Returns the first bytes of a pack, from its digest and the number of bytes."""
 NAMED_MAX = 3
-_AGAIN = "where it is installed, `sgpu env capture` sends that again"
+_AGAIN = "run `sgpu env capture` where the environment is installed to send these objects again"
 
 
 class ContentMismatch(Exception):
-    """Packs do not hold what the rows of a unit say."""
+    """The content of packs does not match the rows of a unit."""
 
 
 class _Part(NamedTuple):
-    """What a block holds of a file: its bytes from `start` to `end`, and whether the file ends there."""
+    """A part of a file in a block: its bytes from `start` to `end`, and whether the file ends there."""
 
     row: FileRow
     start: int
@@ -59,7 +60,7 @@ class _Part(NamedTuple):
 def check_content(unit: Unit, read: ReadPack) -> None:
     """Compare all content of a unit with its rows.
 
-    Raises Unequal: a row's bytes are others, or a block cannot be read.
+    Raises ContentMismatch: a row has other content, or a block cannot be read.
     """
     parts = _parts_by_block(unit)
     extents: dict[int, int] = defaultdict(int)
@@ -67,14 +68,14 @@ def check_content(unit: Unit, read: ReadPack) -> None:
         block = unit.blocks[index]
         extents[block.pack] = max(extents[block.pack], block.offset + block.length)
     pack, data, reads = -1, memoryview(b""), 0
-    digest = hashlib.sha256()  # of the file at hand; one of several blocks fills them one after another
+    digest = hashlib.sha256()  # Digest of the current file, which may fill several blocks one after another.
     for index in sorted(parts):
         block = unit.blocks[index]
         if block.pack != pack:
             reads += 1
             if reads > len(extents) + PACK_READS_FREE:
                 raise ContentMismatch("its blocks jump between its packs")
-            data = memoryview(b"")  # one pack in memory, not two
+            data = memoryview(b"")  # Keeps one pack in memory, not two.
             pack, data = block.pack, memoryview(read(unit.packs[block.pack], extents[block.pack]))
         content = _content(data[block.offset : block.offset + block.length], block.size, parts[index][0].row)
         for part in parts[index]:
@@ -97,7 +98,7 @@ def _content(frame: memoryview, size: int, row: FileRow) -> memoryview:
 
 
 def _parts_by_block(unit: Unit) -> Mapping[int, list[_Part]]:
-    """Return what the blocks hold, by their index; blocks that no file has are left out, as a restore does."""
+    """Return the parts of files in each block; like a restore, leave out blocks without a file."""
     parts: dict[int, list[_Part]] = defaultdict(list)
     filled = (row for row in unit.rows if row.has_content and row.size)
     for row, place in zip(filled, unit.places, strict=True):
@@ -114,7 +115,7 @@ def _parts_by_block(unit: Unit) -> Mapping[int, list[_Part]]:
 
 
 def read_snapshot(blobs: StoreBlobs, address: str) -> Snapshot:
-    """Return a snapshot; what is not what its address says is removed from the store."""
+    """Return a snapshot; remove it from the store if it is altered."""
     try:
         return blobs.read_snapshot(address)
     except EnvironmentCorrupt as error:
@@ -123,23 +124,23 @@ def read_snapshot(blobs: StoreBlobs, address: str) -> Snapshot:
 
 
 def error_after_repair(error: EnvironmentProblem, blobs: StoreBlobs, addresses: Iterable[str]) -> EnvironmentProblem:
-    """Look at all that units need in a store, remove what is altered, and return the error to raise.
+    """Check all objects that units need, remove altered ones, and return the error to raise.
 
-    `error` is what was raised when they were fetched: something is altered, or missing.
+    `error` is the error of the failed fetch: an object is altered or missing.
     """
     wanted = tuple(addresses)
     try:
         removed = _repaired(blobs, [f"units/{address}" for address in wanted])
         bad = damaged(blobs, wanted) if removed is None else ()
     except EnvironmentProblem:
-        return error  # it stopped to answer
+        return error  # The store no longer answers.
     return _explained(error, removed, blobs, bad) if removed or bad else error
 
 
 def repair_units(blobs: StoreBlobs, addresses: Iterable[str]) -> tuple[str, ...]:
-    """Check all that units need in a store, and remove what no restore can use.
+    """Check all objects that units need in a store, and remove those that no restore can use.
 
-    Raises StoreUnavailable: the store does not answer, or does not let itself be changed.
+    Raises StoreUnavailable: the store does not answer, or does not allow changes.
     """
     wanted = tuple(addresses)
     removed = _repaired(blobs, [f"units/{address}" for address in wanted])
@@ -152,9 +153,9 @@ def repair_units(blobs: StoreBlobs, addresses: Iterable[str]) -> tuple[str, ...]
 def damaged(
     blobs: StoreBlobs, addresses: Iterable[str], check: Callable[[Unit, ReadPack], None] = check_content
 ) -> tuple[str, ...]:
-    """Return the keys of what no restore can use, in the order in which it may be deleted: units, then packs.
+    """Return the keys of unusable objects, in the order of their deletion: units, then packs.
 
-    `check` compares the content of a unit whose packs are whole with its rows; it raises `ContentMismatch`.
+    `check` compares the content of a unit with its rows if its packs are intact, and raises `ContentMismatch`.
     """
     units: list[str] = []
     packs: dict[str, str] = {}  # digest → "", "altered" or "missing"
@@ -175,7 +176,7 @@ def damaged(
 
 
 def _holds(blobs: StoreBlobs, unit: Unit, check: Callable[[Unit, ReadPack], None]) -> bool:
-    """Return whether packs that are what their names say hold what a unit's rows say."""
+    """Return whether intact packs have the content of a unit's rows."""
     try:
         check(unit, lambda digest, length: blobs.read_range(digest, 0, length))
     except (ContentMismatch, EnvironmentCorrupt):
@@ -184,7 +185,7 @@ def _holds(blobs: StoreBlobs, unit: Unit, check: Callable[[Unit, ReadPack], None
 
 
 def _repaired(blobs: StoreBlobs, keys: Collection[str]) -> tuple[str, ...] | None:
-    """Return what a store has removed by itself; None where that is left to us."""
+    """Return the keys that the store itself has removed; None if the caller must remove them."""
     removed = blobs.store.repair(keys)
     if removed:
         blobs.forget(removed)
@@ -204,7 +205,7 @@ def _state(blobs: StoreBlobs, digest: str) -> str:
 def _explained(
     error: EnvironmentProblem, removed: Collection[str] | None, blobs: StoreBlobs, found: Collection[str]
 ) -> EnvironmentProblem:
-    """Return the error to raise, with what the store has removed by itself, or what was found and is removed now."""
+    """Return the error to raise, with the objects that the store or this function has removed."""
     bad = list(found if removed is None else removed)
     if not bad:
         return error
@@ -214,7 +215,9 @@ def _explained(
         if removed is None:
             blobs.remove(bad)
     except ServerlessGpuError as problem:
-        hint = f"remove {few}{more} from the store, which this user cannot ({problem.message}); {_AGAIN}"
+        hint = (
+            f"remove {few}{more} from the store as another user, because this one cannot ({problem.message}); {_AGAIN}"
+        )
     else:
-        hint = f"removed from the store: {few}{more}; {_AGAIN}. If it comes back, look at the disk of the store"
+        hint = f"removed from the store: {few}{more}; {_AGAIN}. If it comes back, check the disk of the store"
     return type(error)(error.message, hint=hint)

@@ -1,12 +1,13 @@
-"""The store of a server, over its API: `sgpu+http://host:port`, with a token.
+"""Uses the store of a server over its API: `sgpu+http://host:port`, with a token.
 
     capture, restore ─▶ ServedStore ─ Connection ─▶ /environments/… ─▶ the server's own store
 
-The server checks what it is given, so bytes that a line altered on their way up are refused (HashMismatch) and sent
-again; those that a line cuts are sent again by the connection. Nothing here needs to know what the server's store is.
+The server checks the objects that it receives. The server refuses bytes that were altered in transit (HashMismatch),
+and the client sends them again. The connection itself repeats transfers that were cut off. The kind of the server's own
+store does not matter here.
 
-Failure cases: the server is away, or its store (again for up to 5 minutes, then StoreUnavailable); the token is not
-valid, or good for less (StoreUnavailable, saying what to do); the server's disk is full (StorageError).
+Failure cases: the server or its store is away (retries for up to 5 minutes, then StoreUnavailable). The token is not
+valid or has too few rights (StoreUnavailable, with a hint). The server's disk is full (StorageError).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ SCHEME = "sgpu+"
 BOUND_S = 300.0
 AT_ONCE = 8
 SENT_MAX = 3
-"""How often bytes are sent that arrive altered."""
+"""Number of times that the client sends bytes that arrive altered."""
 _OBJECTS = "/environments/objects/"
 
 _Value = TypeVar("_Value")
@@ -57,8 +58,8 @@ _Value = TypeVar("_Value")
 class ServedStore(Store, CollectionGuard):
     """The store of a server.
 
-    `url` is ``sgpu+http://host:port`` or ``sgpu+https://host:port``; `bound_s` is how long one call waits for a server
-    that is away.
+    `url` is ``sgpu+http://host:port`` or ``sgpu+https://host:port``. `bound_s` limits how long one call waits for a
+    server that is away.
     """
 
     def __init__(self, url: str, token: str, *, ca: str = "", bound_s: float = BOUND_S) -> None:
@@ -79,11 +80,11 @@ class ServedStore(Store, CollectionGuard):
         except NotFound:
             raise KeyError(key) from None
         if len(data) > OBJECT_BYTES_MAX:
-            raise EnvironmentRejected(f"{key} has {len(data)} bytes, {OBJECT_BYTES_MAX} are the most")
+            raise EnvironmentRejected(f"{key} has {len(data)} bytes; at most {OBJECT_BYTES_MAX} are allowed")
         return data
 
     def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
-        """Put objects, durably and at once, in place of what may be there; several at a time."""
+        """Put objects durably and atomically, in place of existing ones, several at a time."""
         for key, data in objects.items():
             check_size(check_key(key), data)
         if len(objects) < 2:
@@ -95,49 +96,49 @@ class ServedStore(Store, CollectionGuard):
                 done.result()
 
     def present(self, keys: Collection[str]) -> frozenset[str]:
-        """Return which of these objects are there."""
+        """Return the keys of these objects that exist."""
         found: set[str] = set()
         for some in _batches(keys):
             found.update(self._ask_about("present", some, KeyList).keys)
         return frozenset(found)
 
     def list(self, prefix: str) -> Iterator[Stored]:
-        """Return everything below `prefix/`."""
+        """Return all objects below `prefix/`."""
         path = f"/environments/list/{check_prefix(prefix)}"
         listed = self._ask(lambda server: server.ask("GET", path, answer=StoredList))
         return (Stored(one.key, one.size, one.put_ns) for one in listed.objects)
 
     def condemned(self, keys: Collection[str]) -> frozenset[str]:
-        """Return which of these objects garbage collection has condemned."""
+        """Return the keys of these objects that garbage collection has condemned."""
         found: set[str] = set()
         for some in _batches(keys):
             found.update(self._ask_condemned(some).keys)
         return frozenset(found)
 
     def is_collecting(self) -> bool:
-        """Return whether a collection may be deleting at this moment."""
+        """Return whether a collection may be deleting objects now."""
         return self._ask_condemned(()).collecting
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; those that are not there are no error."""
+        """Remove objects; ignore missing ones."""
         for some in _batches(keys):
             self._ask_about("delete", some, type(None))
 
     def free_bytes(self) -> int | None:
-        """Return how much more it can hold, or None where the server does not know."""
+        """Return how many more bytes the store can hold, or None if the server does not know."""
         return self._ask(lambda server: server.ask("GET", "/environments/free", answer=Free)).bytes
 
     def repair(self, keys: Collection[str]) -> tuple[str, ...] | None:
-        """Have the server check objects and remove what no restore can use; return what it removed.
+        """Have the server check objects and remove unusable ones; return the removed keys.
 
-        One at a time: reading all of a large unit takes the server seconds.
+        The client sends one request per key, because the server takes seconds to read a large unit.
         """
         removed: list[str] = []
         for key in keys:
             try:
                 removed += self._ask_about("repair", (check_key(key),), KeyList).keys
             except NotFound:
-                return None  # a server of an earlier version
+                return None  # The server has an earlier version.
         return tuple(dict.fromkeys(removed))
 
     def _put_one(self, key: str, data: bytes | memoryview) -> None:
@@ -152,7 +153,7 @@ class ServedStore(Store, CollectionGuard):
                     ) from None
 
     def _ask_condemned(self, keys: tuple[str, ...]) -> CondemnedAnswer:
-        """Ask about keys.
+        """Ask the server which keys are condemned.
 
         Raises StoreUnavailable: the server is too old to answer; it would show the whole list instead.
         """
@@ -160,7 +161,7 @@ class ServedStore(Store, CollectionGuard):
             return self._ask_about("condemned", keys, CondemnedAnswer)
         except NotFound:
             raise StoreUnavailable(
-                f"the server at {self.url} is older than this client and does not say what is condemned",
+                f"the server at {self.url} is older than this client and does not report condemned objects",
                 hint="upgrade serverless-gpu on the server",
             ) from None
 
@@ -169,12 +170,12 @@ class ServedStore(Store, CollectionGuard):
         return self._ask(lambda server: server.ask("POST", path, body, answer=answer))
 
     def _ask(self, request: Callable[[Connection], _Value]) -> _Value:
-        """Send a request; what the server refuses becomes the error of every store.
+        """Send a request, and convert the server's errors to those that every store raises.
 
-        NotFound and HashMismatch are for the callers above.
+        Callers handle NotFound and HashMismatch.
         """
         try:
-            with self._lock:  # of this process: none survives a fork
+            with self._lock:  # Guards the connection of this process; no connection survives a fork.
                 if self._opened is None or self._opened[0] != os.getpid():
                     url = self.url.removeprefix(SCHEME)
                     self._opened = os.getpid(), Connection(url, self._token, patience_s=self._bound_s, ca=self._ca)

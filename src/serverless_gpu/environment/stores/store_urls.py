@@ -1,6 +1,6 @@
-"""From what a person types to a store: a path, `file://`, `memory://`, `s3://`, `gs://` or `az://`.
+"""Opens a store by its name: a path, `file://`, `memory://`, `s3://`, `gs://` or `az://`.
 
-A store of a server has a name, too (`sgpu+http://host:port`), which programs make.
+The store of a server also has a name (`sgpu+http://host:port`), which only programs use.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ _memory_lock = threading.Lock()
 
 
 def is_remote(url: str) -> bool:
-    """Return whether a store is across a network, as far as its name tells."""
+    """Return whether the name of a store shows that it is across a network."""
     return "://" in url and not url.startswith(("file://", "memory://"))
 
 
 def is_served(url: str) -> bool:
-    """Return whether a store is that of a server."""
+    """Return whether a store belongs to a server."""
     return url.partition("://")[0] in _SERVED
 
 
 def open_store(
     url: str | Path, environ: Mapping[str, str], *, token: str = "", ca: str = "", bound_s: float = BOUND_S
 ) -> Store:
-    """Return a store; nothing is looked at or made yet.
+    """Return a store, without accessing or creating it.
 
     Args:
         url: a path, ``file:///a/path``, ``memory://name`` (the same one for the same name in this process),
             ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``; of a server,
             ``sgpu+http://host:port``.
-        environ: where credentials of object stores come from, and what a server is trusted by without `ca`.
-        token: what a server is asked with.
-        ca: file with the certificates that a server is trusted by, as its profile says; "" for the system's.
-        bound_s: how long one call of an object store, or of a server, may take.
+        environ: source of credentials for object stores, and of the certificates for a server without `ca`.
+        token: the token for a server.
+        ca: file with the certificates for a server, from its profile; "" for the system's.
+        bound_s: time limit of one call to an object store or a server.
 
     Raises:
-        InvalidValue: it is none of these, or has credentials in it.
-        StoreUnavailable: it is an object store, and obstore is not installed.
+        InvalidValue: the url names no store, or contains credentials.
+        StoreUnavailable: the url names an object store, and obstore is not installed.
     """
     text = str(url)
     if "://" not in text:
@@ -62,7 +62,7 @@ def open_store(
         return DirectoryStore(Path(os.path.expanduser(text)))
     parts = urlsplit(text)
     if "@" in parts.netloc or parts.query or parts.fragment:
-        # Not shown: what stands there may be a secret.
+        # The message leaves out the rest of the url, because the rest may be a secret.
         raise InvalidValue(
             f"the url of a store ({parts.scheme}://…) has a user, a password or a query in it",
             hint="credentials come from variables, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
@@ -73,7 +73,7 @@ def open_store(
         with _memory_lock:
             return _memory.setdefault(text, MemoryStore(parts.netloc + parts.path))
     if parts.scheme in _SERVED and parts.netloc and parts.path in ("", "/"):
-        # Imported here: its client costs 50 ms, and most stores are a directory.
+        # Imported late, because the HTTP client takes 50 ms to import, and most stores are directories.
         served = load(f"{__package__}.server_store")
         return cast(
             "Store", served.ServedStore(text, token, ca=ca or environ.get("SSL_CERT_FILE", ""), bound_s=bound_s)

@@ -36,7 +36,7 @@ class DeviceTimeline:
         self._earliest: dict[tuple[int, float, float], float] = {}
 
     def free(self, but: str = "") -> int:
-        """Return the number of devices that are free now beside active bookings; negative if bookings lack devices.
+        """Return the number of free devices now beside active bookings; negative if bookings lack devices.
 
         Bookings of the run `but` do not count.
         """
@@ -229,7 +229,8 @@ class Leavers:
     """Counts the devices of runs that can be preempted, and of runs that are already leaving."""
 
     def __init__(self) -> None:
-        # By node and type: number of devices for each class, then for leaving runs. An entry without devices is
+        # Devices by node and type: one number for each class, then for leaving runs. Entries without devices are
+        # removed.
         # removed.
         self.counts: dict[tuple[str, str], list[int]] = {}
 

@@ -457,7 +457,8 @@ class NodeGroup:
     def __init__(self, sample: Node, number: int) -> None:
         # `sample`: one of the nodes; all of them are equal in everything that decides which runs may use them.
         self.sample, self.number = sample, number
-        self.is_plain = not sample.owner and sample.shared and sample.turns_ns is None  # No calendar needs a check.
+        # No node of the group has an owner or a calendar.
+        self.is_plain = not sample.owner and sample.shared and sample.turns_ns is None
         # The strongest claim of a waiting run to these nodes; runs with a weaker claim must wait.
         self.claim = NO_CLAIM
         self.members: dict[str, NodeDevices] = {}

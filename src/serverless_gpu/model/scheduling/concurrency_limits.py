@@ -32,7 +32,7 @@ class WaitingRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that waits."""
 
     run_id: str
-    subject: Subject  # Decides which caps and budgets apply to the run.
+    subject: Subject  # Attributes that decide which caps and budgets apply to the run.
     gpus: int | None  # Requested number of devices; None for all devices of a node.
     gpu_type: str | None = None  # Requested type; None for any type.
     grace_s: float = 0.0  # Seconds that the run may take to stop.

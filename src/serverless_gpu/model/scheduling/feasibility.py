@@ -47,7 +47,7 @@ class FeasibleRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Shortage(msgspec.Struct, frozen=True, kw_only=True):
     """The reason why nodes could never serve a run, and similar requests."""
 
-    why: str  # Names no option of a client.
+    why: str  # The text names no option of a client.
     choices: tuple[FeasibleRequest, ...] = ()  # Similar requests that these nodes could serve, the most similar first.
 
 
@@ -234,7 +234,7 @@ def _lacking(wanted: QueuedRun, eligible: Sequence[Node]) -> str:
         if not types:
             return f"no node{where} has a GPU{NO_GPU_REMEDY}"
         if len(types) > 1:
-            return f"there are several GPU types{where} ({', '.join(types)}), and gpu_type does not say which"
+            return f"there are several GPU types{where} ({', '.join(types)}), and gpu_type does not select one"
     fitting = [
         (count, name, node)
         for node in eligible
@@ -293,4 +293,4 @@ def _instead(wanted: QueuedRun, nodes: Sequence[Node]) -> str:
         for number in range(2, min(len(sizes), NODES_MAX) + 1)
         if sum(sizes[:number]) >= count > sum(sizes[: number - 1])
     ]
-    return f"; {wanted.alone} {min(ways)} nodes would do" if ways else ""
+    return f"; {wanted.alone} {min(ways)} nodes would be enough" if ways else ""

@@ -217,7 +217,7 @@ class ClassPass:
 
     def __init__(self, state: PlannerState) -> None:
         self._state, self._now_ns, self._number = state, state.now_ns, state.number
-        self.placements: list[Placement] = []  # In the order of the decisions.
+        self.placements: list[Placement] = []  # Placements in the order of the decisions.
         # `is_stale`: True if a run started on other devices than those that were kept or cleared for it. Other runs may
         # have these devices, and preempted runs may not have to leave.
         # `is_new`: True if a run got its first latest time. From now on that run comes first. Later reservations may
@@ -265,7 +265,10 @@ class ClassPass:
                 heapq.heappop(teams)
 
     def _serve_guarded(self, priority: int) -> None:
-        """Place runs beyond the guard, the oldest first; the first blocked run of a kind gets released devices."""
+        """Place runs beyond the guard, the oldest first.
+
+        The first blocked run of each kind gets the devices that become free.
+        """
         state = self._state
         since_ns = state.guarded_ns(self._now_ns)
         oldest_ns = state.queue.oldest_ns()
@@ -378,7 +381,10 @@ class ClassPass:
         return ask.shape.is_walled(number, ask.spans(wanted))
 
     def _block(self, line: QueueLine, wanted: QueuedRun) -> None:
-        """Record which other runs do not fit either: the whole shape, or only those of equal duration or owner."""
+        """Record which other runs do not fit either.
+
+        These are all runs of the shape, or only those of an equal or longer duration, or those of the same owner.
+        """
         capacity, ask = self._state.capacity, line.ask
         shape = ask.shape
         if not capacity.is_plain:

@@ -41,7 +41,7 @@ from serverless_gpu.model.scheduling.values import (
 NO_CLAIM = (True, True)
 """The weakest right to a node: a guest of its owner that borrows from its pool."""
 FULL_CLAIM = (False, False)
-_NOBODY = BEST_EFFORT + 1  # As the highest class to preempt: no run leaves by class.
+_NOBODY = BEST_EFFORT + 1  # With this value as the highest class, no run leaves by class.
 _NS = 1_000_000_000
 
 
@@ -197,7 +197,10 @@ class _Search:
         return [candidate for level, candidate in self._askable(site) if level >= self.highest]
 
     def _askable(self, site: Site) -> list[tuple[int, _Candidate]]:
-        """Return the preemptible runs on a site with their class; preemption by right counts as the lowest class."""
+        """Return the preemptible runs on a site with their class.
+
+        Runs that leave by right count as below all classes.
+        """
         known = self._known.get(id(site))
         if known is not None:
             return known[1]
@@ -213,7 +216,7 @@ class _Search:
             count = _count(running, site)
             devices = count if len(running.shares) == 1 else sum(share.count for share in running.shares)
             found.append((level, ((now_ns - running.since_ns) * devices, count, running)))
-        self._known[id(site)] = (site, found)  # Keeps a reference to the site, so that Python does not reuse its id.
+        self._known[id(site)] = (site, found)  # The reference to the site prevents Python from reusing its id.
         return found
 
 

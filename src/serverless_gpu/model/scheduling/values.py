@@ -96,14 +96,14 @@ class QueuedRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A run that waits."""
 
     run_id: str
-    title: str  # Shown to other users: `"alice/bert-ft"`.
+    title: str  # Name of the run that other users see: `"alice/bert-ft"`.
     owner: str = ""  # Principal that pays for the run in the fair share; `team` pays too, "" for none.
     team: str = ""
     priority: int = NORMAL  # `CRITICAL`, `NORMAL` or `BEST_EFFORT`.
     queued_ns: int  # Time at which the run entered the queue.
     gpus: int | None = None  # Number of devices; None for all devices of a node.
     gpu_type: str | None = None  # Canonical name, or None for the only GPU type.
-    # True if the run may use several nodes when no single node could ever hold it. It then gets whole nodes and one
+    # True if the run may use several nodes when no single node could ever hold it. Such a run gets whole nodes and one
     # part, of one type in one pool.
     several_nodes: bool = False
     # Option that would allow several nodes, as the owner would write it, or "": `"without same_node=True"`.
@@ -118,7 +118,7 @@ class QueuedRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     # Pairs of nodes that could not connect in an earlier attempt; not used together if possible.
     apart: frozenset[tuple[str, str]] = frozenset()
     not_before_ns: int = 0  # The scheduler ignores the run until this time; 0 for no delay.
-    held: str = ""  # Reason for the delay.
+    held: str = ""  # Reason for the delayed start.
     limit_s: float | None = None  # Maximum time with devices, as declared; None without a limit.
     # Likely time with devices, learned from earlier runs; None if unknown.
     expected_s: float | None = None

@@ -222,7 +222,8 @@ class _Order:
         """Return the position of a run: by class, guard, team and user, then by waiting time."""
         state, queued_ns = self._state, wanted.queued_ns
         if queued_ns <= self._guarded_ns:
-            return (wanted.priority, False, 0.0, 0.0, 0.0, queued_ns, wanted.run_id)  # By age alone.
+            # Runs beyond the guard are ordered by age alone.
+            return (wanted.priority, False, 0.0, 0.0, 0.0, queued_ns, wanted.run_id)
         key = (team_of(wanted), wanted.owner)
         shares = self._shares.get(key)
         if shares is None:
@@ -342,8 +343,9 @@ class _Explained:
         return where, name
 
     def _kept(self) -> Iterator[tuple[str, str, NodeDevices, str]]:
-        """Yield nodes with enough free devices that are kept for other runs; users ask why the run does not start
-        there.
+        """Yield nodes with enough free devices that are kept for other runs.
+
+        Users see these devices and ask why the run does not start there.
         """
         reach = self._floor.reach(self._ask.shape)
         for node_id, name in self._floor.books:

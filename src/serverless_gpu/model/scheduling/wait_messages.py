@@ -209,7 +209,7 @@ def isolation_sentence(pools: Sequence[str]) -> str:
 
 
 def sharing_warnings(*, principals: Sequence[str], closed: Sequence[str], shared: Sequence[str]) -> list[str]:
-    """Return the warnings to operators about principals that share, or would share, one operating-system user."""
+    """Return the warnings to operators about principals that share one operating-system user."""
     if not principals:
         return []
     who, found = ", ".join(first_few(principals)), []

@@ -4,7 +4,7 @@
 memory_gib = 48
 products = ["ACME Accelerator 48G"]      # the driver's product names
 
-[prices]                                  # USD per GPU, core or GiB of memory, and hour
+[prices]                                  # USD per hour: GPU, core, GiB
 H100 = 2.99
 core = 0.04
 memory = 0.005

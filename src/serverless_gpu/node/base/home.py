@@ -250,7 +250,7 @@ def _owned_directory(path: str) -> bool:
 
 
 def _private_directory(path: Path) -> bool:
-    """Return True if a directory is no link and ours; remove the access of other users if necessary."""
+    """Return True for a directory of this user that is not a link; removes the access of other users."""
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         return False

@@ -128,7 +128,7 @@ def mutex(directory: int, name: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def opened(directory: int, name: str) -> Iterator[int]:
-    """Open a file of ours for a moment; see `open_file`."""
+    """Open a file for the duration of the block; see `open_file`."""
     fd = open_file(directory, name)
     try:
         yield fd

@@ -82,7 +82,7 @@ class NoPort(Exception):
 
 
 def reserve_port(candidates: Iterable[int] = (0,) * _TRIES) -> socket.socket:
-    """Return a bound, non-listening socket for the first free candidate (0: any); close it to free the port.
+    """Return a bound, non-listening socket for the first free candidate (0: any); closing it frees it.
 
     Raises NoPort, which names the candidates.
     """

@@ -127,7 +127,7 @@ class DeviceReservation:
         return tuple(fd for device, fd in zip(self.devices, self.fds, strict=True) if device.uuid in uuids)
 
     def retest_quarantined(self) -> dict[str, str]:
-        """Lift quarantines whose cause is gone; return the others with their reasons."""
+        """Lift quarantines without a remaining cause; return the others with their reasons."""
         notes = retest_quarantined(self._locks, self.provider, [device.uuid for device in self._launch.candidates])
         return {uuid: f"in quarantine {note.reason}" for uuid, note in notes.items()}
 
@@ -233,7 +233,7 @@ class BorrowedDevices:
 
 
 def retest_quarantined(locks: DeviceLocks, provider: Provider, uuids: Collection[str]) -> dict[str, Quarantine]:
-    """Lift quarantines whose cause is gone; return the others. Raises StorageError."""
+    """Lift quarantines without a remaining cause; return the others. Raises StorageError."""
     notes = {uuid: note for uuid, note in locks.quarantined().items() if uuid in uuids}
     if not notes:
         return {}

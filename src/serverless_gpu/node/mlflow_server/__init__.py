@@ -1,8 +1,8 @@
-"""An MLflow server that stays: one in front of each store, for everybody in a home who tracks runs.
+"""Long-running MLflow servers: one per store, for all users of a home that track runs.
 
-    monitor, `sgpu mlflow` ──ensure_server──▶ lock held? ─▶ what the keeper wrote: address, ready or why not
-                                              free       ─▶ keeper, a clean process of ours
+    monitor, `sgpu mlflow` ──ensure_server──▶ lock held? ─▶ the keeper's record: address, ready or the problem
+                                              free       ─▶ start a keeper, a clean process of this package
     `sgpu up --mlflow` ─────── keeper, ended with it       └─▶ `mlflow server`, in the caller's interpreter
 
-`server.py` asks, starts and ends servers, and knows their files; `keeper.py` is the process that runs one.
+`server.py` starts, queries and ends servers, and knows their files. `keeper.py` is the process that runs one server.
 """

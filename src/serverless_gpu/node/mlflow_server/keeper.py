@@ -1,23 +1,30 @@
-"""The keeper of an MLflow server: a detached process of ours, one per server, and the server's parent.
+"""The keeper of an MLflow server: a detached process, one per server, and the server's parent.
 
-    lock ─▶ port, held for good ─▶ what an earlier one left behind is ended ─▶ server ─▶ /health? ─▶ ready
-      ▲                                                                          │
-      └── pause ◀── it ended, or was silent for two minutes ◀────────────────────┘ watched: every 30 s
-    SIGTERM, owner's end, 8 h without use ─▶ SIGTERM to the server, 5 s, SIGKILL to it and everything below
+    lock ─▶ reserve port ─▶ end leftovers of an earlier server ─▶ server ─▶ /health? ─▶ ready
+      ▲                                                                        │
+      └── pause ◀── server ended, or silent for two minutes ◀──────────────────┘ checked every 30 s
+    SIGTERM, owner's end, 8 h without use ─▶ SIGTERM to the server, 5 s, SIGKILL to it and all descendants
 
-A server is in use while clients touch its `used`, or a connection to it is open (a browser that shows a page).
+A server is in use while clients touch its `used` file, or while a connection to it is open (a browser that shows a
+page).
 
 Failure cases:
-- MLflow is missing or only a part, or its database is of another version: one sentence, written down; the keeper ends,
-and the next request after a pause starts another. Only one that has an owner, or did answer, tries again itself;
-- the server dies or hangs: started again on the same port, after longer and longer pauses;
-- the keeper is killed: the kernel ends the server; the next keeper ends the children that are left of it;
-- the port of last time is taken: another one, which is reported; old links lead nowhere;
-- the disk is full: the record is old; readers see a keeper that has not reported yet.
 
-The server is `mlflow server` in the caller's interpreter. MLflow's command imports everything, then starts a second
-process that does so again, and waits for it: 260 MB each. Our program becomes the second one, where MLflow still starts
-it as we know. The kernel ends it when the keeper is gone.
+If MLflow is missing, incomplete, or its database has another version, the keeper records one message and exits. After a
+pause, the next request starts another keeper. A keeper with an owner, or whose server has answered before, retries by
+itself.
+
+If the server dies or hangs, the keeper starts it again on the same port, with growing pauses.
+
+If the keeper is killed, the kernel ends the server. The next keeper ends the server's remaining children.
+
+If the last port is taken, the keeper chooses another one and reports it; old links then break.
+
+If the disk is full, the record is out of date, and readers treat the keeper as one without a report.
+
+The server is `mlflow server` in the caller's interpreter. MLflow's command imports everything, starts a second process
+that imports everything again, and waits for it: 260 MB each. The keeper's program becomes the second process itself, if
+MLflow still starts it in the known way. The kernel ends the server when the keeper exits.
 """
 
 from __future__ import annotations
@@ -67,19 +74,19 @@ _LAST_WORDS_BYTES = 16_000
 
 
 class KeeperLimits(NamedTuple):
-    """Time limits, in seconds."""
+    """Time limits of a keeper, in seconds."""
 
-    start_s: float = 180.0  # until a server answers; a busy machine needs a minute where an idle one needs five seconds
-    watch_s: float = 30.0  # between two looks at a running one
-    answer_s: float = 5.0  # for one answer
-    idle_s: float = 8 * 3600.0  # without use, after which it ends
+    start_s: float = 180.0  # Until a server answers; a busy machine may need a minute, an idle one five seconds.
+    watch_s: float = 30.0  # Between two checks of a running server.
+    answer_s: float = 5.0  # For one answer.
+    idle_s: float = 8 * 3600.0  # Time without use after which the server ends.
 
 
 LIMITS = KeeperLimits()
 
 
 class ServerStart(NamedTuple):
-    """Start of a server: interpreter, the caller's variables, and further host names."""
+    """Parameters of a server's start: interpreter, the caller's variables, and further host names."""
 
     python: str
     environ: Mapping[str, str]
@@ -87,7 +94,7 @@ class ServerStart(NamedTuple):
 
 
 class End(StrEnum):
-    """Why a server is not watched any more."""
+    """Reason why a keeper no longer watches its server."""
 
     ASKED = "asked"
     UNUSED = "unused"
@@ -96,7 +103,7 @@ class End(StrEnum):
 
 
 class MlflowChild(NamedTuple):
-    """A server that was started, and a descriptor that says when it has ended."""
+    """A started server, and a descriptor that shows its end."""
 
     process: subprocess.Popen[bytes]
     pidfd: int
@@ -104,7 +111,7 @@ class MlflowChild(NamedTuple):
 
 
 def main(directory: str, python: str, environ: dict[str, str], owner: int, hosts: str) -> NoReturn:
-    """Keep a server until it is not needed any more; arguments as for `start_keeper`."""
+    """Keep a server running until it is not needed; arguments as for `start_keeper`."""
     named = tuple(name for name in hosts.split(",") if name)
     starting = ServerStart(python, {**os.environ, **environ}, named)
     keep(open_place(Path(directory)), starting, owner=owner)
@@ -113,7 +120,7 @@ def main(directory: str, python: str, environ: dict[str, str], owner: int, hosts
 
 
 def keep(place: ServerFiles, starting: ServerStart, *, owner: int = -1, limits: KeeperLimits = LIMITS) -> None:
-    """Keep a server in this process until it is not needed any more, unless another process does."""
+    """Keep a server running in this process until it is not needed, unless another process does."""
     linux.set_name("sgpu-mlflow")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lock = hold(place.lock, str(os.getpid()))
@@ -126,7 +133,7 @@ def keep(place: ServerFiles, starting: ServerStart, *, owner: int = -1, limits: 
 
 
 class MlflowKeeper:
-    """A server and its keeper; the end of file of `owner` (-1: none) ends the server."""
+    """A server and its keeper; end of file on `owner` (-1: none) ends the server."""
 
     def __init__(self, place: ServerFiles, starting: ServerStart, *, owner: int, limits: KeeperLimits) -> None:
         self._place, self._python, self._owner, self._limits = place, starting.python, owner, limits
@@ -154,7 +161,7 @@ class MlflowKeeper:
         )
 
     def serve(self) -> None:
-        """Keep the server running until its end is requested, it is idle, or it cannot be started."""
+        """Keep the server running until a stop request, until it is idle, or until it cannot start."""
         restarts = 0
         with contextlib.closing(self._port()):
             while True:
@@ -175,7 +182,7 @@ class MlflowKeeper:
                     return
 
     def _once(self) -> tuple[End, float | None]:
-        """Run the server once; return why it ended, and how many seconds it answered, if it did."""
+        """Run the server once; return why it ended, and for how many seconds it answered, if at all."""
         self._note(stage="starting", server=0)
         child = self._start()
         if child is None:
@@ -191,14 +198,14 @@ class MlflowKeeper:
             end = self._watch(child)
             answered_s = (self._clock.boottime_ns() - ready_ns) / 1e9
             if end in (End.DIED, End.SILENT):
-                self._note(stage="starting", server=0, problem=f"MLflow's server {end}; it is started again")
+                self._note(stage="starting", server=0, problem=f"MLflow's server {end}; the keeper starts it again")
             return end, answered_s
         finally:
             self._finish(child)
 
     def _start(self) -> MlflowChild | None:
         if not (Path(self._python).is_file() and os.access(self._python, os.X_OK)):
-            self._note(problem=f"there is no interpreter {self._python} any more")
+            self._note(problem=f"the interpreter {self._python} does not exist any more")
             return None
         try:
             log = open_log(self._place.log)
@@ -219,11 +226,11 @@ class MlflowKeeper:
             self._note(server=process.pid)
             return MlflowChild(process, os.pidfd_open(process.pid), log_from)
         except OSError as error:
-            self._note(problem=f"MLflow's server could not be started: {error.strerror or error}")
+            self._note(problem=f"could not start MLflow's server: {error.strerror or error}")
             return None
 
     def _until_ready(self, child: MlflowChild) -> End | None:
-        """Wait until the server answers; return why it does not, or None."""
+        """Wait until the server answers; return the reason if it does not, else None."""
         deadline_ns = self._clock.boottime_ns() + int(self._limits.start_s * 1e9)
         while self._clock.boottime_ns() < deadline_ns:
             if self._get("/health") is not None:
@@ -234,12 +241,12 @@ class MlflowKeeper:
                     self._note(problem=self._why(child))
                 return end
         self._note(
-            problem=f"MLflow's server did not answer within {self._limits.start_s:.0f} s; it wrote: {self._place.log}"
+            problem=f"MLflow's server did not answer within {self._limits.start_s:.0f} s; see its log {self._place.log}"
         )
         return End.SILENT
 
     def _watch(self, child: MlflowChild) -> End:
-        """Look after a server that answers; return why that is over."""
+        """Watch a server that answers; return why the watch ended."""
         silent = 0
         while True:
             end = self._wait(self._limits.watch_s, child)
@@ -254,7 +261,7 @@ class MlflowKeeper:
                 return End.UNUSED
 
     def _finish(self, child: MlflowChild) -> None:
-        """End the server and everything below it."""
+        """End the server and all of its descendants."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(child.pidfd, signal.SIGTERM)
         select.select([child.pidfd], [], [], _STOP_S)
@@ -265,11 +272,11 @@ class MlflowKeeper:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
             select.select([], [], [], _LOCK_PAUSE_S)
-        child.process.returncode = 0  # waited for above, with its orphans
+        child.process.returncode = 0  # Already reaped above, with its orphans.
         os.close(child.pidfd)
 
     def _wait(self, seconds: float, child: MlflowChild | None = None) -> End | None:
-        """Wait; return what happened meanwhile, None when nothing did."""
+        """Wait; return the event that happened meanwhile, or None."""
         fds = [self._wake, *((child.pidfd,) if child else ()), *((self._owner,) if self._owner >= 0 else ())]
         deadline_ns = self._clock.boottime_ns() + int(seconds * 1e9)
         while True:
@@ -299,11 +306,14 @@ class MlflowKeeper:
         held = held_port(self._place, self._noted)
         self._note(port=held.getsockname()[1])
         if before and before != self._noted.port:
-            _say(f"port {before} is taken by another process; it is {self._noted.port} now, and links of before break")
+            _say(
+                f"port {before} is taken by another process; the server now uses {self._noted.port}, and earlier "
+                "links break"
+            )
         return held
 
     def _get(self, path: str) -> bytes | None:
-        """Return the first of what the server answers, or None."""
+        """Return the beginning of the server's answer, or None."""
         connection = http.client.HTTPConnection(HOST, self._noted.port, timeout=self._limits.answer_s)
         try:
             connection.request("GET", path)
@@ -328,24 +338,24 @@ class MlflowKeeper:
         try:
             self._place.note(self._noted)
         except OSError as error:
-            _say(f"{self._place.directory} cannot be written to: {error}")
+            _say(f"cannot write to {self._place.directory}: {error}")
 
     def _ask(self, *_: object) -> None:
         self._is_asked = True
 
     def _end_leftover(self, before: ServerRecord) -> None:
-        """End what a killed keeper's server left: processes of its session in its directory."""
+        """End the remaining processes of a killed keeper's server: those of its session and directory."""
         if not before.server or before.boot_id != self._clock.boot_id() or before.machine != machine():
             return
         for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
             with contextlib.suppress(OSError):
                 is_its = os.getsid(pid) == before.server
                 if is_its and os.readlink(f"/proc/{pid}/cwd") == os.path.realpath(self._place.directory):
-                    daemon.end(pid, _STOP_S, signals=(signal.SIGKILL,))  # and its hold on the port with it
+                    daemon.end(pid, _STOP_S, signals=(signal.SIGKILL,))  # The kill also releases the port.
 
 
 def has_connection(port: int) -> bool:
-    """Return whether a port of loopback has a connection."""
+    """Return True if a loopback port has a connection."""
     wanted = f":{port:04X}"
     with contextlib.suppress(OSError), open("/proc/net/tcp", encoding="ascii") as file:
         for line in file:
@@ -390,9 +400,10 @@ def server_program(parent: int, port: int) -> str:
 
 
 def server_variables(backing: ServerStore, starting: ServerStart) -> dict[str, str]:
-    """Return the server's variables, without those of the caller's own MLflow, which configure a client.
+    """Return the server's variables, without the caller's MLflow variables, which configure a client.
 
-    By variables, not options: an older MLflow ignores unknown ones, and no list of processes shows a password.
+    Variables are used instead of options, because an older MLflow ignores unknown ones. A process list also shows no
+    password then.
     """
     environ = starting.environ
     names = [name for host in (*_HOSTS, *starting.hosts) for name in (host, f"{host}:*")]
@@ -407,7 +418,7 @@ def server_variables(backing: ServerStore, starting: ServerStart) -> dict[str, s
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(names),
     }
-    if not backing.is_own:  # as without a server: later users of the store find files where they expect them
+    if not backing.is_own:  # As without a server: later users of the store find files in the expected place.
         variables["MLFLOW_DEFAULT_ARTIFACT_ROOT"] = backing.artifacts
     if backing.is_files:
         variables["MLFLOW_ALLOW_FILE_STORE"] = "true"

@@ -1,25 +1,25 @@
-"""MLflow servers of a home: starts, asks and ends them; their files, ports and stores; why one did not start.
+"""MLflow servers of a home: starts, queries and ends them; their files, ports, stores and failures.
 
-    ensure_server ──▶ lock held     ─▶ what its keeper wrote
-                      free          ─▶ a keeper is started (a few milliseconds; two at once: the lock decides)
-                      failed lately ─▶ why, until it is time to try again: 5 s, 10 s, … 10 min
-    stop_server ────▶ SIGTERM to the keeper, which ends the server; after a while SIGKILL, and the kernel ends it
+    ensure_server ──▶ lock held     ─▶ the record of its keeper
+                      free          ─▶ start a keeper (a few milliseconds; the lock decides between two)
+                      failed lately ─▶ the problem, until the next try is due: 5 s, 10 s, … 10 min
+    stop_server ────▶ SIGTERM to the keeper, which ends the server; after a timeout SIGKILL, and the kernel ends it
 
-    $SERVERLESS_GPU_HOME/mlflow/<key>/     key: "default", or of a caller's own store
+    $SERVERLESS_GPU_HOME/mlflow/<key>/     key: "default", or the key of a caller's own store
     ├── server.json     the keeper's record of its server; 0600
-    ├── store           the address of the store, which may hold a password; 0600
-    ├── lock            held by the keeper as long as it lives, with its pid in it
+    ├── store           the address of the store, which may contain a password; 0600
+    ├── lock            locked by the keeper for its lifetime; contains its pid
     ├── used            touched by users of the server
-    ├── server.log      what MLflow wrote
-    └── mlflow.db  artifacts/               only where the store is the home's own
+    ├── server.log      MLflow's output
+    └── mlflow.db  artifacts/               only for the home's own store
 
-The monitor, `sgpu mlflow` and the server call it. Nothing here waits for MLflow, which takes seconds to start. A server
-keeps its port over restarts, so that links stay good. The first port follows from the directory's name: it is the same
-even where `server.json` was lost, and lies below the kernel's ephemeral ports.
+The monitor, `sgpu mlflow` and the server call this module. No function waits for MLflow, which takes seconds to start.
+A server keeps its port over restarts, so that links stay valid. The first port is computed from the directory's name.
+It is therefore the same if `server.json` is lost, and it is below the kernel's ephemeral ports.
 
-Failure cases: the keeper cannot be started, or no file written (a problem in words, never an exception); the home lies
-on a network file system, and another machine's keeper has the lock (reported, and nothing is started: two servers would
-write into one database).
+Failure cases: If the keeper cannot start, or no file can be written, the result contains a problem; no exception is
+raised. If the home is on a network file system and another machine's keeper holds the lock, the result reports that and
+nothing starts. Two servers would write to one database.
 """
 
 from __future__ import annotations
@@ -60,56 +60,58 @@ _PORT_TRIES = 20
 _NOTE_BYTES_MAX = 1 << 16
 _PAUSE_S, _PAUSE_S_MAX = 5.0, 600.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_started: list[tuple[Path, subprocess.Popen[bytes]]] = []  # keepers of ours: they may not have their lock yet
+# Keepers started by this process, which may not hold their lock yet.
+_started: list[tuple[Path, subprocess.Popen[bytes]]] = []
 
 
 class Serving(NamedTuple):
     """Address and state of an MLflow server."""
 
-    uri: str  # where it is, or will be
-    ready: bool  # whether it answers
-    problem: str = ""  # why it does not; "" while it starts for the first time, or is well
-    is_restarting: bool = False  # it died, and its keeper starts it again: `problem` will pass
-    failures: int = 0  # failed starts in a row, before the try that may be going on
+    uri: str  # Present or future address.
+    ready: bool  # True if the server answers.
+    problem: str = ""  # Why the server does not answer; "" during its first start, or if it answers.
+    is_restarting: bool = False  # The server died and its keeper starts it again, so `problem` is temporary.
+    failures: int = 0  # Consecutive failed starts, without a try that may be in progress.
 
 
 class MlflowServer(NamedTuple):
-    """An MLflow server of this home, as it is now."""
+    """Present state of an MLflow server of this home."""
 
     place: ServerFiles
     uri: str
-    store: str  # "" for the home's own
-    stage: Stage  # ``"none"`` before the first start
-    pid: int | None = None  # None where it does not run
+    store: str  # "" for the home's own store.
+    stage: Stage  # ``"none"`` before the first start.
+    pid: int | None = None  # None if it does not run.
     version: str = ""
     python: str = ""
     served_by: str = ""
     problem: str = ""
-    memory_bytes: int = 0  # with its children
-    used_s: float = 0.0  # since its last use
+    memory_bytes: int = 0  # Memory of the server and its children.
+    used_s: float = 0.0  # Seconds since its last use.
 
 
 def ensure_server(
     home: Home, python: str, store: str = "", *, environ: Mapping[str, str] | None = None, now: bool = False
 ) -> Serving:
-    """Start a server in front of a store if needed, and count as its user; returns at once.
+    """Start a server for a store if needed, and mark it as used; returns at once.
 
-    `python` has the MLflow of a new server; `store` is "" for the home's own. Of `environ`, the variables by which
-    Python finds modules are passed on. `now` tries again after a recent failure, and waits at most a second for the
-    failed keeper to end.
+    `python` has the MLflow of a new server. `store` is "" for the home's own. The server gets from `environ` the
+    variables by which Python finds modules. With `now`, the call tries again after a recent failure, and waits at most
+    a second for the failed keeper to exit.
     """
     place, clock = place_of(home, store), SystemClock()
     try:
         place.make()
         place.touch()
     except OSError as error:
-        return Serving("", False, f"{place.directory} cannot be written to: {error.strerror or error}")
+        return Serving("", False, f"cannot write to {place.directory}: {error.strerror or error}")
     holder = _ending(place) if now else _holder(place)
-    noted = place.noted()  # after the lock: what one that has just ended wrote last
+    noted = place.noted()  # Read after the lock, so that the last record of a keeper that has just exited is included.
     if holder is not None:
         return _kept(place, noted, holder)
     _started[:] = [each for each in _started if each[1].poll() is None]
-    if any(path == place.lock and child.pid != noted.keeper for path, child in _started):  # about to take its lock
+    # The new keeper is about to lock.
+    if any(path == place.lock and child.pid != noted.keeper for path, child in _started):
         return Serving(place.uri(noted), False, failures=noted.failures)
     if not now and _is_too_soon(noted, python, clock):
         return Serving(place.uri(noted), False, noted.problem)
@@ -117,22 +119,22 @@ def ensure_server(
     try:
         start_keeper(place, python, environ or {})
     except OSError as error:
-        problem = f"the MLflow server could not be started: {error.strerror or error}"
+        problem = f"could not start the MLflow server: {error.strerror or error}"
     return Serving(place.uri(noted), False, problem, failures=noted.failures)
 
 
 def kept(place: ServerFiles) -> Serving | None:
-    """Return how a server is as its keeper says; None without a keeper, or before its first report."""
+    """Return a server's state from its keeper; None without a keeper, or before its first report."""
     holder, noted = _holder(place), place.noted()
     return _kept(place, noted, holder) if holder and noted.keeper == holder else None
 
 
 def look(place: ServerFiles, clock: Clock) -> MlflowServer:
-    """Return how a server is; nothing is started."""
+    """Return the state of a server without starting it."""
     holder, noted = _holder(place), place.noted()
     stage, problem = noted.stage, noted.problem
     if holder is None and stage in ("starting", "ready"):
-        stage, problem = "stopped", ""  # its keeper was killed, and no process starts it again
+        stage, problem = "stopped", ""  # The keeper was killed, and no process starts the server again.
     serving = _kept(place, noted, holder) if holder is not None else Serving(place.uri(noted), False, problem)
     pid = noted.server if holder is not None and noted.machine == machine() and noted.server else None
     memory_bytes = 0
@@ -158,39 +160,39 @@ def look(place: ServerFiles, clock: Clock) -> MlflowServer:
 
 
 def servers(home: Home) -> list[MlflowServer]:
-    """Return how all servers of a home are."""
+    """Return the states of all servers of a home."""
     clock = SystemClock()
     return [look(place, clock) for place in places(home)]
 
 
 def stop_server(place: ServerFiles) -> bool:
-    """End a server and wait until it is gone; return whether it ran.
+    """End a server and wait for its end; return True if it ran.
 
-    Raises AgentUnavailable when it does not end, or is on another machine.
+    Raises AgentUnavailable if the server does not end, or runs on another machine.
     """
     holder = _holder(place)
     if holder is None:
         return False
     noted = place.noted()
     if noted.machine not in ("", machine()):
-        raise AgentUnavailable(f"the MLflow server of this home runs on {noted.host}", hint="end it there")
+        raise AgentUnavailable(f"the MLflow server of this home runs on {noted.host}", hint="end it on that machine")
     if holder and not daemon.end(holder, _END_S):
-        raise AgentUnavailable(f"the keeper of the MLflow server (pid {holder}) does not end, although it was killed")
+        raise AgentUnavailable(f"the keeper of the MLflow server (pid {holder}) did not end after it was killed")
     return True
 
 
 def stop_servers(home: Home) -> int:
-    """End all MLflow servers of a home, and return how many ran; raises AgentUnavailable if one stays."""
+    """End all MLflow servers of a home and return how many ran; raises AgentUnavailable if one stays."""
     return sum(stop_server(place) for place in places(home))
 
 
 def start_keeper(
     place: ServerFiles, python: str, environ: Mapping[str, str], *, owner: int = -1, hosts: str = ""
 ) -> subprocess.Popen[bytes]:
-    """Start and return the process that keeps a server with made files; it ends if another has the lock.
+    """Start and return a keeper for existing files; it exits if another keeper has the lock.
 
-    With `owner`, a descriptor (-1: none), the keeper ends with its last copy elsewhere, and not for want of use.
-    `hosts` are further names the server answers to, with commas. Raises OSError.
+    With `owner`, a descriptor (-1: none), the keeper ends when all other copies of it are closed, and not for lack of
+    use. `hosts` lists further host names of the server, separated by commas. Raises OSError.
     """
     passed = {name: environ[name] for name in PASSED_ON if name in environ}
     child = daemon.start(
@@ -207,11 +209,11 @@ def start_keeper(
 def _kept(place: ServerFiles, noted: ServerRecord, holder: int) -> Serving:
     if noted.machine not in ("", machine()):
         problem = (
-            f"the MLflow server of {place.directory} runs on another machine, {noted.host}; set MLFLOW_TRACKING_URI to "
-            "a server that all of them reach"
+            f"the MLflow server of {place.directory} runs on another machine, {noted.host}; set "
+            "MLFLOW_TRACKING_URI to a server that all machines reach"
         )
         return Serving("", False, problem)
-    is_its = noted.keeper == holder  # else what is written is its predecessor's
+    is_its = noted.keeper == holder  # Otherwise the record is that of an earlier keeper.
     if not is_its:
         return Serving(place.uri(noted), False, failures=noted.failures)
     is_restarting = noted.stage == "starting" and bool(noted.problem)
@@ -223,13 +225,14 @@ def _is_too_soon(noted: ServerRecord, python: str, clock: Clock) -> bool:
         return False
     whole_s = pause_s(noted.failures)
     left_s = (noted.retry_wall_ns - clock.wall_ns()) / 1e9
-    if python != noted.python:  # it may have what the other one lacks: it waits for the shortest pause only
+    # Another interpreter may have what the failed one lacked, so only the shortest pause applies.
+    if python != noted.python:
         left_s -= whole_s - pause_s(1)
-    return 0 < left_s <= whole_s  # else the clock was set
+    return 0 < left_s <= whole_s  # Other values mean that the clock was set.
 
 
 def _holder(place: ServerFiles) -> int | None:
-    """Return the pid of a server's keeper: 0 before it has written that down, None without one."""
+    """Return the pid of a server's keeper: 0 before it has written its pid, None without a keeper."""
     note = held_note(place.lock)
     if note is None:
         return None
@@ -237,7 +240,7 @@ def _holder(place: ServerFiles) -> int | None:
 
 
 def _ending(place: ServerFiles) -> int | None:
-    """Return as `_holder` who keeps a server, after some time for one that has given up to end."""
+    """Return the result of `_holder`, after waiting for a failed keeper to exit."""
     for _ in range(_ENDING_LOOKS):
         holder = _holder(place)
         if holder is None or not place.noted().problem:
@@ -247,7 +250,7 @@ def _ending(place: ServerFiles) -> int | None:
 
 
 def pause_s(failures: int) -> float:
-    """Return how long to wait after so many failures in a row."""
+    """Return the pause after a number of consecutive failures, in seconds."""
     return float(min(_PAUSE_S * 2 ** min(max(failures, 1) - 1, 20), _PAUSE_S_MAX))
 
 
@@ -257,41 +260,41 @@ class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
     stage: Stage = "none"
     port: int = 0
     keeper: int = 0  # pid
-    server: int = 0  # pid, and the first one of its session
-    boot_id: str = ""  # of the boot in which these pids mean something
-    machine: str = ""  # `ambient.machine()` of both; `host` is its name for people
+    server: int = 0  # Pid of the server, which leads its session.
+    boot_id: str = ""  # Boot in which these pids are valid.
+    machine: str = ""  # `ambient.machine()` of keeper and server; `host` is its name for people.
     host: str = ""
-    python: str = ""  # the interpreter whose MLflow it is
-    served_by: str = ""  # the interpreter whose MLflow answered last
-    version: str = ""  # of that MLflow, as the server says
-    problem: str = ""  # why it does not answer
-    failures: int = 0  # failed starts in a row
-    retry_wall_ns: int = 0  # it is not started again before
+    python: str = ""  # Interpreter whose MLflow is used.
+    served_by: str = ""  # Interpreter whose MLflow last answered.
+    version: str = ""  # Version that the server reports.
+    problem: str = ""  # Why the server does not answer.
+    failures: int = 0  # Consecutive failed starts.
+    retry_wall_ns: int = 0  # Earliest time of the next start.
 
 
 class ServerStore(NamedTuple):
-    """A server's store, as its options describe it."""
+    """A server's store, as the server's options describe it."""
 
-    uri: str  # as MLflow takes it
-    artifacts: str  # directory of files that come through the server, and of those that clients write themselves
-    is_files: bool  # a directory of files, which newer MLflow wants to be asked for
-    is_own: bool  # the home's own, so that every file goes through the server
+    uri: str  # In MLflow's own form.
+    artifacts: str  # Directory of files sent through the server, and of files that clients write themselves.
+    is_files: bool  # A directory of files, which newer MLflow versions must be configured to accept.
+    is_own: bool  # The home's own store: every file goes through the server.
 
 
 class ServerFiles:
-    """The files of one server, in a directory made with the first file; `store` is "" for one in there."""
+    """The files of one server, in a directory made with the first file; `store` is "" for the home's own."""
 
     def __init__(self, directory: Path, store: str = "") -> None:
         self.directory, self.store = directory, store
 
     @property
     def lock(self) -> Path:
-        """Return the file whose lock the keeper holds."""
+        """Return the file that the keeper locks."""
         return self.directory / "lock"
 
     @property
     def log(self) -> Path:
-        """Return the file that holds what MLflow wrote."""
+        """Return the file with MLflow's output."""
         return self.directory / "server.log"
 
     @property
@@ -300,7 +303,7 @@ class ServerFiles:
         return self.directory / "used"
 
     def make(self) -> None:
-        """Make the directory, and write down whose server it is; raises OSError."""
+        """Make the directory and record its store; raises OSError."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _read(self.directory / "store") != self.store.encode():
             self._write("store", self.store.encode())
@@ -315,17 +318,17 @@ class ServerFiles:
         self._write("server.json", msgspec.json.encode(noted))
 
     def noted(self) -> ServerRecord:
-        """Return what was written down; nothing much where there is nothing."""
+        """Return the server's record; a default record if there is no valid one."""
         with contextlib.suppress(msgspec.MsgspecError):
             return from_json(_read(self.directory / "server.json"), ServerRecord)
         return ServerRecord()
 
     def uri(self, noted: ServerRecord) -> str:
-        """Return the address of the server: the one it has, or will have if nothing is in the way."""
+        """Return the present or expected address of the server."""
         return f"http://{HOST}:{noted.port or next(self.ports(noted))}"
 
     def ports(self, noted: ServerRecord) -> Iterator[int]:
-        """Yield the ports to try in turn; 0, any, is the last."""
+        """Yield the ports to try in order; the last one is 0, any port."""
         if noted.port:
             yield noted.port
         start = int.from_bytes(hashlib.sha256(os.fsencode(self.directory.resolve())).digest()[:4])
@@ -334,7 +337,7 @@ class ServerFiles:
         yield 0
 
     def backing(self) -> ServerStore:
-        """Return the description of its store for the server."""
+        """Return the description of the store for the server."""
         if not self.store:
             return ServerStore(
                 f"sqlite:///{self.directory / 'mlflow.db'}", str(self.directory / "artifacts"), False, True
@@ -359,7 +362,7 @@ class ServerFiles:
 
 
 def place_of(home: Home, store: str = "") -> ServerFiles:
-    """Return the place of the server of a store.
+    """Return the files of the server of a store.
 
     A caller's store is ``sqlite:////…``, ``file:///…`` or a directory; "" is the home's own.
     """
@@ -371,18 +374,18 @@ def place_of(home: Home, store: str = "") -> ServerFiles:
 
 
 def places(home: Home) -> list[ServerFiles]:
-    """Return the places of all servers that this home has or had."""
+    """Return the files of all servers that this home has or had."""
     found = sorted(path for path in (home.root / "mlflow").glob("*") if path.is_dir())
     return [open_place(path) for path in found]
 
 
 def open_place(directory: Path) -> ServerFiles:
-    """Return a place that was made before, by its directory."""
+    """Return the files of an existing server by their directory."""
     return ServerFiles(directory, _read(directory / "store").decode("utf-8", "replace"))
 
 
 def local_path(store: str) -> Path | None:
-    """Return the file or directory that a store is, or None for one that is somewhere else."""
+    """Return the file or directory of a store, or None for a remote store."""
     scheme = store.partition(":")[0] if "://" in store or store.startswith("file:") else ""
     if not scheme:
         return Path(store)
@@ -394,10 +397,10 @@ def local_path(store: str) -> Path | None:
 
 
 def held_port(place: ServerFiles, noted: ServerRecord) -> socket.socket:
-    """Return a socket bound to the server's port that does not listen; OSError: none is free.
+    """Return a bound, non-listening socket for the server's port; raises OSError if none is free.
 
-    The kernel gives such a port only to a process that asks for it with SO_REUSEADDR; MLflow's server does, and is let
-    in beside us. During a restart no other process gets the port.
+    The kernel gives such a port only to a process that requests it with SO_REUSEADDR. MLflow's server does so and can
+    bind beside this socket. No other process gets the port during a restart.
     """
     for port in place.ports(noted):
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -419,7 +422,7 @@ def _read(path: Path) -> bytes:
 
 
 class StartAttempt(NamedTuple):
-    """A server that was to start: its interpreter, its store (as may be shown), the place of its log."""
+    """Parameters of a failed start for a message: interpreter, store without password, path of the log."""
 
     python: str
     store: str
@@ -433,7 +436,7 @@ _ERROR = re.compile(r"^(?:[\w.]*(?:Error|Exception|Exit)\b.*)$", re.MULTILINE)
 _LINE_MAX = 300
 _KNOWN: tuple[tuple[str, Callable[[StartAttempt], str]], ...] = (
     (
-        "Detected out-of-date database schema",  # which it also says of a newer one
+        "Detected out-of-date database schema",  # MLflow prints this for newer schemas too.
         lambda tried: (
             f"{tried.store} {OTHER_VERSION}; serve it with that one, or upgrade it, after a "
             f"backup: {shlex.quote(tried.python)} -m mlflow db upgrade {shlex.quote(tried.store)}"
@@ -446,7 +449,7 @@ _KNOWN: tuple[tuple[str, Callable[[StartAttempt], str]], ...] = (
     ("ddress already in use", lambda tried: "its port was taken by another process while it started"),
     (
         "unable to open database file",
-        lambda tried: f"{tried.store} cannot be opened: it is not there, or not yours to write",
+        lambda tried: f"cannot open {tried.store}: it does not exist, or you may not write to it",
     ),
     ("attempt to write a readonly database", lambda tried: f"{tried.store} cannot be written to"),
     ("database is locked", lambda tried: f"{tried.store} is locked by another process"),
@@ -460,9 +463,9 @@ _KNOWN: tuple[tuple[str, Callable[[StartAttempt], str]], ...] = (
 
 
 def failure_sentence(written: str, ending: str, tried: StartAttempt) -> str:
-    """Return why a server did not come up, or ended.
+    """Return why a server did not start, or ended.
 
-    `written` is the end of its output; `ending` the fallback, such as "exit code 1".
+    `written` is the end of its output. `ending` is the fallback, such as "exit code 1".
     """
     for words, say in _KNOWN:
         if words in written:
@@ -472,12 +475,12 @@ def failure_sentence(written: str, ending: str, tried: StartAttempt) -> str:
         return f"{tried.python} has no MLflow; pip install mlflow"
     if lacking:
         what = f"no {lacking[-1]}; mlflow-skinny is not enough"
-        return f"{tried.python} has not all of MLflow ({what}); pip install mlflow"
+        return f"{tried.python} has only a part of MLflow ({what}); pip install mlflow"
     errors = _ERROR.findall(written)
     last = errors[-1].strip()[:_LINE_MAX] if errors else ""
-    return f"MLflow's server ended ({ending}){': ' + last if last else ''}; all it wrote: {tried.log}"
+    return f"MLflow's server ended ({ending}){': ' + last if last else ''}; see its log {tried.log}"
 
 
 def without_password(store: str) -> str:
-    """Return the address of a store as it may be shown."""
+    """Return the address of a store without its password."""
     return re.sub(r"(?<=://)[^/@]*@", "…@", store)

@@ -1,5 +1,5 @@
-"""The monitor: one process per home that samples the node, and tells MLflow what runs do.
+"""The monitor: one process per home that samples the node and delivers runs to MLflow.
 
-The agent starts it (`start_stop.py`), supervisors and `sgpu top` connect (`messages.py`). Start with `process.py`; its
-docstring has the picture and the failure cases.
+The agent starts it (`start_stop.py`); supervisors and `sgpu top` connect to it (`messages.py`). Start with
+`process.py`: its docstring has the picture and the failure cases.
 """

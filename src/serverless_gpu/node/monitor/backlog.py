@@ -1,14 +1,14 @@
-"""Undelivered attempts on disk: a monitor may be killed at any time, and the next one goes on.
+"""Undelivered attempts on disk, so that a later monitor can continue after a monitor was killed.
 
-    <home>/tracking/<run>.<fence>.<node rank>.json     one attempt; gone once everything has arrived
+    <home>/tracking/<run>.<fence>.<node rank>.json     one attempt; deleted once everything has arrived
 
-The monitor writes it once it has heard of the attempt; the supervisor does, if the attempt ended before any monitor
-ran. The monitor that delivers holds the file's lock, so that no two monitors (of two versions, or one that is ending)
-deliver the same attempt. The file holds nothing secret: credentials of the caller stay in memory, and a monitor that
-has none for a tracker waits for the next run that brings them.
+The monitor writes the file when an attempt begins. The supervisor writes it if the attempt ended before any monitor
+ran. The delivering monitor locks the file, so that no two monitors deliver the same attempt. The file contains no
+secrets: the caller's credentials stay in memory. A monitor without credentials for a tracker waits for the next run
+that brings them.
 
-Failure cases: a full or read-only disk (the attempt is tracked as long as this monitor lives); a file that is half
-written or of another version (passed over, and deleted after a week); too many of them (the oldest are given up).
+Failure cases: On a full or read-only disk, the attempt is tracked while this monitor runs. A file that is incomplete or
+of another version is skipped, and deleted after a week. If there are too many files, the oldest are given up.
 """
 
 from __future__ import annotations
@@ -44,46 +44,46 @@ _HARMLESS = frozenset(
         "PYTHONHOME",
     }
 )
-"""Variables that say how a tracker is reached, and can hold no credentials."""
+"""Variables that configure the connection to a tracker and cannot contain credentials."""
 
 _SECRET = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
 
 
 class BacklogAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that is to be delivered."""
+    """An attempt with data to deliver."""
 
-    observe: Observe  # its supervisor's message, without possible secrets
-    origin_ns: int  # of the call, nanoseconds since 1970
-    has_secrets: bool = False  # whether the tracker takes nothing without the caller's credentials
+    observe: Observe  # Its supervisor's message, without possible secrets.
+    origin_ns: int  # Time of the call, in nanoseconds since 1970.
+    has_secrets: bool = False  # True if the tracker requires the caller's credentials.
 
 
 class ClaimedAttempt(msgspec.Struct):
-    """A kept attempt whose delivery is this process's."""
+    """A kept attempt that this process delivers."""
 
     path: Path
     fd: int
 
     def drop(self) -> None:
-        """Forget it: everything has arrived, or never will."""
+        """Delete the file, because everything was delivered or never will be."""
         self.path.unlink(missing_ok=True)
         self.leave()
 
     def leave(self) -> None:
-        """Leave it to the next monitor."""
+        """Leave the file to the next monitor."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class Backlog:
-    """The attempts of one home that are not delivered yet; makes `directory` with the first one."""
+    """The undelivered attempts of one home; makes `directory` with the first one."""
 
     def __init__(self, directory: Path, clock: Clock) -> None:
         self._directory = directory
         self._clock = clock
 
     def keep(self, observe: Observe, origin_ns: int) -> ClaimedAttempt | None:
-        """Write an attempt down and hold it; None where that cannot be done, or another process has it."""
+        """Write and lock an attempt's file; None if that fails or another process has it."""
         path = self._directory / f"{key_of(observe)}.json"
         try:
             held = hold_kept(path)
@@ -95,7 +95,7 @@ class Backlog:
         return held
 
     def leave(self, observe: Observe, origin_ns: int) -> None:
-        """Write an attempt down for the next monitor, unless it is there already; raises OSError."""
+        """Write an attempt's file for the next monitor, unless it exists; raises OSError."""
         path = self._directory / f"{key_of(observe)}.json"
         if path.exists():
             return
@@ -106,18 +106,18 @@ class Backlog:
     def take(
         self, known: Collection[str], limit: int, ready: Callable[[BacklogAttempt], bool] = lambda kept: True
     ) -> Iterator[tuple[BacklogAttempt, ClaimedAttempt]]:
-        """Yield up to `limit` unclaimed attempts that are `ready`, oldest first, and hold them.
+        """Yield and lock up to `limit` unclaimed attempts that are `ready`, oldest first.
 
-        Attempts in `known` are skipped: others deliver them, or they are known to wait.
+        Attempts in `known` are skipped, because others deliver them or because they wait for credentials.
         """
-        names: list[str] = []  # oldest run first: they begin with the time of the run
+        names: list[str] = []  # Names begin with the run's time, so the oldest run is first.
         with contextlib.suppress(OSError):
             names = sorted(name for name in os.listdir(self._directory) if name.endswith(".json"))
         too_many = max(0, len(names) - KEPT_MAX)
         for name in names[:too_many]:
             (self._directory / name).unlink(missing_ok=True)
         if too_many:
-            print(f"{too_many} attempts are given up: more than {KEPT_MAX} wait to be delivered to MLflow", flush=True)
+            print(f"gave up {too_many} attempts: more than {KEPT_MAX} wait for delivery to MLflow", flush=True)
         for name in names[too_many:]:
             if limit <= 0:
                 return
@@ -143,17 +143,17 @@ class Backlog:
             return None
         if Path(kept.observe.directory).is_dir():
             return kept
-        held.path.unlink(missing_ok=True)  # it was deleted: nothing is left that could be sent
+        held.path.unlink(missing_ok=True)  # The attempt's directory was deleted, so nothing can be sent.
         return None
 
 
 def key_of(observe: Observe) -> str:
-    """Return what tells an attempt on a node from others of this home."""
+    """Return the key of an attempt on a node, which is unique in this home."""
     return f"{observe.run_id}.{observe.fence}.{observe.node_rank}"
 
 
 def origin_of(observe: Observe, clock: Clock) -> int:
-    """Return the time of the call, nanoseconds since 1970: the same for every node and attempt."""
+    """Return the time of the call in nanoseconds since 1970, equal for all nodes and attempts of a run."""
     now_ns = clock.wall_ns()
     created_ns = created_wall_ns(observe.run_id)
     called_ns = now_ns - max(0, clock.boottime_ns() - observe.called_ns)
@@ -161,7 +161,7 @@ def origin_of(observe: Observe, clock: Clock) -> int:
 
 
 def has_secrets(environ: Mapping[str, str]) -> bool:
-    """Return whether variables hold credentials for a tracker."""
+    """Return True if the variables contain credentials for a tracker."""
     uri = environ.get("MLFLOW_TRACKING_URI", "")
     return any(environ.get(name) for name in _SECRET) or "@" in uri
 
@@ -177,7 +177,7 @@ def _public(observe: Observe) -> Observe:
 
 
 def hold_kept(path: Path) -> ClaimedAttempt | None:
-    """Take the lock of a file; None when it is missing, or another process has it. Raises OSError."""
+    """Lock a file; return None if it is missing or another process has it. Raises OSError."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -187,7 +187,7 @@ def hold_kept(path: Path) -> ClaimedAttempt | None:
     except BlockingIOError:
         os.close(fd)
         return None
-    if not os.path.exists(path):  # its former holder has just delivered everything
+    if not os.path.exists(path):  # Its previous holder has just delivered everything.
         os.close(fd)
         return None
     return ClaimedAttempt(path, fd)

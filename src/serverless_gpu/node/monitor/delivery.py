@@ -1,16 +1,17 @@
-"""Delivery of one attempt to MLflow: its thread, its ranks' file, and news for the main thread.
+"""Delivers one attempt to MLflow: a thread, the file for its ranks, and news for the main thread.
 
     thread: MlflowDelivery.run ──tracked, untracked, said──▶ tracking.json, for ranks that import mlflow
                                                           └▶ news, and the main thread is woken
     <attempt>/tracking.json    {"state": "pending" | "away" | "ready" | "failed", "environ": {…}, "run_id",
                                 "url", "sentence"}
 
-The file holds no credentials: ranks have the caller's own `MLFLOW_TRACKING_URI` already. While its state is "pending"
-it is touched every few seconds, so that ranks see that the delivery lives. "away": MLflow does not answer now, and
-ranks need not wait; the home's own starting server is "pending".
+The file contains no credentials, because ranks already have the caller's `MLFLOW_TRACKING_URI`. While its state is
+"pending", the monitor touches the file every few seconds, so that ranks see a running delivery. "away" means that
+MLflow does not answer now, and ranks need not wait. While the home's own server starts, the state is "pending".
 
-Failure cases: the file cannot be written (ranks that started with the variables have them, the others do without); a
-bug of ours in the thread (logged; the attempt is not tracked any more, everything else goes on).
+Failure cases: If the file cannot be written, ranks that started with the variables have them, and the others do
+without. If the thread fails because of a bug, the monitor logs it and stops tracking the attempt; everything else
+continues.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from serverless_gpu.tracking.mlflow import MlflowTracker
 
 _NOTE_BYTES_MAX = 64 << 10
 _STARTING = "the home's MLflow server is starting"
-_TRIED = "the home's MLflow server could not be started and is tried again; `sgpu status` tells why"
-_AGAIN = "the home's MLflow server ended unexpectedly, and is starting again"
+_TRIED = "the home's MLflow server could not start and is being tried again; run `sgpu status` to see why"
+_AGAIN = "the home's MLflow server ended unexpectedly and is starting again"
 
 
 class TrackingNote(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of `tracking.json`."""
 
     state: Literal["pending", "away", "ready", "failed"] = "pending"
-    environ: dict[str, str] = {}  # variables with which an MLflow in a rank finds the run
+    environ: dict[str, str] = {}  # Variables with which an MLflow in a rank finds the run.
     run_id: str = ""
     url: str = ""
     sentence: str = ""  # why the run is not known, or ""
@@ -57,8 +58,8 @@ class TrackingNote(msgspec.Struct, frozen=True, kw_only=True):
 class AttemptDelivery:
     """The delivery of one attempt.
 
-    `environ` has the caller's variables that configure MLflow, credentials among them; the thread calls `wake` for
-    news.
+    `environ` contains the caller's variables that configure MLflow, including credentials. The thread calls `wake`
+    after news.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class AttemptDelivery:
         wake: Callable[[], None],
     ) -> None:
         observe = self._observe = kept.observe
-        self.status: messages.TrackedNote | messages.Untracked | None = None  # None while unknown
-        self.held = held  # its file in the backlog, if any
+        self.status: messages.TrackedNote | messages.Untracked | None = None  # None while unknown.
+        self.held = held  # The attempt's file in the backlog, if any.
         self._answer: messages.TrackedNote | messages.Untracked | None = None
         self._environ = environ
         self._home = home
@@ -93,21 +94,21 @@ class AttemptDelivery:
 
     @property
     def target(self) -> str:
-        """Return what tells its tracker from others."""
+        """Return the key of the attempt's tracker."""
         return target_of(self._observe)
 
     @property
     def is_done(self) -> bool:
-        """Return whether nothing more is sent by this process."""
+        """Return True if this process sends nothing more."""
         return not self._thread.is_alive()
 
     @property
     def over(self) -> str:
-        """Return why nothing is left to be sent, by any process, or ""."""
+        """Return why no process has anything left to send, or ""."""
         return self._delivery.over
 
     def start(self) -> None:
-        """Begin to deliver."""
+        """Start the delivery."""
         noted = TrackingNote()
         with contextlib.suppress(OSError, msgspec.MsgspecError), self._path.open("rb") as file:
             noted = from_json(file.read(_NOTE_BYTES_MAX), TrackingNote)
@@ -116,34 +117,34 @@ class AttemptDelivery:
         self._thread.start()
 
     def ending(self, state: State, reason: Reason, sentence: str) -> None:
-        """Say that the attempt has ended; its logs and failures lie there."""
+        """Report that the attempt has ended and its logs and failures are on disk."""
         self._delivery.ending(state, reason, sentence)
 
     def settled(self) -> None:
-        """Say that its receipt lies there, too, or never will."""
+        """Report that the receipt is on disk too, or never will be."""
         self._delivery.settled()
 
     def stop(self) -> None:
-        """End the thread soon; another process, or this one later, goes on."""
+        """Stop the thread soon; this or another process may continue later."""
         self._delivery.stop()
 
     def take_answer(self) -> messages.TrackedNote | messages.Untracked | None:
-        """Return what its tracker's last answer, or silence, came to, once."""
+        """Return the tracker's last answer or failure, once."""
         answer, self._answer = self._answer, None
         return answer
 
     def wake(self) -> None:
-        """Try again now."""
+        """Retry the delivery now."""
         self._delivery.wake()
 
     def tend(self) -> None:
-        """Show ranks that the delivery lives; go on at once when the home's server has come up."""
+        """Show ranks that the delivery runs; retry at once after the home's server has started."""
         if isinstance(self.status, messages.TrackedNote) or self.is_done:
             return
         with contextlib.suppress(OSError):
             os.utime(self._path)
         with contextlib.suppress(OSError):
-            os.unlink(self._asked)  # a rank has seen that MLflow answers
+            os.unlink(self._asked)  # A rank has seen that MLflow answers.
             self._delivery.wake()
         tracker = self._observe.spec.tracker
         if isinstance(self.status, messages.Untracked) and tracker is not None and not tracker.uri:
@@ -152,7 +153,7 @@ class AttemptDelivery:
                 self._delivery.wake()
 
     def news(self) -> Iterator[messages.MonitorMessage]:
-        """Yield what is new, once."""
+        """Yield each new message once."""
         with contextlib.suppress(queue.Empty):
             while True:
                 yield self._news.get_nowait()
@@ -160,7 +161,7 @@ class AttemptDelivery:
     # --- the delivery's thread -----------------------------------------------------------------------------------
 
     def tracked(self, tracked: TrackerRun) -> None:
-        """Hear which MLflow run it is."""
+        """Record the MLflow run of the attempt."""
         environ = {"MLFLOW_RUN_ID": tracked.run_id, "MLFLOW_EXPERIMENT_ID": tracked.experiment_id}
         if split_userinfo(self._environ.get("MLFLOW_TRACKING_URI", ""))[0] != tracked.uri:
             environ["MLFLOW_TRACKING_URI"] = tracked.uri
@@ -168,13 +169,13 @@ class AttemptDelivery:
         self._tell(messages.TrackedNote(run_id=tracked.run_id, url=tracked.url, environ=environ))
 
     def untracked(self, sentence: str, *, final: bool) -> None:
-        """Record that the run is not tracked, yet or for good."""
+        """Record that the run is not tracked, temporarily or permanently."""
         is_starting = sentence in (_STARTING, _AGAIN)
         self._note(TrackingNote(state="failed" if final else "pending" if is_starting else "away", sentence=sentence))
         self._tell(messages.Untracked(sentence=sentence, final=final, is_starting=is_starting))
 
     def said(self, sentence: str, *, note: bool) -> None:
-        """Hear a sentence."""
+        """Pass on a message for the user."""
         self._tell(messages.UserSentence(sentence=sentence, note=note))
 
     def _run(self) -> None:
@@ -182,8 +183,8 @@ class AttemptDelivery:
             self._delivery.run()
         except Exception:  # noqa: BLE001 - one attempt's delivery must not end those of the others
             traceback.print_exc()
-            self._delivery.abandon("failed")  # it would fail again, for ever
-            self.untracked("the delivery to MLflow failed; the node's monitor.log says how", final=True)
+            self._delivery.abandon("failed")  # Otherwise it would fail again for ever.
+            self.untracked("the delivery to MLflow failed; see the node's monitor.log", final=True)
         self._wake()
 
     def _tell(self, message: messages.MonitorMessage) -> None:
@@ -213,20 +214,20 @@ class AttemptDelivery:
 
 
 def address_of(home: Home, observe: messages.Observe, environ: Mapping[str, str]) -> str:
-    """Return the address of the home's server for an attempt's store, starting it if needed.
+    """Return the address of the home's server for an attempt's store; start the server if needed.
 
-    Raises TrackerAway while it is not up, or cannot be.
+    Raises TrackerAway while the server does not answer.
     """
     store = observe.spec.tracker.store if observe.spec.tracker is not None else ""
     serving = ensure_server(home, observe.python, store, environ=environ)
     if not serving.ready:
-        # One that could not be started before is nothing that ranks wait for, although it is being tried again.
+        # Ranks do not wait for a server that could not start before, although its keeper tries again.
         starting = _TRIED if serving.failures else _STARTING
         raise TrackerAway(_AGAIN if serving.is_restarting else serving.problem or starting)
     return serving.uri
 
 
 def target_of(observe: messages.Observe) -> str:
-    """Return what tells an attempt's tracker from others."""
+    """Return the key of an attempt's tracker."""
     tracking = observe.spec.tracker
     return "" if tracking is None else tracking.uri or f"store {tracking.store}"

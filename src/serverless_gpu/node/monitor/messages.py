@@ -1,14 +1,14 @@
 """Messages to and from the monitor, one JSON object per packet (`inside/channel.py`).
 
-    supervisor ──Observe, Ranks, EndingNote, Settled──▶ monitor      its end of file: the attempt is over
+    supervisor ──Observe, Ranks, EndingNote, Settled──▶ monitor      end of file: the attempt is over
     supervisor ◀──TrackedNote, Untracked, AttemptSample, UserSentence─── monitor
-    agent ──────Prepare──▶ monitor                               have ready what such a run will need
+    agent ──────Prepare──▶ monitor                               prepares for a likely run
     top ────────WatchNode──▶ monitor ──NodeFrame──▶ top              while it runs
-    `sgpu stop` ──RetireMonitor──▶ monitor                        end; it does, or says why not yet
+    `sgpu stop` ──RetireMonitor──▶ monitor                        exits, or answers why not yet
 
-Every supervisor, agent and `sgpu top` has a connection of its own to the socket `monitor-<PROTOCOL>-<version>.sock`.
-`Peer` queues messages, up to a bound, while the other side does not read. Only the start of programs waits for the
-monitor, and, for 200 ms, the receipt of a very short run.
+Every supervisor, agent and `sgpu top` has its own connection to the socket `monitor-<PROTOCOL>-<version>.sock`. `Peer`
+queues messages, up to a bound, while the other side does not read. Only two steps wait for the monitor: the start of
+programs, and for 200 ms the receipt of a very short run.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class MonitorMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"
 
 
 class Prepare(MonitorMessage, frozen=True, kw_only=True, tag="prepare"):
-    """A run with this tracking is likely to come: start the home's MLflow server if it is to be that."""
+    """Request to prepare for a likely run: start the home's MLflow server if it is the tracker."""
 
     tracker: Tracking
-    python: str  # the caller's, whose MLflow serves the home's store
-    environ: dict[str, str]  # as in `Observe`
+    python: str  # The caller's interpreter, whose MLflow serves the home's store.
+    environ: dict[str, str]  # As in `Observe`.
 
 
 class Observe(MonitorMessage, frozen=True, kw_only=True, tag="observe"):
-    """An attempt begins on this node; a supervisor's first message, as soon as it has the launch."""
+    """Report that an attempt begins on this node; a supervisor's first message after the launch."""
 
     run_id: str
     fence: int
@@ -68,13 +68,13 @@ class Observe(MonitorMessage, frozen=True, kw_only=True, tag="observe"):
     node_rank: int = 0  # number of this node in the gang
     num_nodes: int = 1
     python: str
-    environ: dict[str, str]  # the caller's ``MLFLOW_…``, and those of proxies and certificates
-    environment: str = ""  # what ranks import, in words
-    called_ns: int  # boottime; steps of system metrics count seconds from here
+    environ: dict[str, str]  # The caller's ``MLFLOW_…`` variables, and those for proxies and certificates.
+    environment: str = ""  # Description of the ranks' environment.
+    called_ns: int  # Boottime from which the steps of system metrics count seconds.
 
 
 class Ranks(MonitorMessage, frozen=True, kw_only=True, tag="ranks"):
-    """The ranks run: their devices, in order of local rank, and their processes by global rank."""
+    """Report that ranks run: devices in order of local rank, processes by global rank."""
 
     devices: tuple[Device, ...]
     pids: dict[int, int]
@@ -82,7 +82,7 @@ class Ranks(MonitorMessage, frozen=True, kw_only=True, tag="ranks"):
 
 
 class EndingNote(MonitorMessage, frozen=True, kw_only=True, tag="ending"):
-    """No rank runs any more; `stopped.json`, logs and failures lie in the attempt's directory."""
+    """Report that no rank runs any more; `stopped.json`, logs and failures are in the attempt's directory."""
 
     state: State
     reason: Reason
@@ -90,47 +90,47 @@ class EndingNote(MonitorMessage, frozen=True, kw_only=True, tag="ending"):
 
 
 class Settled(MonitorMessage, frozen=True, kw_only=True, tag="settled"):
-    """`receipt.json` lies there, too; nothing more comes."""
+    """Report that `receipt.json` is written; the last message."""
 
 
 class TrackedNote(MonitorMessage, frozen=True, kw_only=True, tag="tracked"):
-    """The run is tracked."""
+    """Report that the run is tracked."""
 
     run_id: str  # MLflow's
     url: str
-    environ: dict[str, str]  # variables with which any MLflow in a rank finds it
+    environ: dict[str, str]  # Variables with which an MLflow in a rank finds the run.
 
 
 class Untracked(MonitorMessage, frozen=True, kw_only=True, tag="untracked"):
-    """The run is not tracked, and why; `TrackedNote` may follow where `final` is not set."""
+    """Report why the run is not tracked; `TrackedNote` may follow unless `final` is set."""
 
     sentence: str
     final: bool = False
-    is_starting: bool = False  # the home's own server starts, which takes seconds
+    is_starting: bool = False  # The home's own server is starting, which takes seconds.
 
 
 class AttemptSample(MonitorMessage, frozen=True, kw_only=True, tag="seen"):
-    """Telemetry of the attempt up to now; sent after every sample."""
+    """Telemetry of the attempt so far; sent after every sample."""
 
-    uses: tuple[DeviceUse, ...]  # its devices, from its first to its last sample
-    busy: bool  # whether a device, or on CPU slots a rank, worked noticeably since the last one
+    uses: tuple[DeviceUse, ...]  # Use of its devices, from its first to its last sample.
+    busy: bool  # True if a device, or on CPU slots a rank, was busy since the last sample.
 
 
 class UserSentence(MonitorMessage, frozen=True, kw_only=True, tag="said"):
-    """A sentence for watchers of the run, and for its receipt where it is to be kept there."""
+    """Message for attached clients and, with `note`, for the receipt."""
 
     sentence: str
     note: bool = False
 
 
 class WatchNode(MonitorMessage, frozen=True, kw_only=True, tag="watch"):
-    """Request for the node's frames, once a second, until the sender is gone."""
+    """Request for the node's frames, once a second, until the sender disconnects."""
 
-    fakes: str = ""  # the sender's `SERVERLESS_GPU_FAKE`: shown instead of the node's GPUs
+    fakes: str = ""  # The sender's `SERVERLESS_GPU_FAKE`; its devices replace the node's GPUs.
 
 
 class RetireMonitor(MonitorMessage, frozen=True, kw_only=True, tag="retire"):
-    """End after the last attempt; while one goes on, the answer is a `UserSentence`."""
+    """Request to exit after the last attempt; the answer is a `UserSentence` while one runs."""
 
 
 class WatchedAttempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,12 +142,12 @@ class WatchedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     devices: tuple[str, ...]
     pids: dict[int, int]
-    began_ns: int  # when its ranks began, nanoseconds since 1970; 0 before
-    tracked: str = ""  # link for people, or ""
+    began_ns: int  # Start of its ranks in nanoseconds since 1970; 0 before.
+    tracked: str = ""  # Link for people, or "".
 
 
 class NodeFrame(MonitorMessage, frozen=True, kw_only=True, tag="frame"):
-    """The node now; `sample` has all devices, and the ranks of all attempts in the order of `attempts`."""
+    """State of the node: `sample` has all devices and all attempts' ranks, in the order of `attempts`."""
 
     devices: tuple[Device, ...]
     sample: Sample
@@ -173,7 +173,7 @@ _decoder: msgspec.json.Decoder[AnyMonitorMessage] = msgspec.json.Decoder(AnyMoni
 
 
 def tracking_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the caller's variables by which MLflow is found, reached and started."""
+    """Return the caller's variables that MLflow needs to find and reach a tracker and to start."""
     return {
         name: value
         for name, value in environ.items()
@@ -182,51 +182,55 @@ def tracking_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def monitor_socket(sockets: Path) -> Path:
-    """Return where the monitor listens."""
+    """Return the path of the monitor's socket."""
     return sockets / f"monitor-{PROTOCOL}-{__version__}.sock"
 
 
 def send(channel: Channel, message: MonitorMessage) -> None:
-    """Send a message; raises OSError if the peer is gone, BlockingIOError if it does not read."""
+    """Send a message; raises OSError if the peer has closed, BlockingIOError if it does not read."""
     channel.send(_encoder.encode(message), ())
 
 
 def receive(channel: Channel) -> AnyMonitorMessage | None:
-    """Return the next message, or None when the peer is gone.
+    """Return the next message, or None at end of file.
 
-    Raises MsgspecError for another protocol, OSError for a broken connection, BlockingIOError when nothing is there.
+    Raises MsgspecError for another protocol, OSError for a broken connection, and BlockingIOError if no message is
+    there.
     """
     received = channel.receive()
     if received is None:
         return None
     message = decoded(_decoder, received)
-    close_all(received[1])  # a monitor takes no descriptors
+    close_all(received[1])  # A monitor accepts no descriptors.
     return message
 
 
 class Peer:
-    """A supervisor, an agent, or `sgpu top`; makes its channel non-blocking."""
+    """The connection to a supervisor, an agent or `sgpu top`; makes its channel non-blocking."""
 
     def __init__(self, channel: Channel) -> None:
         channel.sock.setblocking(False)
         self.channel = channel
-        self.watch: WatchNode | None = None  # what it asked to see, or None
+        self.watch: WatchNode | None = None  # The peer's request for frames, or None.
         self._pending: deque[MonitorMessage] = deque(maxlen=_PENDING_MAX)
 
     @property
     def behind(self) -> bool:
-        """Return whether something waits to be said."""
+        """Return True while messages are queued."""
         return bool(self._pending)
 
     def send(self, message: MonitorMessage, *, passing: bool = False) -> None:
-        """Send or queue a message, dropping a passing one while another waits; raises OSError if it is gone."""
+        """Send or queue a message; raises OSError if the peer has closed.
+
+        A `passing` message is dropped while another one is queued.
+        """
         if passing and self._pending:
             return
         self._pending.append(message)
         self.flush(keep=not passing)
 
     def flush(self, *, keep: bool = True) -> None:
-        """Send the queue as far as the other side reads, and `keep` the rest or not; raises OSError."""
+        """Send queued messages while the peer reads; without `keep`, drop the unsent one. Raises OSError."""
         while self._pending:
             try:
                 send(self.channel, self._pending[0])
@@ -237,7 +241,7 @@ class Peer:
             self._pending.popleft()
 
     def receive(self) -> AnyMonitorMessage | None:
-        """Return the next message, or None when the other side is gone or makes no sense; BlockingIOError."""
+        """Return the next message, or None at end of file or for an invalid message; or raise BlockingIOError."""
         try:
             return receive(self.channel)
         except BlockingIOError:

@@ -1,30 +1,38 @@
-"""The monitor: samples the node while something runs on it, and delivers runs to MLflow.
+"""The monitor: samples the node while a run uses it, and delivers runs to MLflow.
 
     supervisors ──one connection each──▶ ┌──────────── main thread ────────────┐ ──once a second──▶ SamplerThread
     agent, `sgpu top` ─────────────────▶ │ Recorder per attempt, frames        │ ◀──NodeSample───
                                          │ MlflowDeliveries                    │ ──▶ AttemptDelivery (a thread each)
                                          └─────────────────────────────────────┘                 ─▶ MLflow
 
-One detached process per home; the agent starts it on demand and connects, so that it learns of its end. It decides
-nothing about a run, and only the start of programs waits for it.
+One detached process per home. The agent starts it on demand and connects to it, which also shows its end. The monitor
+decides nothing about a run, and only the start of programs waits for it.
 
     Observe ─▶ Backlog.keep ─▶ AttemptDelivery ─▶ delivered, refused, given up ─▶ ClaimedAttempt.drop
-    every 15 s, where there is room: Backlog.take ─▶ Recorder without a supervisor ─▶ AttemptDelivery ─▶ …
+    every 15 s, with free threads: Backlog.take ─▶ Recorder without a supervisor ─▶ AttemptDelivery ─▶ …
 
-Threads are few: those of attempts that go on, and at most 32 of attempts that have ended. Where MLflow is away for
-hours and runs are many, the others wait on disk (`backlog.py`). Credentials are in memory alone, by tracker, as runs
-bring them; without them an attempt that needs some waits.
+The monitor runs one thread per running attempt, and at most 32 for attempts that have ended. If MLflow is unreachable
+for hours, other attempts wait on disk (`backlog.py`). Credentials are in memory only, by tracker, as runs bring them.
+An attempt that needs missing credentials waits.
 
 Failure cases:
-- killed: runs go on; the agent starts another one, supervisors connect to it and send their messages again, and the
-backlog on disk has what was not delivered;
-- MLflow refuses, hangs, fails: its threads wait, samples lie on disk until it is back;
-- two started at once: the lock decides, the loser ends;
-- a driver hangs: its samples stop (`sampler.py`), messages are still read;
-- a peer does not read: passing messages are dropped for it, the rest waits, up to a bound;
-- the home, or its socket, is deleted: it ends;
-- it is idle: it ends a few seconds after the last connection, once everything has arrived in MLflow;
-- `sgpu stop` ends it: undelivered writes get three seconds, and are otherwise the next one's.
+
+If the monitor is killed, runs continue. The agent starts another one, supervisors connect to it and send their messages
+again. The backlog on disk contains the undelivered data.
+
+If MLflow refuses, hangs or fails, its threads wait and samples stay on disk until it answers.
+
+If two monitors start at once, only one gets the lock and the other one exits.
+
+If a driver hangs, its samples stop (`sampler.py`), but the monitor still reads messages.
+
+If a peer does not read, the monitor drops passing messages and queues the others, up to a bound.
+
+If the home or its socket is deleted, the monitor exits.
+
+An idle monitor exits a few seconds after the last connection, once everything has been delivered to MLflow.
+
+After `sgpu stop`, undelivered writes get three seconds; the next monitor delivers the rest.
 """
 
 from __future__ import annotations
@@ -64,18 +72,18 @@ ENDED_MAX = 32
 IDLE_S = 5.0
 GRACE_S = 3.0
 _EVERY_NS = 10**9
-_FIRST_NS = _EVERY_NS // 4  # ranks that just started need the cores
+_FIRST_NS = _EVERY_NS // 4  # Ranks that just started need the cores.
 _LOOK_NS = 15 * 10**9
 _SECRETS_MAX = 64
 _TURN_S = 5.0
-_LOOK_S = 0.25  # while something is on its way
+_LOOK_S = 0.25  # Interval while deliveries are in progress.
 _BREATH_S = 0.05
 
 
 def main(home: str, sockets: str, ready_fd: int) -> NoReturn:
-    """Run the monitor until it is idle; `ready_fd` is closed once this or another one accepts connections."""
+    """Run the monitor until it is idle; `ready_fd` is closed once any monitor accepts connections."""
     if os.fork():
-        os._exit(0)  # reparented: its starter may end first, and need not reap it
+        os._exit(0)  # The process is reparented, because its starter may exit first and need not reap it.
     linux.set_name("sgpu-monitor")
     linux.be_ordinary()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -86,14 +94,15 @@ def main(home: str, sockets: str, ready_fd: int) -> NoReturn:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))
     monitor = Monitor(Home(Path(home)), path, SystemClock())
     os.close(ready_fd)
-    threading.Thread(target=make_ready, name="make ready", daemon=True).start()  # the first run may be over at once
+    # Prepared early, because the first run may be over soon.
+    threading.Thread(target=make_ready, name="make ready", daemon=True).start()
     monitor.serve()
     sys.stdout.flush()
-    os._exit(0)  # threads that wait for a driver need not be waited for
+    os._exit(0)  # Threads that wait for a driver need no join.
 
 
 class Monitor:
-    """The monitor's loop; listens at `path`."""
+    """The monitor's event loop; listens at `path`."""
 
     def __init__(self, home: Home, path: Path, clock: Clock) -> None:
         self._home = home
@@ -113,7 +122,7 @@ class Monitor:
         self._listener = self._listen()
 
     def serve(self) -> None:
-        """Serve until it is idle."""
+        """Serve until the monitor is idle."""
         while not self._is_done():
             pause_s = _LOOK_S if self._recorders else _TURN_S
             if self._is_needed():
@@ -147,7 +156,8 @@ class Monitor:
         try:
             sock, _ = self._listener.accept()
         except OSError:
-            select.select([], [], [], _BREATH_S)  # no descriptors: a pending connection would wake it at once
+            # Without free descriptors, accept would return at once in a busy loop.
+            select.select([], [], [], _BREATH_S)
             return
         if len(self._peers) >= PEERS_MAX:
             sock.close()
@@ -175,7 +185,7 @@ class Monitor:
                 self._retiring_ns = self._clock.boottime_ns()
                 if self._is_observing():
                     with contextlib.suppress(OSError):
-                        peer.send(messages.UserSentence(sentence="it ends with the last attempt that goes on"))
+                        peer.send(messages.UserSentence(sentence="the monitor ends after the last running attempt"))
             case messages.Ranks() | messages.EndingNote() | messages.Settled() if peer in self._of_peer:
                 if not self._is_needed():
                     self._due_ns = self._clock.boottime_ns() + _FIRST_NS
@@ -206,7 +216,7 @@ class Monitor:
 
     def _tend(self) -> None:
         for peer in [peer for peer in self._peers.values() if peer.behind]:
-            with contextlib.suppress(OSError):  # it is heard of next
+            with contextlib.suppress(OSError):  # The closed connection is read next.
                 peer.flush()
         sample = self._sampler.take()
         if sample is not None:
@@ -258,7 +268,7 @@ class Monitor:
         return any(recorder.is_observed for recorder in self._recorders.values())
 
     def _is_needed(self) -> bool:
-        """Return whether anybody wants samples."""
+        """Return True if an attempt or a client needs samples."""
         watched = any(peer.watch is not None for peer in self._peers.values())
         return watched or any(recorder.is_sampled for recorder in self._recorders.values())
 
@@ -283,17 +293,17 @@ class MlflowDeliveries:
         self._backlog = Backlog(home.tracking, clock)
         self._away: dict[str, messages.Untracked] = {}
         self._secrets: dict[str, Mapping[str, str]] = {}
-        self._waiting: dict[str, str] = {}  # for credentials of a tracker, by attempt
+        self._waiting: dict[str, str] = {}  # By attempt, the tracker whose credentials it waits for.
         self._looked_ns: int | None = None
 
     def prepare(self, message: messages.Prepare) -> None:
-        """Have the home's server ready where a run is going to need it."""
+        """Start the home's MLflow server if a run is going to need it."""
         if not message.tracker.uri:
             ensure_server(self._home, message.python, message.tracker.store, environ=message.environ)
         self._remember(message.tracker.uri, message.environ)
 
     def begin(self, recorder: Recorder) -> None:
-        """Deliver an attempt that is observed, if it is to be tracked."""
+        """Start the delivery of an observed attempt if it is tracked."""
         observe = recorder.observe
         if observe.spec.tracker is None:
             return
@@ -301,12 +311,12 @@ class MlflowDeliveries:
         kept = BacklogAttempt(observe=observe, origin_ns=recorder.origin_ns)
         held = self._backlog.keep(observe, recorder.origin_ns)
         delivery = recorder.delivery = AttemptDelivery(self._home, kept, observe.environ, held, self._wake)
-        # Known already: ranks need not wait to hear it. Their file says it when it has been tried again.
+        # With a known answer, ranks need not wait for the tracker. Their file shows it after the next try.
         delivery.status = self._away.get(delivery.target)
         delivery.start()
 
     def tend(self, recorders: Mapping[str, Recorder]) -> Iterator[Recorder]:
-        """Look after those that have ended; yield recorders of attempts that an earlier monitor left."""
+        """Control deliveries of ended attempts; yield recorders of attempts that an earlier monitor left."""
         ended = 0
         for recorder in recorders.values():
             delivery = recorder.delivery
@@ -336,7 +346,7 @@ class MlflowDeliveries:
             yield recorder
 
     def _is_ready(self, kept: BacklogAttempt) -> bool:
-        """Return whether an attempt can be delivered; one without its credentials waits for them."""
+        """Return True if an attempt can be delivered; one without its credentials waits."""
         key, target = key_of(kept.observe), target_of(kept.observe)
         self._waiting.pop(key, None)
         if kept.has_secrets and target not in self._secrets:
@@ -347,7 +357,7 @@ class MlflowDeliveries:
         return not is_live(Path(kept.observe.directory))
 
     def _note(self, delivery: AttemptDelivery) -> bool:
-        """Remember whether a tracker answers; return whether it does again."""
+        """Record if a tracker answers; return True if it answers again after a failure."""
         match delivery.take_answer():
             case messages.TrackedNote():
                 return self._away.pop(delivery.target, None) is not None
@@ -358,7 +368,7 @@ class MlflowDeliveries:
         return False
 
     def _recover(self, target: str, recorders: Mapping[str, Recorder]) -> None:
-        """Have everything go on that waits for a tracker, now that it answers again."""
+        """Continue all deliveries that wait for a tracker, which answers again."""
         self._looked_ns = None
         for recorder in recorders.values():
             if recorder.delivery is not None and recorder.delivery.target == target:

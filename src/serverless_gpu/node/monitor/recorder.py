@@ -1,20 +1,24 @@
-"""Records one attempt in the monitor: samples into its telemetry file, sums to its supervisor.
+"""Records one attempt in the monitor: samples go to its telemetry file, sums to its supervisor.
 
     Observe ─▶ known │ Ranks ─▶ sampled, once a second │ EndingNote ─▶ no more samples │ Settled, end of file ─▶ over
        │                    └─ with the latest metrics of its Ray cluster, if any (`RayFile`)
-       └─▶ AttemptDelivery (`delivery.py`), where it is tracked; what that says goes to the supervisor, too
+       └─▶ AttemptDelivery (`delivery.py`), if it is tracked; its messages go to the supervisor too
 
     sample, 1 s ─▶ TelemetryFile ─ mean of the interval ─▶ logs/<node rank>.telemetry ─▶ delivery, Run.metrics(), server
 
-Rows become rarer the longer a run lasts.
+The interval between rows grows with the duration of a run.
 
 Failure cases:
-- the supervisor's connection ends without `Settled` (it was killed, or this process was): the recorder follows the
-  attempt's files until they show its end;
-- the disk is full: the row is lost and counted, the loss is reported once, and the next row is tried;
-- the run's directory is deleted: nothing is written any more;
-- a writer was killed in the middle of a line: the next writer ends the line, and readers leave it out;
-- the wall clock was set back: a row is due at once.
+
+If the supervisor's connection ends without `Settled`, the recorder reads the attempt's files until they show its end.
+
+On a full disk the row is lost and counted. The recorder reports the loss once and tries the next row.
+
+If the run's directory is deleted, nothing more is written.
+
+If a writer was killed in the middle of a line, the next writer ends the line, and readers skip it.
+
+If the wall clock was set back, a row is due at once.
 """
 
 from __future__ import annotations
@@ -54,15 +58,15 @@ _LOST_NS = 10 * 10**9
 
 
 class Recorder:
-    """One attempt; `origin_ns` is the time of the call, nanoseconds since 1970."""
+    """One attempt; `origin_ns` is the time of the call, in nanoseconds since 1970."""
 
     def __init__(self, observe: messages.Observe, origin_ns: int, clock: Clock) -> None:
         self.observe = observe
         self.origin_ns = origin_ns
-        self.peer: Peer | None = None  # its supervisor; None when that is gone
-        self.delivery: AttemptDelivery | None = None  # None where it is not tracked
+        self.peer: Peer | None = None  # The attempt's supervisor; None after it disconnected.
+        self.delivery: AttemptDelivery | None = None  # None if it is not tracked.
         self.state = State.QUEUED
-        self.ranks: messages.Ranks | None = None  # its processes and devices; None before they run
+        self.ranks: messages.Ranks | None = None  # Its processes and devices; None before they run.
         self._clock = clock
         self._began_ns = 0
         self._lost_ns = clock.boottime_ns()
@@ -73,7 +77,7 @@ class Recorder:
 
     @property
     def key(self) -> str:
-        """Return what tells the attempt from others of this home."""
+        """Return the key of the attempt, which is unique in this home."""
         return key_of(self.observe)
 
     @property
@@ -83,17 +87,17 @@ class Recorder:
 
     @property
     def is_observed(self) -> bool:
-        """Return whether more comes of its supervisor."""
+        """Return True while its supervisor may send more messages."""
         return self.peer is not None and not self._has_settled
 
     @property
     def is_sampled(self) -> bool:
-        """Return whether its ranks run."""
+        """Return True while its ranks run."""
         return self.ranks is not None and self.is_observed and not self._has_ended
 
     @property
     def is_over(self) -> bool:
-        """Return whether there is nothing left to do for it."""
+        """Return True if the recorder has no work left."""
         if self.is_observed:
             return False
         return self.delivery is None or (self.delivery.is_done and self.delivery.held is None)
@@ -101,7 +105,7 @@ class Recorder:
     # --- what its supervisor says --------------------------------------------------------------------------------
 
     def join(self, peer: Peer) -> None:
-        """Take a connection for its supervisor's; one that connects again says everything again."""
+        """Use a connection as its supervisor's; after a reconnect, the supervisor sends everything again."""
         self.peer = peer
         if self.delivery is None:
             self.send(messages.Untracked(sentence="", final=True))
@@ -109,7 +113,7 @@ class Recorder:
             self.send(self.delivery.status)
 
     def receive(self, message: messages.AnyMonitorMessage) -> None:
-        """Take a message of its supervisor."""
+        """Process a message of its supervisor."""
         match message:
             case messages.Ranks():
                 self._begin(message)
@@ -121,21 +125,21 @@ class Recorder:
                 pass
 
     def lose(self) -> None:
-        """Learn that its supervisor's connection has ended."""
+        """Handle the end of its supervisor's connection."""
         self.peer = None
         self._lost_ns = self._clock.boottime_ns()
         self._close()
 
     def send(self, message: messages.MonitorMessage, *, passing: bool = False) -> None:
-        """Send a message to its supervisor, if there is one."""
+        """Send a message to its supervisor, if connected."""
         if self.peer is not None:
-            with contextlib.suppress(OSError):  # its end of file comes next, and says the same
+            with contextlib.suppress(OSError):  # The end of file that follows shows the same.
                 self.peer.send(message, passing=passing)
 
     # --- what its delivery says, and its files -------------------------------------------------------------------
 
     def tend(self) -> None:
-        """Pass on news of its tracking; follow its files where no supervisor is left."""
+        """Pass on news of its tracking; without a supervisor, read its files."""
         if self.delivery is None:
             return
         for message in self.delivery.news():
@@ -145,14 +149,14 @@ class Recorder:
             self._follow()
 
     def _follow(self) -> None:
-        """Learn from its files how it ended, once no process looks after it any more."""
+        """Read the attempt's ending from its files once no process controls it."""
         if is_live(self.directory):
-            return  # its supervisor connects again
+            return  # Its supervisor will connect again.
         stopped = read_ending(self.directory)
         if stopped is not None:
             self._end(stopped.state, stopped.reason, "")
         elif self._clock.boottime_ns() - self._lost_ns < _LOST_NS:
-            return  # the agent is about to write it
+            return  # The agent is about to write the ending.
         else:
             reason = Reason.SUPERVISOR_KILLED
             self._end(MEANINGS[reason].state, reason, MEANINGS[reason].sentence)
@@ -188,7 +192,7 @@ class Recorder:
         self._recording.describe(header)
 
     def record(self, node: NodeSample) -> None:
-        """Keep what is this attempt's of a sample of the node, and tell its supervisor what it adds up to."""
+        """Keep the attempt's part of a node sample, and send the sums to its supervisor."""
         recording = self._recording
         if recording is None or not self.is_sampled:
             return
@@ -200,14 +204,15 @@ class Recorder:
         self.send(messages.AttemptSample(uses=uses, busy=works(sample)), passing=True)
         if recording.lost:
             self._send_once(
-                f"what the devices do cannot be written to {self.directory}: the disk is full, or it is gone"
+                f"cannot write samples of the devices to {self.directory}: the disk is full, or the directory was "
+                "deleted"
             )
         if any(device.kind is DeviceKind.GPU for device in self.devices):
             for problem in node.problems:
-                self._send_once(f"what the GPUs do is not known: {problem}")
+                self._send_once(f"the state of the GPUs is unknown: {problem}")
 
     def used_by(self) -> dict[str, tuple[str, int]]:
-        """Return which rank, by attempt and number, has a device: one each, or one process all of a node's."""
+        """Return attempt and rank per device: one device per rank, or all devices for a single process."""
         ranks = sorted(self.ranks.pids) if self.ranks is not None else []
         if len(ranks) == 1:
             ranks *= len(self.devices)
@@ -215,11 +220,11 @@ class Recorder:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Return its devices, in the order of its ranks."""
+        """Return its devices in the order of its ranks."""
         return self.ranks.devices if self.ranks is not None else ()
 
     def watched(self) -> messages.WatchedAttempt:
-        """Return it as a frame shows it."""
+        """Return the attempt in the form that a frame shows."""
         status = self.delivery.status if self.delivery is not None else None
         return messages.WatchedAttempt(
             run_id=self.observe.run_id,
@@ -244,7 +249,7 @@ class Recorder:
 
 
 def sample_of(node: NodeSample, devices: tuple[Device, ...], *keys: str) -> Sample:
-    """Return what a sample of the node shows of some devices and of the ranks of some attempts."""
+    """Return the part of a node sample for some devices and for the ranks of some attempts."""
     ranks: list[RankSample] = []
     for key in keys:
         ranks += node.ranks.get(key, ())
@@ -255,8 +260,8 @@ def sample_of(node: NodeSample, devices: tuple[Device, ...], *keys: str) -> Samp
 class RayFile:
     """Reads the metrics of a Ray cluster on this node, written by `inside/raycluster/metrics.py`.
 
-    The file is opened again only when it was written again. No metrics: no file; an old file, because Ray hangs or is
-    gone; a file that is none of ours (a pipe, a directory, a gigabyte).
+    The file is opened again only after a new write. There are no metrics without a file, or if the file is old because
+    Ray hangs or has ended. Files of another kind are ignored (a pipe, a directory, a gigabyte).
     """
 
     def __init__(self, directory: Path, node_rank: int) -> None:
@@ -265,12 +270,12 @@ class RayFile:
         self._data = b""
 
     def latest(self, now_ns: int) -> RaySample | None:
-        """Return the latest metrics; None if they are missing or too old. `now_ns` is boottime."""
+        """Return the latest metrics; None if they are missing or too old. `now_ns` is a boottime."""
         try:
             found = os.stat(self._path)
             seen = (found.st_ino, found.st_mtime_ns)
             if seen != self._seen:
-                # A pipe has nothing and does not block. A byte above the limit shows that the file is too large.
+                # A pipe is empty and does not block. One byte above the limit shows that the file is too large.
                 fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
                 try:
                     self._data = os.read(fd, RAY_BYTES_MAX + 1)

@@ -1,24 +1,29 @@
-"""Samples the node and its devices once a second, in a thread of its own: a driver that hangs stops only samples.
+"""Samples the node once a second, in a thread, so that a hanging driver stops only samples.
 
     main thread ──ask(wanted)──▶ SamplerThread ──▶ NodeSample, and the main thread is woken ──take()──▶ main thread
 
     HostSampler ─────┐
     RankSampler ─────┼─▶ MachineSampler.sample(wanted) ─▶ NodeSample ─▶ one for each attempt, a frame for `sgpu top`
-    NvmlSampler ─────┤      └─ waits 50 ms for its thread's reading at most, and takes the one before where it is late
+    NvmlSampler ─────┤      └─ waits at most 50 ms for its thread's reading, else uses the previous one
     fake_gpus.json ──┘
 
-One sample serves all attempts. One question at a time: until it is answered the next ones are left out, so nothing
-piles up. PCIe throughput is measured for 20 ms by the call that asks for it, so for two GPUs at a time, in turn.
+One sample serves all attempts. Only one request is active at a time, and further requests are dropped until it is
+answered. A call for PCIe throughput measures for 20 ms, so each sample measures only two GPUs, in turn.
 
-Failure cases, none an exception:
-- a figure that cannot be read is None, and `NodeSample.problems` says why, so that it is reported once;
-- a failed sample (no descriptors, no memory, a bug of ours) is left out, and a repeated failure is logged once;
-- a wedged driver blocks NVML: after 5 s the reading expires and samples have no GPUs until the one thread comes back; a
-  list of GPUs (`sgpu top`) waits for the driver;
-- a GPU that fell off the bus, or another error of the binding: an empty sample or reading, and the problem names it;
-- a process that ends while it is looked at counts no more: its CPU time is its parent's by then, if that one waited
-  for it;
-- memory that processes share is counted in each, as in any list of processes.
+No failure raises an exception:
+
+A figure that cannot be read is None. `NodeSample.problems` has the reason, so that it is reported once.
+
+A failed sample is left out, and a repeated failure is logged once.
+
+If a hanging driver blocks NVML, the reading expires after 5 s. Samples then have no GPUs until the thread returns. A
+list of GPUs (`sgpu top`) waits for the driver.
+
+If a GPU fell off the bus or the binding fails otherwise, the sample is empty, and the problem names the GPU.
+
+A process that ends during the sample does not count. Its parent has its CPU time by then, if the parent waited for it.
+
+Shared memory is counted in each process, as in any process list.
 """
 
 from __future__ import annotations
@@ -58,47 +63,47 @@ _FAKE_STATE_BYTES_MAX = 1 << 20
 _ALL_LINKS = 0xFFFFFFFF
 _KIB = 1024
 
-# NVML's own numbers, of nvml.h.
+# NVML's own numbers, from nvml.h.
 TEMPERATURE_GPU = 0
 CLOCK_SM, CLOCK_MEMORY = 1, 2
 PCIE_TRANSMIT, PCIE_RECEIVE = 0, 1
 UNCORRECTED, SINCE_DRIVER_LOADED = 1, 0
-NVLINK_TRANSMIT, NVLINK_RECEIVE = 138, 139  # fields: KiB over all links
+NVLINK_TRANSMIT, NVLINK_RECEIVE = 138, 139  # Fields in KiB over all links.
 
 RankKey = tuple[str, int]
-"""An attempt, and a global rank of it."""
+"""An attempt and one of its global ranks."""
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Devices and ranks to sample."""
 
-    devices: tuple[Device, ...] = ()  # of all attempts, each once
-    ranks: Mapping[str, Mapping[int, int]] = {}  # pids by global rank, by key of the attempt
-    used_by: Mapping[str, tuple[str, int]] = {}  # device to attempt and global rank
-    fakes: str | None = None  # devices declared by `sgpu top`, in place of the node's own; None while it does not run
+    devices: tuple[Device, ...] = ()  # Devices of all attempts, each once.
+    ranks: Mapping[str, Mapping[int, int]] = {}  # Pids by global rank, by key of the attempt.
+    used_by: Mapping[str, tuple[str, int]] = {}  # Attempt and global rank by device.
+    fakes: str | None = None  # Devices declared by `sgpu top` instead of the node's own; None while it does not run.
 
 
 class NodeSample(msgspec.Struct, frozen=True, kw_only=True):
-    """The node at one moment: devices by uuid, ranks by attempt."""
+    """The node at one time: devices by uuid, ranks by attempt."""
 
-    at_ns: int  # nanoseconds since 1970
+    at_ns: int  # Nanoseconds since 1970.
     devices: tuple[Device, ...]
     host: HostSample
     gpus: Mapping[str, GpuSample]
     ranks: Mapping[str, tuple[RankSample, ...]]
-    problems: tuple[str, ...] = ()  # sentences about what could not be sampled; the receiver reports each once
+    problems: tuple[str, ...] = ()  # Messages about missing samples; the receiver reports each once.
 
 
 class NodeReader(Protocol):
     """Protocol of a node's sampler."""
 
     def sample(self, wanted: SampleRequest, at_ns: int) -> NodeSample:
-        """Return what is seen now."""
+        """Return a sample of the present state."""
         ...
 
 
 class SamplerThread:
-    """The sampling thread; makes `machine` and calls `wake` there, so that no start-up delays a loop."""
+    """The sampling thread; calls `machine` and `wake` in the thread, so that no start-up delays a loop."""
 
     def __init__(self, machine: Callable[[], NodeReader], clock: Clock, wake: Callable[[], None]) -> None:
         self._make = machine
@@ -110,7 +115,7 @@ class SamplerThread:
         self._thread: threading.Thread | None = None
 
     def ask(self, wanted: SampleRequest) -> bool:
-        """Have the node sampled; return False while the last sample is not there yet."""
+        """Request a sample; return False while the previous one is not finished."""
         if self._busy:
             return False
         if self._thread is None:
@@ -121,7 +126,7 @@ class SamplerThread:
         return True
 
     def take(self) -> NodeSample | None:
-        """Return the sample that was asked for, once; None where it is not there yet, or has failed."""
+        """Return the requested sample, once; None if it is not finished or failed."""
         try:
             sample = self._samples.get_nowait()
         except queue.Empty:
@@ -148,22 +153,22 @@ class SamplerThread:
 
 
 class WakeupEvent:
-    """Wakes a loop from other threads."""
+    """Wakes an event loop from other threads."""
 
     def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable while it is set
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # Readable while the event is set.
 
     def set(self) -> None:
-        """Wake the loop."""
+        """Wake the event loop."""
         os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
-        """Let the loop wait again."""
+        """Reset the event, so that the loop can wait again."""
         os.eventfd_read(self.fd)
 
 
 class MachineSampler:
-    """Samples this machine; used by one thread. `nvml` of None makes a sampler."""
+    """Samples this machine, from one thread; makes its own NVML sampler if `nvml` is None."""
 
     def __init__(self, home: Path, *, nvml: NvmlSampler | None = None, clock: Clock | None = None) -> None:
         self._home = home
@@ -175,7 +180,7 @@ class MachineSampler:
         self._sources: tuple[str, tuple[GpuType, ...], tuple[Provider, ...]] | None = None
 
     def sample(self, wanted: SampleRequest, at_ns: int) -> NodeSample:
-        """Return a sample (nanoseconds since 1970); an unused made-up device is idle."""
+        """Return a sample; `at_ns` is nanoseconds since 1970. An unused fake device is idle."""
         boottime_ns = self._clock.boottime_ns()
         own, problem = ((), "") if wanted.fakes is None else self._list(wanted.fakes, boottime_ns)
         devices = {device.uuid: device for device in (*own, *wanted.devices)}
@@ -198,7 +203,7 @@ class MachineSampler:
         )
 
     def _list(self, fakes: str, now_ns: int) -> tuple[tuple[Device, ...], str]:
-        """Return the devices of this node, and what is wrong with the list; CPU slots where there is no GPU."""
+        """Return this node's devices and the problem with the list; CPU slots if there is no GPU."""
         if self._listed is None or self._listed[0] != fakes or now_ns - self._listed[1] >= _LIST_EVERY_NS:
             devices: tuple[Device, ...] = ()
             problem = ""
@@ -215,7 +220,7 @@ class MachineSampler:
     def _made_up(
         self, devices: Mapping[str, Device], wanted: SampleRequest, ranks: Mapping[str, Sequence[RankSample]]
     ) -> dict[str, GpuSample]:
-        """Return the samples of fakes and CPU slots: what their ranks use."""
+        """Return the samples of fakes and CPU slots, computed from the usage of their ranks."""
         made_up = {uuid: device for uuid, device in devices.items() if device.kind is not DeviceKind.GPU}
         fakes = any(device.kind is DeviceKind.FAKE for device in made_up.values())
         state: dict[str, FakeGpu] = fake_state(self._home) if fakes else {}
@@ -245,15 +250,15 @@ def _ranks(
 
 
 class HostSampler:
-    """Samples CPU, memory, disk and network; CPU counts between two samples, so the first one does not know it.
+    """Samples CPU, memory, disk and network; CPU use needs two samples, so it is None in the first one.
 
-    The disk is asked every ten seconds only: on a network file system every question is a message to its server.
+    The disk is queried every ten seconds only. On a network file system, each query is a request to its server.
     """
 
     def __init__(self, home: Path, networks: Path = _NETWORKS) -> None:
         self._home = home
         self._networks = networks
-        self._cpu: tuple[float, float] | None = None  # seconds: busy, all
+        self._cpu: tuple[float, float] | None = None  # Busy and total time, in seconds.
         self._disk: tuple[int | None, int | None] = (None, None)
         self._disk_ns: int | None = None
 
@@ -276,7 +281,7 @@ class HostSampler:
     def _cpu_percent(self) -> float | None:
         times = psutil.cpu_times()
         idle: float = times.idle + times.iowait
-        # A guest's time is part of its host process's user time already.
+        # A guest's time is already part of its host process's user time.
         total: float = sum(times) - times.guest - times.guest_nice
         before, self._cpu = self._cpu, (total - idle, total)
         if before is None or total <= before[1]:
@@ -287,8 +292,8 @@ class HostSampler:
     def _network(self) -> tuple[int | None, int | None]:
         """Return the bytes received and sent.
 
-        Bridges, bonds and what containers have pass on what goes over a card, too: where there are cards, only they
-        count. A container has none, and there everything counts but loopback.
+        Bridges, bonds and container interfaces forward traffic of a network card. If there are cards, only they count.
+        A container has no cards, so all interfaces except loopback count.
         """
         try:
             counters = psutil.net_io_counters(pernic=True)
@@ -304,12 +309,12 @@ def _disk(path: Path) -> tuple[int | None, int | None]:
     with contextlib.suppress(OSError):
         disk = os.statvfs(path)
         used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
-        return used, used + disk.f_bavail * disk.f_frsize  # what root keeps for itself is not there
+        return used, used + disk.f_bavail * disk.f_frsize  # Space reserved for root does not count.
     return None, None
 
 
 class RankUsage(NamedTuple):
-    """One rank with its children at one moment; CPU since the sample before, None at the first."""
+    """One rank with its children at one time; CPU use since the previous sample, None in the first."""
 
     cpu_percent: float | None
     memory_bytes: int
@@ -317,7 +322,7 @@ class RankUsage(NamedTuple):
 
 
 class ProcessStat(NamedTuple):
-    """The parent of a process, and what it has used."""
+    """The parent of a process, and its usage."""
 
     parent: int
     cpu_s: float
@@ -327,10 +332,10 @@ class ProcessStat(NamedTuple):
 class RankSampler:
     """Samples CPU and memory of each rank's process and of its descendants.
 
-        /proc ─ every pid once ─▶ whose descendant is it? ─▶ for those of ranks, every second: stat
+        /proc ─ every pid once ─▶ which rank's descendant? ─▶ for those of ranks, every second: stat
 
-    A process gets its rank when it is first seen: asking every process of a large machine every second would cost more
-    than all else. A process whose parent has ended stays its rank's.
+    The sampler assigns a process to a rank when it first sees it. Reading every process of a large machine every second
+    would cost too much. A process whose parent has ended stays with its rank.
     """
 
     def __init__(self) -> None:
@@ -339,9 +344,12 @@ class RankSampler:
         self._before: dict[RankKey, tuple[int, float]] = {}
 
     def sample(self, at_ns: int, roots: Mapping[int, RankKey]) -> dict[RankKey, RankUsage]:
-        """Return the usage of each rank; `at_ns` is of a clock that does not jump, `roots` maps pids to ranks."""
+        """Return the usage of each rank.
+
+        `at_ns` is of a clock that does not jump; `roots` maps pids to ranks.
+        """
         if roots != self._roots:
-            # Ranks were forked before it was known that they would be: their children may belong to another rank yet.
+            # Processes were assigned before these ranks were known, so their children may be assigned to other ranks.
             self._roots, self._owners = dict(roots), dict(roots)
         self._find_owners()
         sums: dict[RankKey, tuple[float, int, tuple[int, ...]]] = {key: (0.0, 0, ()) for key in roots.values()}
@@ -387,17 +395,17 @@ class RankSampler:
 
 
 def read_stat(pid: int) -> ProcessStat | None:
-    """Return the parent, CPU time and memory of a process, or None where it has ended."""
+    """Return the parent, CPU time and memory of a process, or None if it has ended."""
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()  # a program may have any name
-        # Of children that ended it has their time, once it waited for them.
+        fields = file.read().rpartition(b")")[2].split()  # A program may have any name.
+        # A process also has the time of ended children that it waited for.
         ticks = sum(int(field) for field in fields[11:15])
         return ProcessStat(int(fields[1]), ticks * _TICK_S, int(fields[21]) * _PAGE_BYTES)
     return None
 
 
 class GpuReading(NamedTuple):
-    """GPUs at one moment, by uuid, and memory by process; None where that is hidden."""
+    """GPUs at one time, by uuid, and memory by process; None if that is hidden."""
 
     gpus: dict[str, GpuSample]
     memory_by_pid: dict[int, int] | None
@@ -405,9 +413,9 @@ class GpuReading(NamedTuple):
 
 
 class NvmlSampler:
-    """Samples NVIDIA GPUs, in a thread of its own; waits at most `wait_s` for a fresh reading.
+    """Samples NVIDIA GPUs in a thread; waits at most `wait_s` for a fresh reading.
 
-    `pids_visible` says that NVML's pids are those of this process's namespace; None finds out.
+    `pids_visible` says that NVML's pids are those of this process's namespace; None detects it.
     """
 
     def __init__(
@@ -429,7 +437,7 @@ class NvmlSampler:
         self._thread: threading.Thread | None = None
 
     def sample(self, uuids: Sequence[str]) -> GpuReading:
-        """Return the latest reading of these GPUs: one entry per uuid asked, never an exception, never long."""
+        """Return the latest reading of these GPUs quickly: one entry per uuid, never an exception."""
         now_ns = self._clock.boottime_ns()
         with self._condition:
             before = self._readings
@@ -450,7 +458,7 @@ class NvmlSampler:
         return GpuReading(gpus, latest.memory_by_pid, latest.problem)
 
     def _waits(self) -> bool:
-        """Return whether a question has no answer yet; asked by name, since the other thread answers meanwhile."""
+        """Return True while a request has no answer; a method, because the other thread changes the attribute."""
         return self._asked is not None
 
     def _serve(self) -> None:
@@ -461,7 +469,7 @@ class NvmlSampler:
             try:
                 reading = self._reader.read(asked, self._clock.boottime_ns)
             except Exception as error:  # noqa: BLE001 - whatever a binding raises, the next reading may be fine
-                reading = _empty(asked, f"NVML cannot be asked: {error!r}")
+                reading = _empty(asked, f"the call to NVML failed: {error!r}")
             with self._condition:
                 self._latest, self._readings = reading, self._readings + 1
                 self._asked = None
@@ -469,13 +477,13 @@ class NvmlSampler:
 
 
 class _NvmlReader:
-    """Asks NVML; used by one thread."""
+    """Calls NVML; used by one thread."""
 
     def __init__(self, given: Any, pids_visible: bool) -> None:
         self._given = given
         self._pids_visible = pids_visible
         self._nvml: Any = None
-        self._links: dict[tuple[str, int], tuple[int, int]] = {}  # (uuid, field) -> when, KiB
+        self._links: dict[tuple[str, int], tuple[int, int]] = {}  # (uuid, field) → (time, KiB)
         self._pcie: dict[str, tuple[float | None, float | None]] = {}
         self._turn = 0
 
@@ -493,7 +501,7 @@ class _NvmlReader:
             try:
                 handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
             except nvml_errors(self._nvml) as error:
-                gpus[uuid], problem = GpuSample(), f"{uuid} cannot be asked: {error}"
+                gpus[uuid], problem = GpuSample(), f"cannot query {uuid}: {error}"
                 continue
             gpus[uuid] = self._gpu(uuid, handle, now_ns)
             for process in self._ask("DeviceGetComputeRunningProcesses", handle) or ():
@@ -525,7 +533,7 @@ class _NvmlReader:
         )
 
     def _link_rate(self, uuid: str, handle: object, field: int, at_ns: int) -> float | None:
-        """Return bytes a second since the reading before; the card counts KiB."""
+        """Return bytes per second since the previous reading; the card counts KiB."""
         values = self._ask("DeviceGetFieldValues", handle, [(field, _ALL_LINKS)])
         if values is None or values[0].nvmlReturn != 0:
             return None
@@ -546,27 +554,27 @@ class _NvmlReader:
         self._turn += _PCIE_AT_ONCE
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """Return what NVML answers, None where it has no answer, or where it was asked about nothing."""
+        """Return NVML's answer; None without an answer, or if the first argument is None."""
         if arguments[0] is None:
             return None
         try:
             return getattr(self._nvml, f"nvml{function}")(*arguments)
-        except AttributeError:  # a binding that does not know the function yet, or any more
+        except AttributeError:  # The binding does not have this function yet, or no longer has it.
             return None
         except nvml_errors(self._nvml):
             return None
 
 
 class FakeGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A fake's part of the state file; the fake's rank supplies the rest."""
+    """A fake's entry in the state file; the fake's rank supplies the other values."""
 
-    memory_used_bytes: int | None = None  # as the gate sees it
-    problem: str = ""  # why it cannot be asked, or ""
-    sampled: dict[str, int | float | None] = {}  # figures by the names of `GpuSample`
+    memory_used_bytes: int | None = None  # The value for the GPU gate.
+    problem: str = ""  # Why the device gives no answer, or "".
+    sampled: dict[str, int | float | None] = {}  # Figures by the names of `GpuSample`.
 
 
 def fake_state(home: Path) -> dict[str, FakeGpu]:
-    """Return the state file of fakes, by uuid; nothing where it is missing or unreadable."""
+    """Return the state file of fakes, by uuid; empty if it is missing or unreadable."""
     try:
         with (home / FAKE_STATE_FILE).open("rb") as file:
             return from_json(file.read(_FAKE_STATE_BYTES_MAX), dict[str, FakeGpu])
@@ -575,7 +583,7 @@ def fake_state(home: Path) -> dict[str, FakeGpu]:
 
 
 def from_rank(device: Device, rank: RankSample | None, share: int, state: Mapping[str, FakeGpu]) -> GpuSample:
-    """Return the sample of a fake or a CPU slot from its rank, if any, which has `share` devices."""
+    """Return the sample of a fake or CPU slot from its rank, if any; the rank has `share` devices."""
     busy = 0.0 if rank is None else rank.cpu_percent
     memory = 0 if rank is None else rank.memory_bytes
     derived = GpuSample(
@@ -595,7 +603,7 @@ def from_rank(device: Device, rank: RankSample | None, share: int, state: Mappin
     }
     try:
         return from_builtins([figures[name] for name in GpuSample.__struct_fields__], GpuSample)
-    except msgspec.ValidationError:  # half a byte of memory, for example
+    except msgspec.ValidationError:  # An invalid value, for example half a byte of memory.
         return derived
 
 

@@ -1,12 +1,13 @@
-"""Starting, reaching and ending the monitor of a home.
+"""Starts, contacts and ends the monitor of a home.
 
     agent ──want()──▶ connected? ─▶ nothing
-                      no ─▶ another process's socket answers? ─▶ connected
-                            no ─▶ started, detached; its pipe says when it listens ─▶ connected
-                      its end of file ─▶ started again, after longer and longer pauses, if anything runs or is left
-                      undelivered
+                      no ─▶ the socket of a running monitor answers? ─▶ connected
+                            no ─▶ start one, detached; its pipe shows when it listens ─▶ connected
+                      its end of file ─▶ start it again, with growing pauses, if a run or undelivered data
+                      needs it
 
-The agent never waits here: a monitor that does not start costs samples and tracking, and nothing of a run.
+The agent never waits for the monitor. A monitor that does not start costs samples and tracking, but does not affect a
+run.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ END_S = 10.0
 
 
 class MonitorConnection:
-    """The agent's line to the monitor of its home."""
+    """The agent's connection to the monitor of its home."""
 
     def __init__(
         self, home: Home, sockets: Path, environ: Mapping[str, str], selector: selectors.BaseSelector, clock: Clock
@@ -58,12 +59,12 @@ class MonitorConnection:
         self._again_ns = 0
 
     def want(self, prepare: messages.Prepare | None = None) -> None:
-        """Have a monitor, soon, and have it prepared for a run that is likely to come."""
+        """Request a monitor soon, prepared for a likely run."""
         self._wanted = True
         self._preparation = prepare if prepare is not None else self._preparation
 
     def tend(self, *, busy: bool) -> None:
-        """Start it if it is wanted and not there; `busy` wants a lost one back."""
+        """Start a requested monitor that does not run; with `busy`, also restart a lost one."""
         if self._process is not None and self._process.poll() is not None:
             self._process = None
         if self._peer is not None:
@@ -72,7 +73,7 @@ class MonitorConnection:
             self._reach()
 
     def close(self) -> None:
-        """Hang up: without an agent it ends once nothing needs it."""
+        """Disconnect; without an agent, the monitor exits once it is not needed."""
         if self._peer is not None:
             self._lose(self._peer)
 
@@ -84,11 +85,11 @@ class MonitorConnection:
         try:
             self._process, self._ready_fd = start(self._home, self._sockets, self._environ)
         except OSError:
-            return  # no process can start now; tried again after the pause
+            return  # No process can start now; the agent tries again after the pause.
         self._selector.register(self._ready_fd, selectors.EVENT_READ, self._started)
 
     def _started(self) -> None:
-        """Learn that it listens, or has ended."""
+        """Handle the pipe's end: the monitor listens or has ended."""
         self._selector.unregister(self._ready_fd)
         os.close(self._ready_fd)
         self._ready_fd = -1
@@ -125,7 +126,7 @@ class MonitorConnection:
 
 
 def _has_undelivered(home: Home) -> bool:
-    """Return whether MLflow still has to hear of an attempt."""
+    """Return True if an attempt has undelivered data for MLflow."""
     with contextlib.suppress(OSError):
         return any(name.endswith(".json") for name in os.listdir(home.tracking))
     return False
@@ -141,9 +142,9 @@ def preparation(tracker: Tracking | None, context: Context) -> messages.Prepare 
 
 
 def start(home: Home, sockets: Path, environ: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a monitor, which detaches itself; it ends where one runs already. Raises OSError.
+    """Start a monitor, which detaches itself; it exits if one runs already. Raises OSError.
 
-    Returns the process to reap, and a descriptor that is readable once one listens, or none could.
+    Returns the process to reap, and a descriptor that becomes readable once a monitor listens or has failed.
     """
     ready_read, ready_write = os.pipe()
     arguments = (str(home.root), str(sockets), ready_write)
@@ -159,7 +160,7 @@ def start(home: Home, sockets: Path, environ: Mapping[str, str]) -> tuple[subpro
 
 
 def connect(sockets: Path) -> Channel | None:
-    """Return a connection to the monitor, without blocking; None when none listens."""
+    """Return a connection to the monitor without blocking; None if no monitor listens."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.setblocking(False)
     try:
@@ -173,7 +174,7 @@ def connect(sockets: Path) -> Channel | None:
 def ensure(home: Home, environ: Mapping[str, str]) -> Channel:
     """Return a connection to the monitor of a home, after starting it if needed.
 
-    Raises AgentUnavailable when it does not start, StorageError when the sockets' directory cannot be used.
+    Raises AgentUnavailable if the monitor does not start, and StorageError if the sockets' directory is not usable.
     """
     sockets = home.sockets()
     deadline_ns = SystemClock().boottime_ns() + int(_START_S * 1e9)
@@ -181,7 +182,7 @@ def ensure(home: Home, environ: Mapping[str, str]) -> Channel:
         try:
             process, ready_fd = start(home, sockets, environ)
         except OSError as error:
-            raise AgentUnavailable(f"the monitor of this node could not be started: {error}") from error
+            raise AgentUnavailable(f"could not start the monitor of this node: {error}") from error
         try:
             if daemon.reap(process, _START_S):
                 select.select([ready_fd], [], [], _START_S)
@@ -192,7 +193,7 @@ def ensure(home: Home, environ: Mapping[str, str]) -> Channel:
         if SystemClock().boottime_ns() > deadline_ns:
             raise AgentUnavailable(
                 f"the monitor of this node did not come up within {_START_S:.0f} s",
-                hint=f"what it wrote: {home.monitor_log}",
+                hint=f"see its log {home.monitor_log}",
             )
         select.select([], [], [], 0.05)
     channel.sock.setblocking(True)
@@ -200,9 +201,9 @@ def ensure(home: Home, environ: Mapping[str, str]) -> Channel:
 
 
 def stop(home: Home) -> int:
-    """End the idle monitors of a home; the others end with the last attempt. Return how many have ended.
+    """End the idle monitors of a home and return their number; others end with their last attempt.
 
-    Undelivered writes to MLflow get a few seconds, then the next monitor takes them up. Raises AgentUnavailable.
+    Undelivered writes to MLflow get a few seconds; the next monitor delivers the rest. Raises AgentUnavailable.
     """
     count = 0
     for path in home.sockets().glob("monitor-*.lock"):
@@ -214,7 +215,7 @@ def stop(home: Home) -> int:
 
 
 def _end(path: Path, pid: int) -> bool:
-    """Ask a monitor to end, and see to it; return False for one that stays because attempts need it."""
+    """Make a monitor exit, with SIGKILL if necessary; return False if attempts still need it."""
     with daemon.opened(pid) as process, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         if process is None:
             return False
@@ -229,11 +230,11 @@ def _end(path: Path, pid: int) -> bool:
         except TimeoutError:
             limit_s = 0
         except OSError:
-            pass  # it ends already
+            pass  # The monitor already exits.
         if select.select([process], [], [], limit_s)[0]:
             return True
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(process, signal.SIGKILL)  # it is stuck; runs do not notice
+            signal.pidfd_send_signal(process, signal.SIGKILL)  # The monitor hangs; runs are not affected.
         if not select.select([process], [], [], END_S)[0]:
-            raise AgentUnavailable(f"the monitor (pid {pid}) does not end, although it was killed")
+            raise AgentUnavailable(f"the monitor (pid {pid}) did not end after it was killed")
     return True

@@ -1,10 +1,13 @@
-"""The file of samples of one attempt on one node: appended to, ever more rarely, and never waited for.
+"""The file of samples of one attempt on one node; rows are appended without waiting.
 
     sample, 1 s ─▶ TelemetryFile ─ mean of the interval ─▶ logs/<node rank>.telemetry ─▶ delivery, Run.metrics(), server
 
-Failure cases: the disk is full or the directory gone: the row is lost and counted, the next one is tried; the writer
-was killed in the middle of a line: the next writer ends it, and readers leave it out; the wall clock was set back: a
-row is due at once."""
+The interval between rows grows with the duration of a run.
+
+Failure cases: If the disk is full or the directory missing, the row is lost and counted, and the next one is tried. If
+the writer was killed in the middle of a line, the next writer ends the line, and readers skip it. If the wall clock was
+set back, a row is due at once.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +29,16 @@ from serverless_gpu.model.telemetry import (
 )
 from serverless_gpu.tracking.metric_points import SampleReader
 
-_EARLY_NS = SECOND_NS // 2  # a sampler's seconds are not exact
+_EARLY_NS = SECOND_NS // 2  # The seconds of a sampler are not exact.
 
 
 class TelemetryFile:
-    """Writes one telemetry file; it goes on with a file that an earlier monitor left."""
+    """Writes one telemetry file; continues a file of an earlier monitor."""
 
     def __init__(self, path: Path, header: Header) -> None:
-        self.rows = 0  # in the file
-        self.lost = 0  # rows that could not be written
-        self.uses: dict[str, DeviceTotals] = {}  # sums per device
+        self.rows = 0  # Number of rows in the file.
+        self.lost = 0  # Number of rows that could not be written.
+        self.uses: dict[str, DeviceTotals] = {}  # Sums per device.
         self._path = path
         self._header = header
         self._headed = False
@@ -47,17 +50,17 @@ class TelemetryFile:
 
     @property
     def header(self) -> Header:
-        """Return what its samples are of now."""
+        """Return the present description of the samples' devices."""
         return self._header
 
     def describe(self, header: Header) -> None:
-        """Say what the samples are of from here on: the devices have become known."""
+        """Set the description of the following samples, whose devices have become known."""
         if header != self._header:
             self.flush()
             self._header, self._headed = header, False
 
     def append(self, sample: Sample) -> bool:
-        """Take a sample; return whether a row was written: later in a run, not every sample is one."""
+        """Add a sample; return True if that wrote a row. Later in a run, several samples form one row."""
         self._pending.append(self._counted(sample))
         self.uses = add(self.uses, self._header, sample)
         if self._last is not None:
@@ -67,7 +70,7 @@ class TelemetryFile:
         return self.flush()
 
     def flush(self) -> bool:
-        """Write what has been taken since the last row; return whether that was anything and worked."""
+        """Write the samples since the last row; return True if there were any and the write succeeded."""
         if not self._pending:
             return False
         row = merged(self._pending)
@@ -98,7 +101,7 @@ class TelemetryFile:
         return written == len(data)
 
     def _take_up(self) -> None:
-        """Go on where an earlier monitor stopped: its number of rows, its last sample, its half line."""
+        """Read the state of an earlier monitor's file: number of rows, last sample, incomplete line."""
         samples = SampleReader(self._path)
         while True:
             before = samples.offset
@@ -112,7 +115,7 @@ class TelemetryFile:
         self._torn = samples.backlog > 0
 
     def _counted(self, sample: Sample) -> Sample:
-        """Return the sample with what went over the network since the first one of the file."""
+        """Return the sample with the network traffic since the first sample of the file."""
         host = sample.host
         if host.network_receive_bytes is None or host.network_transmit_bytes is None:
             return sample

@@ -156,7 +156,7 @@ class RankLog:
 
 
 def hidden_tails(logs: Mapping[int, RankLog], first: Sequence[int]) -> dict[int, str]:
-    """Return the last output of a few ranks of a failed run that are not shown live, those in `first` first."""
+    """Return the last output of a few ranks of a failed run that are not shown live, `first` ones first."""
     tails: dict[int, str] = {}
     for rank in dict.fromkeys([*first, *logs]):
         if rank in logs and not logs[rank].shown and len(tails) < _HIDDEN_RANKS_MAX:

@@ -1,4 +1,4 @@
-"""Processes of a node: starting one, ending a whole tree, shared memory that it left.
+"""Processes of a node: starts processes, ends whole process trees, and removes their shared memory.
 
-The supervisor and the agent call it. Start with `process_tree.py`.
+The supervisor and the agent use this package. Start with `process_tree.py`.
 """

@@ -1,14 +1,14 @@
-"""Daemons: our own processes that detach from their starter and outlive it.
+"""Starts and ends daemons: processes of this package that detach from their starter and outlive it.
 
-    start ──▶ clean interpreter ──▶ forks and ends (its starter reaps it) ──▶ the daemon holds its lock, and listens
-    end   ──▶ SIGTERM ──▶ after a while SIGKILL ──▶ its pidfd says that it has ended
+    start ──▶ clean interpreter ──▶ forks and exits (its starter reaps it) ──▶ the daemon holds its lock, and listens
+    end   ──▶ SIGTERM ──▶ after a timeout SIGKILL ──▶ its pidfd shows that it has ended
 
-The agent, the monitor, the uplink, and the keepers of MLflow and Ray are daemons; each has a lock file with its pid.
-The environment service has none: it serves one caller, and ends with it.
+The agent, the monitor, the uplink, and the keepers of MLflow and Ray are daemons. Each has a lock file with its pid.
+The environment service has no lock: it serves one caller and ends with it.
 
-Failure cases: the interpreter cannot be started (OSError); it does not detach in time (it is killed); the daemon ends
-while it is being ended (a descriptor names it, so no process that gets its pid later is signalled); the daemon survives
-SIGKILL because it waits in the kernel (`end` returns False).
+Failure cases: If the interpreter cannot start, `start` raises OSError. A process that does not detach in time is
+killed. A daemon may exit while another process ends it. A descriptor identifies it, so no later process with its pid
+gets a signal. If the daemon survives SIGKILL because it waits in the kernel, `end` returns False.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start `main(*arguments)` of a module, which detaches; return the child to `reap`. Raises OSError.
 
-    What it prints is appended to the file `log`. It inherits `fds` under the same numbers.
+    The process appends its output to the file `log` and inherits `fds` under the same numbers.
     """
     output = open_log(log)
     try:
@@ -51,7 +51,7 @@ def reap(process: subprocess.Popen[bytes], limit_s: float) -> bool:
 
 @contextlib.contextmanager
 def opened(pid: int) -> Iterator[int | None]:
-    """Open a descriptor of a process, which names no other one later; None when it has ended."""
+    """Open a pidfd, which never refers to another process; yield None if the process has ended."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -64,9 +64,9 @@ def opened(pid: int) -> Iterator[int | None]:
 
 
 def end(pid: int, limit_s: float, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGKILL)) -> bool:
-    """Send a process one signal after the other until it has ended; return whether it has.
+    """Send a process one signal after the other until it ends; return True if it has ended.
 
-    After each signal, it has `limit_s` seconds to end.
+    After each signal, the process has `limit_s` seconds to end.
     """
     with opened(pid) as process:
         if process is None:

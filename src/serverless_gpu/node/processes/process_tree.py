@@ -1,25 +1,25 @@
-"""Ends the tree of an attempt's processes, proves that it ended, and removes the shared memory that it left.
+"""Ends an attempt's process tree, proves its end, and removes the shared memory that it left.
 
-An attempt's processes are all below its stem. Where cgroup v2 is writable the stem sits in a cgroup of its own and one
-write to `cgroup.kill` ends everything, whatever detached itself; `cgroup.events` says when it is empty. Elsewhere the
-stem is the sub-reaper and ends its descendants itself. Nothing is ever ended by name.
+All processes of an attempt are below its stem. If cgroup v2 is writable, the stem has its own cgroup. One write to
+`cgroup.kill` then ends everything, including detached processes, and `cgroup.events` shows when the cgroup is empty.
+Otherwise the stem is the subreaper and ends its descendants itself. No process is ever ended by name.
 
-    /sys/fs/cgroup[/unified]/<our own place>/serverless_gpu-<home>/<number>/    one per stem
+    /sys/fs/cgroup[/unified]/<own cgroup>/serverless_gpu-<home>/<number>/    one per stem
 
-The number of processes and threads of an attempt is bounded where the pids controller is at hand, so that a fork bomb
-is its own run's error. Memory: a limit is set where a memory controller is at hand, v2 first, v1 (hybrid hosts) for
-want of it. Whether a rank died of memory is read from the controller's counters, without one from the kernel's global
-counter, never from an exit code.
+If a pids controller is available, it limits the processes and threads of an attempt, so that a fork bomb only harms its
+own run. A memory limit is set if a memory controller is available: v2 first, v1 on hybrid hosts. The controller's
+counters show if a rank was killed for lack of memory. Without a controller, the kernel's global counter does. Exit
+codes are not used.
 
-Libraries make named segments in /dev/shm and remove them at the end of their process; a killed process does not, and in
-the end /dev/shm is full (`AttemptSegments`):
+Libraries make named segments in /dev/shm and remove them when their process exits. A killed process leaves its
+segments, which finally fill /dev/shm (`AttemptSegments`):
 
-    while it runs     candidates ─▶ those that the attempt's processes have open or mapped are its own
-    after its end     its own, not in use by any process ─▶ removed
+    during the run    candidates ─▶ segments that the attempt's processes have open or mapped belong to it
+    after its end     its segments that no process uses ─▶ removed
 
-A candidate has a name that a library makes (never one that a user chose: files in /dev/shm may be theirs to keep), is
-owned by this user, and was made while the attempt ran. In doubt it stays: a segment that no process of the attempt was
-seen with, one that any process has, and one whose maker still lives.
+A candidate has a name that a library makes, because files with other names may be the user's. This user owns it, and it
+was made while the attempt ran. In doubt a segment stays. This applies if no process of the attempt was seen with it, if
+any process uses it, or if its maker still runs.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from serverless_gpu.node.inside.linux import descendants
 
 _MOUNT_LINE = re.compile(r"^\d+ \d+ \S+ (?P<root>\S+) (?P<point>\S+) .* - (?P<kind>\S+) \S+ (?P<options>\S+)$")
 TASKS_MAX = 32_768
-ZYGOTE = "-zygote"  # of the name of a zygote's cgroup
-AGENT = "sgpu-agent"  # of an agent's process
+ZYGOTE = "-zygote"  # Suffix of the name of a zygote's cgroup.
+AGENT = "sgpu-agent"  # Name of an agent's process.
 _CLOSING_LOOKS = 100
 _CLOSING_PAUSE_S = 0.01
 _LEFT_MAX = 16
-_NO_LIMIT_BYTES = 1 << 60  # what v1 says for none is the largest number of pages
+_NO_LIMIT_BYTES = 1 << 60  # Without a limit, v1 reports the largest number of pages.
 
 _SEGMENTS = Path("/dev/shm")
 _PROC = Path("/proc")
@@ -53,29 +53,29 @@ _SEGMENT_NAME = re.compile(
     r"torch_(?P<torch>\d+)_\d+_\d+"
     r"|__KMP_REGISTERED_LIB_(?P<openmp>\d+)(_\d+)?"
     r"|sem\.loky-(?P<loky>\d+)-\w+"
-    r"|psm_[0-9a-f]{8}"  # multiprocessing.shared_memory
-    r"|sem\.mp-[a-z0-9_]{8}"  # multiprocessing's locks
+    r"|psm_[0-9a-f]{8}"  # Multiprocessing.shared_memory.
+    r"|sem\.mp-[a-z0-9_]{8}"  # Multiprocessing's locks.
     r"|nccl-[A-Za-z0-9]{6}"
 )
 _LOOK_NS = 1_000_000_000
-_LOOKS_MAX = 3  # at one name: no process of the attempt has it by then, so it is not the attempt's
-_COARSE_NS = 50_000_000  # the clock of file systems is behind by a tick
+_LOOKS_MAX = 3  # Checks per name; if no process of the attempt uses it by then, it does not belong to the attempt.
+_COARSE_NS = 50_000_000  # The clock of file systems is late by up to a tick.
 
 
 class CgroupRoot:
-    """The directories below which one agent makes cgroups for each stem."""
+    """The directories in which one agent makes a cgroup for each stem."""
 
     def __init__(
         self, path: Path | None, pids: Path | None = None, tasks_max: int = TASKS_MAX, problem: str = ""
     ) -> None:
-        self.path = path  # the v2 directory, or None where cgroup v2 cannot be used
-        self.problem = problem  # why there is no v2 directory, or ""
-        self._pids = pids  # a v1 directory of the pids controller on hosts that have it there, or None
-        self._tasks_max = tasks_max  # bound on processes and threads of one attempt
+        self.path = path  # The v2 directory, or None if cgroup v2 is not usable.
+        self.problem = problem  # Why there is no v2 directory, or "".
+        self._pids = pids  # The pids controller's v1 directory on hosts that have it there, or None.
+        self._tasks_max = tasks_max  # Limit of processes and threads per attempt.
         self._count = 0
 
     def make(self, mark: str = "") -> tuple[Path, ...]:
-        """Make the cgroups of one stem, or with `ZYGOTE` of a zygote, the v2 one first; none if impossible."""
+        """Make the cgroups of a stem (with `ZYGOTE`: of a zygote), the v2 one first; empty if impossible."""
         self._count += 1
         made: list[Path] = []
         for parent in (self.path, self._pids):
@@ -91,9 +91,9 @@ class CgroupRoot:
         return tuple(made)
 
     def sweep(self) -> None:
-        """Remove empty cgroups of earlier agents' stems. Only at start: later a stem may be coming.
+        """Remove empty cgroups of earlier agents' stems; call this only at start, before stems arrive.
 
-        What is left in the cgroup of a zygote whose agent is gone belongs to no run, and is killed.
+        Processes in the cgroup of a zygote whose agent has ended belong to no run and are killed.
         """
         for parent in (self.path, self._pids):
             with contextlib.suppress(OSError):
@@ -103,13 +103,13 @@ class CgroupRoot:
                     if entry.name.endswith(ZYGOTE):
                         number = entry.name.partition("-")[0]
                         made_by = look_at(int(number) if number.isdigit() else 0)
-                        # The agent that made it may be another than this process, and still run.
+                        # Another agent may have made the cgroup and may still run.
                         if made_by is None or made_by.pid == os.getpid() or made_by.name != AGENT:
                             end_cgroup(entry)
                     remove_cgroup(entry)
 
     def close(self) -> None:
-        """Remove all cgroups once the last stems have ended, after a short wait; the rest is swept later."""
+        """Remove all cgroups after the last stems ended, for up to a second; later agents sweep the rest."""
         for _ in range(_CLOSING_LOOKS):
             self.sweep()
             if all([remove_cgroup(path) for path in (self.path, self._pids) if path is not None]):
@@ -118,9 +118,9 @@ class CgroupRoot:
 
 
 def find_cgroup_root(name: str, environ: Mapping[str, str]) -> CgroupRoot:
-    """Return where this process may make cgroups; `name` is unique to one user's home.
+    """Return the directories in which this process may make cgroups; `name` is unique to one user's home.
 
-    `SERVERLESS_GPU_CGROUPS=0` goes without; `SERVERLESS_GPU_TASKS_MAX` bounds an attempt's processes.
+    `SERVERLESS_GPU_CGROUPS=0` disables cgroups. `SERVERLESS_GPU_TASKS_MAX` limits an attempt's processes.
     """
     if environ.get("SERVERLESS_GPU_CGROUPS") == "0":
         return CgroupRoot(None, problem="switched off by SERVERLESS_GPU_CGROUPS=0")
@@ -129,16 +129,16 @@ def find_cgroup_root(name: str, environ: Mapping[str, str]) -> CgroupRoot:
     pids = _directory("cgroup", "pids", name)
     path = _directory("cgroup2", "", name)
     if path is None:
-        return CgroupRoot(None, pids, tasks_max, "no cgroup v2 directory is ours to write")
+        return CgroupRoot(None, pids, tasks_max, "no cgroup v2 directory is writable for this user")
     if not (path / "cgroup.kill").exists():
         return CgroupRoot(None, pids, tasks_max, "this kernel has no cgroup.kill (needs 5.14)")
-    with contextlib.suppress(OSError):  # controllers our parent does not hand down are simply not used
+    with contextlib.suppress(OSError):  # Controllers that the parent cgroup does not delegate stay unused.
         (path / "cgroup.subtree_control").write_text("+memory +pids")
     return CgroupRoot(path, pids, tasks_max)
 
 
 def _directory(kind: str, controller: str, name: str) -> Path | None:
-    """Make and return a directory below our own place in a hierarchy, or None."""
+    """Make and return a directory below this process's cgroup in a hierarchy, or None."""
     mount, place = mount_point(kind, controller), own_place(controller)
     if mount is None or place is None:
         return None
@@ -151,7 +151,7 @@ def _directory(kind: str, controller: str, name: str) -> Path | None:
 
 
 def controllers(path: Path | None) -> tuple[str, ...]:
-    """Return which limits can be set on stems: ``memory`` and ``pids`` of v2, and those of v1."""
+    """Return the limits that can be set on stems: ``memory`` and ``pids`` of v2, and those of v1."""
     found: list[str] = []
     if path is not None:
         with contextlib.suppress(OSError):
@@ -167,8 +167,8 @@ def controllers(path: Path | None) -> tuple[str, ...]:
 
 
 def kill_cgroup(path: Path) -> None:
-    """End every process in a cgroup, atomically."""
-    with contextlib.suppress(OSError):  # removed under us; whether it is empty is asked for separately
+    """Kill every process in a cgroup, atomically."""
+    with contextlib.suppress(OSError):  # The cgroup may have been removed; `cgroup_empty` checks that separately.
         (path / "cgroup.kill").write_text("1")
 
 
@@ -180,7 +180,7 @@ def cgroup_pids(path: Path) -> list[int]:
 
 
 def end_cgroup(path: Path) -> None:
-    """End every process in a cgroup, also in one of v1, and wait a moment for that."""
+    """Kill every process in a cgroup, also of v1, and wait up to a second."""
     for _ in range(_CLOSING_LOOKS):
         kill_cgroup(path)
         pids = cgroup_pids(path)
@@ -193,28 +193,28 @@ def end_cgroup(path: Path) -> None:
 
 
 def cgroup_empty(path: Path) -> bool:
-    """Return whether no process is left in a cgroup."""
+    """Return True if no process is left in a cgroup."""
     try:
         return "populated 0" in (path / "cgroup.events").read_text()
     except OSError as error:
-        return error.errno in (errno.ENOENT, errno.ENODEV)  # only an empty one can be removed
+        return error.errno in (errno.ENOENT, errno.ENODEV)  # Only an empty cgroup can be removed.
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
-    """Identity of a process that outlived its SIGKILL: `started` is in ticks since boot."""
+    """Identity of a process that survived its SIGKILL; `started` is in ticks since boot."""
 
     pid: int
     started: int
     name: str = ""
 
     def is_there(self) -> bool:
-        """Return whether it still is, and is no zombie."""
+        """Return True if the process still exists and is not a zombie."""
         now = look_at(self.pid)
         return now is not None and now.started == self.started
 
 
 def left_in(cgroup: Path | None, pids: Iterable[int]) -> tuple[ProcessIdentity, ...]:
-    """Return a few processes of an attempt that are still there: in its cgroup, else of the known `pids`."""
+    """Return a few remaining processes of an attempt, from its cgroup and the known `pids`."""
     known = list(pids)
     if cgroup is not None:
         known += cgroup_pids(cgroup)
@@ -223,18 +223,18 @@ def left_in(cgroup: Path | None, pids: Iterable[int]) -> tuple[ProcessIdentity, 
 
 
 def look_at(pid: int) -> ProcessIdentity | None:
-    """Return the identity of a process, or None for a missing one or a zombie."""
+    """Return the identity of a process, or None for a missing process or a zombie."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    name, _, rest = line.partition("(")[2].rpartition(")")  # a name may have parentheses
+    name, _, rest = line.partition("(")[2].rpartition(")")  # A name may contain parentheses.
     fields = rest.split()
     return None if fields[0] in "ZX" else ProcessIdentity(pid, int(fields[19]), name)
 
 
 def remove_cgroup(path: Path) -> bool:
-    """Remove an empty cgroup and those below it; return whether it is gone."""
+    """Remove an empty cgroup and those below it; return True if it no longer exists."""
     with contextlib.suppress(OSError):
         for entry in path.iterdir():
             if entry.is_dir():
@@ -249,14 +249,15 @@ def remove_cgroup(path: Path) -> bool:
 
 
 def memory_limit_bytes() -> int | None:
-    """Return the least memory limit of the cgroups this process is in, or None where none is set or seen."""
+    """Return the lowest memory limit of this process's cgroups; None without a visible limit."""
     found: list[int] = []
     for kind, controller, name in (("cgroup2", "", "memory.max"), ("cgroup", "memory", "memory.limit_in_bytes")):
         mount, place = mount_point(kind, controller), own_place(controller)
         if mount is None or place is None:
             continue
         own = mount / place.lstrip("/")
-        for path in (own, *own.parents):  # in a container the mount is its own group, and the rest is not to be seen
+        # In a container the mount is the container's own cgroup, and its parents are not visible.
+        for path in (own, *own.parents):
             if path.is_relative_to(mount):
                 with contextlib.suppress(OSError, ValueError):
                     found.append(int((path / name).read_text()))
@@ -282,7 +283,7 @@ class MemoryWatch:
             self.note = "memory= is not enforced: no memory controller can be written to on this machine"
 
     def out_of_memory(self) -> bool:
-        """Return whether the kernel ended a process of this attempt for memory, as far as can be known."""
+        """Return True if the kernel's counters show that it killed a process of this attempt for memory."""
         if self._v2 is not None:
             return _counter(self._v2 / "memory.events", "oom_kill") > 0
         if self._v1 is not None:
@@ -290,7 +291,7 @@ class MemoryWatch:
         return _kernel_oom_kills() > self._kernel_kills
 
     def peak_bytes(self) -> int | None:
-        """Return the attempt's peak of host memory where the controller knows it."""
+        """Return the attempt's peak of host memory, or None if no controller knows it."""
         for path in (self._v2 and self._v2 / "memory.peak", self._v1 and self._v1 / "memory.max_usage_in_bytes"):
             if path is not None:
                 with contextlib.suppress(OSError, ValueError):
@@ -298,7 +299,7 @@ class MemoryWatch:
         return None
 
     def close(self) -> None:
-        """Remove the v1 group."""
+        """Remove the v1 cgroup."""
         if self._v1 is not None:
             remove_cgroup(self._v1)
 
@@ -308,7 +309,7 @@ class MemoryWatch:
             return False
         try:
             (path / "memory.limit_in_bytes").write_text(str(limit_bytes))
-            for pid in (stem_pid, *descendants(stem_pid)):  # ranks stand by already
+            for pid in (stem_pid, *descendants(stem_pid)):  # The ranks are already on standby.
                 (path / "cgroup.procs").write_text(str(pid))
         except OSError:
             remove_cgroup(path)
@@ -318,7 +319,7 @@ class MemoryWatch:
 
 
 def mount_point(kind: str, controller: str) -> Path | None:
-    """Return where a file system of a kind is mounted, for cgroup v1 the one with a controller."""
+    """Return the mount point of a file system of a kind; for cgroup v1, of the given controller."""
     with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8") as file:
         for line in file:
             match = _MOUNT_LINE.match(line.strip())
@@ -328,7 +329,7 @@ def mount_point(kind: str, controller: str) -> Path | None:
 
 
 def own_place(controller: str) -> str | None:
-    """Return our cgroup's path below the mount, from lines such as ``0::/user.slice`` or ``4:memory:/x``."""
+    """Return this process's cgroup from lines such as ``0::/user.slice`` or ``4:memory:/x``."""
     with contextlib.suppress(OSError), open("/proc/self/cgroup", encoding="utf-8") as file:
         for line in file:
             _, controllers, path = line.rstrip("\n").split(":", 2)
@@ -360,16 +361,16 @@ class AttemptSegments:
         self._due_ns = 0
 
     def is_due(self, now_ns: int) -> bool:
-        """Return whether it is time to look, once a second; `now_ns` is always of the same clock."""
+        """Return True once per second; `now_ns` must always be of the same clock."""
         if now_ns < self._due_ns:
             return False
         self._due_ns = now_ns + _LOOK_NS
         return True
 
     def look(self, since_ns: int, pids: Callable[[], Collection[int]]) -> None:
-        """Note the attempt's segments: those that its processes have, or that are named after them.
+        """Record the attempt's segments: those that its processes use, or that have their pids in the name.
 
-        `since_ns` is the wall time at which user code began; `pids` is called only for new segments.
+        `since_ns` is the wall time at which user code began. `pids` is called only for new segments.
         """
         there = set(self._candidates(since_ns))
         self._own &= there
@@ -386,7 +387,7 @@ class AttemptSegments:
         """Remove the attempt's segments after its last process has ended; return their names."""
         names = self._own.intersection(self._candidates(since_ns)) if self._own else set()
         names -= {name for name in names if (maker := _maker(name)) is not None and (_PROC / str(maker)).exists()}
-        in_use: set[str] = set()  # as far as processes can be looked into
+        in_use: set[str] = set()  # Processes of other users are not visible.
         for pid in [int(name) for name in os.listdir(_PROC) if name.isdigit()] if names else ():
             in_use |= _used(pid, self._place, names)
         removed = []
@@ -411,7 +412,7 @@ class AttemptSegments:
 
 
 def _used(pid: int, place: Path, names: set[str]) -> set[str]:
-    """Return which segments a process has mapped or open; none where it is gone, or cannot be looked into."""
+    """Return the segments that a process has mapped or open; empty if it has ended or is not accessible."""
     try:
         maps = (_PROC / str(pid) / "maps").read_bytes()
         files = os.listdir(_PROC / str(pid) / "fd")
@@ -425,6 +426,6 @@ def _used(pid: int, place: Path, names: set[str]) -> set[str]:
 
 
 def _maker(name: str) -> int | None:
-    """Return the process in a segment's name, or None where its name has none."""
+    """Return the pid in a segment's name, or None."""
     found = _SEGMENT_NAME.fullmatch(name)
     return next((int(pid) for pid in found.groupdict().values() if pid), None) if found else None

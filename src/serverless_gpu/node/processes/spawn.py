@@ -1,7 +1,8 @@
-"""Starts our own processes: clean interpreters, and zygotes in the user's environment.
+"""Starts processes of this package: clean interpreters, and zygotes in the user's environment.
 
-Agent and supervisor run under `-I -S`: no `PYTHON*` variables, no user site, and no `.pth` files, which execute code at
-start even under `-I`. Their search path is the standard library, then the directories our own few dependencies lie in.
+Agent and supervisor run with `-I -S`: without `PYTHON*` variables, user site and `.pth` files. `.pth` files execute
+code at start even with `-I`. The search path is the standard library and the directories of this package's few
+dependencies.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from serverless_gpu.node.inside import protocol
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 INSIDE = _PACKAGE / "node" / "inside"
-"""Directory of the runtime of ranks, which programs in the user's interpreter load under the name `_sgpu_inside`."""
+"""Directory of the ranks' runtime, which programs in the user's interpreter load as `_sgpu_inside`."""
 
 _LOAD = """\
 import importlib.util, sys
@@ -33,9 +34,9 @@ runtime = sys.modules["_sgpu_inside"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(runtime)
 """
 
-# What a clean process gets of the caller's environment. HOME and the like are for libraries that insist on a home
-# directory. Others say where a user's patterns of git lie (captures look there) and interpreters (restores do), and the
-# last one where a test has them die.
+# Variables of the caller that a clean process gets. HOME and similar ones are for libraries that require a home
+# directory. Others locate the user's git patterns (for captures) and interpreters (for restores). The last two are for
+# tests.
 _CLEAN_VARIABLES = (
     "PATH",
     "HOME",
@@ -77,30 +78,31 @@ STARTUP_PREFIXES = (
     "TORCH",
     "PYTORCH",
 )
-"""Variables that are read once, when an interpreter or a library starts: they are part of what a zygote is."""
+"""Prefixes of variables that an interpreter or a library reads once at start; part of a zygote's key."""
 
 SET_BY_LIBRARIES = {
-    "KMP_DUPLICATE_LIB_OK": ("True", "TRUE"),  # scikit-learn and threadpoolctl; torch's inductor
-    "KMP_INIT_AT_FORK": ("FALSE",),  # scikit-learn and joblib
+    "KMP_DUPLICATE_LIB_OK": ("True", "TRUE"),  # Scikit-learn and threadpoolctl; torch's inductor.
+    "KMP_INIT_AT_FORK": ("FALSE",),  # Scikit-learn and joblib.
     "PYTHONBREAKPOINT": ("ray.util.rpdb.set_trace", "ray.util.rpdb._driver_set_trace"),  # ray
     "PYTORCH_ENABLE_MPS_FALLBACK": ("1",),  # accelerate
     "PYTORCH_NVML_BASED_CUDA_CHECK": ("1",),  # Lightning
-    "TORCHINDUCTOR_CACHE_DIR": (),  # torch's inductor: any directory
-    "TORCH_WARM_POOL": ("0",),  # torch's inductor
+    "TORCHINDUCTOR_CACHE_DIR": (),  # Torch's inductor: any directory.
+    "TORCH_WARM_POOL": ("0",),  # Torch's inductor.
 }
-"""Start-up variables that libraries set in their own process when they are imported, and the values; () for any.
+"""Start-up variables that libraries set in their own process on import, with the values; () for any value.
 
-Such a value tells which libraries the caller has imported, not how an interpreter has to start: a warm interpreter
-without it serves the caller as well. Ranks have it, as all variables of the caller.
+Such a value shows which libraries the caller has imported, not how an interpreter must start. A warm interpreter
+without it therefore serves the caller too. Ranks get it like all other variables of the caller.
 """
 
 
 def clean_process(
     module: str, arguments: Sequence[object], *, fds: Sequence[int], log: int, environ: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start `main(*arguments)` of one of our modules in a clean interpreter and a new session; OSError.
+    """Start `main(*arguments)` of a module of this package in a clean interpreter and a new session.
 
-    It inherits `fds` under the same numbers, writes to `log`, and gets a few of the caller's variables.
+    The process inherits `fds` under the same numbers, writes to `log`, and gets a few of the caller's variables. Raises
+    OSError.
     """
     paths = search_path()
     program = f"import sys; sys.path += {paths!r}; from {module} import main; main(*{list(arguments)!r})"
@@ -126,7 +128,7 @@ def preload(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def search_path() -> list[str]:
-    """Return the directories of this package and of its few dependencies, which may be in several places."""
+    """Return the directories of this package and of its few dependencies."""
     found = [str(_PACKAGE.parent)]
     for name in _DEPENDENCIES:
         spec = importlib.util.find_spec(name)
@@ -136,14 +138,14 @@ def search_path() -> list[str]:
 
 
 def clean_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the few variables that our own processes get."""
+    """Return the few variables that clean processes get."""
     return {name: environ[name] for name in _CLEAN_VARIABLES if name in environ}
 
 
 def startup_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that decide how an interpreter and its libraries start.
+    """Return the variables that determine how an interpreter and its libraries start.
 
-    Python takes the encoding of file names from the locale when it starts: one that is not UTF-8 is among them.
+    Python takes the encoding of file names from the locale at start, so a locale that is not UTF-8 is included.
     """
     found = {name: value for name, value in environ.items() if name.startswith(STARTUP_PREFIXES)}
     locale = next((environ[name] for name in ("LC_ALL", "LC_CTYPE", "LANG") if environ.get(name)), "")
@@ -154,9 +156,9 @@ def startup_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def separating_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the start-up variables that callers of one zygote share: all but those set by libraries."""
+    """Return the start-up variables that callers of one zygote share: all except those set by libraries."""
     found = startup_variables(environ)
-    libraries = {name: SET_BY_LIBRARIES.get(name) for name in found}  # no values: any value
+    libraries = {name: SET_BY_LIBRARIES.get(name) for name in found}  # An empty tuple means any value.
     return {
         name: value
         for name, value in found.items()
@@ -165,9 +167,9 @@ def separating_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def one_name(python: str) -> str:
-    """Return the same name for all names of an interpreter in its directory: `python` is `python3` there.
+    """Return one name for all names of an interpreter in its directory, where `python` may be `python3`.
 
-    The directory stays as it is: by it an interpreter knows its environment.
+    The directory stays unchanged, because an interpreter finds its environment by it.
     """
     for name in ("python3", "python"):
         beside = os.path.join(os.path.dirname(python), name)
@@ -178,15 +180,15 @@ def one_name(python: str) -> str:
 
 
 class CallerInterpreter(NamedTuple):
-    """An interpreter as a caller has it."""
+    """An interpreter with a caller's options and variables."""
 
     python: str
     flags: Sequence[str]
-    # the caller's variables; those read at start, and a few every program expects, are passed on
+    # The caller's variables; variables read at start and a few that every program expects are passed on.
     environ: Mapping[str, str]
-    mounts: Sequence[Mapping[str, object]] = ()  # of its environment, for `inside/namespaces.py`
-    cgroups: Sequence[str] = ()  # directories of those that it starts in
-    namespace: Literal["", "wanted", "required"] = ""  # a user namespace: not at all, where possible, or required
+    mounts: Sequence[Mapping[str, object]] = ()  # Mounts of its environment, for `inside/namespaces.py`.
+    cgroups: Sequence[str] = ()  # Directories of the cgroups in which it starts.
+    namespace: Literal["", "wanted", "required"] = ""  # User namespace: none, if possible, or required.
 
 
 def zygote_process(
@@ -194,11 +196,11 @@ def zygote_process(
 ) -> subprocess.Popen[bytes]:
     """Start a zygote in the user's interpreter; raises OSError.
 
-    The launcher that enters its containment is ours alone: it gets none of the user's variables, since the loader of
-    libraries would read them.
+    The launcher enters the containment before the zygote starts. It gets none of the user's variables, because the
+    dynamic loader would read them.
     """
     if not interpreter.mounts:
-        python = interpreter.python  # checked here, because the launcher could only say it in the log
+        python = interpreter.python  # Checked here, because the launcher could only report it in the log.
         if not stat.S_ISREG(os.stat(python).st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), python)
         if not os.access(python, os.X_OK):
@@ -240,23 +242,23 @@ def zygote_program(channel_fd: int, preload: Sequence[str], inside: Path = INSID
 
 
 def launcher_program(plan_fd: int, channel_fd: int, inside: Path = INSIDE) -> str:
-    """Return the program that enters what contains a zygote, and becomes it (`inside/launcher.py`)."""
+    """Return the program that enters a zygote's containment and becomes the zygote (`inside/launcher.py`)."""
     return load_inside(inside) + f"from _sgpu_inside import launcher\nlauncher.main({plan_fd}, {channel_fd})\n"
 
 
 def load_inside(inside: Path = INSIDE) -> str:
-    """Return the lines of a program that load the runtime of ranks from its directory."""
+    """Return the lines of a program that load the ranks' runtime from its directory."""
     return _LOAD.format(init=str(inside / "__init__.py"), directory=str(inside))
 
 
 def open_log(path: Path) -> int:
-    """Return a descriptor that appends to a log file of bounded size."""
+    """Return a descriptor that appends to a log file of limited size."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     bound_log(fd)
     return fd
 
 
 def bound_log(fd: int) -> None:
-    """Truncate a log file that has grown over 10 MB."""
+    """Truncate a log file that is larger than 10 MB."""
     if os.fstat(fd).st_size > LOG_BYTES_MAX:
         os.ftruncate(fd, 0)

@@ -1,7 +1,7 @@
 """Reacts to failing GPUs of this node as soon as the kernel log reports them.
 
     kernel_log ─▶ model/xid ─▶ Fault ─┬─ ends the attempt that uses the GPU (AttemptFaults, in its supervisor)
-                                      ├─ quarantines the GPU, also across restarts of our processes, until it reboots
+                                      ├─ quarantines the GPU until the next boot, also across restarts of the agent
                                       └─ counts a hit in `<uuid>.xids` beside the GPU's lock if user code caused it;
                                          hits are counted per principal, for the whole machine
 

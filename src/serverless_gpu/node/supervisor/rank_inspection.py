@@ -11,7 +11,7 @@ signal, did not answer, and sleeps or has used CPU time since. If a rank answers
 inspection, its main thread has returned from that call.
 
 The stem sends the signals, because only it knows which ranks it has not reaped yet. A signal therefore never reaches
-another process. The inspector does not ask a rank that no longer catches the signals or whose memfd is gone. Such a
+another process. The inspector does not ask a rank that no longer catches the signals or has closed its memfd. Such a
 rank runs another program, or user code replaced the handlers. The signal would end that rank, or the stack would go
 into a file of the user.
 

@@ -80,7 +80,7 @@ _TOO_LARGE = "it answers, but large packets are lost: check that the network has
 
 
 class Peers:
-    """One crew's side of a gang on several nodes."""
+    """Exchanges news with the other crews of a gang on several nodes."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ def _halt(attempt: Attempt) -> Halt:
 
 
 class Rendezvous:
-    """One crew's part of a rendezvous."""
+    """Tests the connections of one crew to all other crews of its gang."""
 
     def __init__(self, nonce: str, crew: int, crews: int, selector: selectors.BaseSelector, clock: Clock) -> None:
         self.reach: CrewReach | None = None  # the other crews that this crew reached, once known

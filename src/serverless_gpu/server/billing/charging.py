@@ -19,8 +19,8 @@ Failure cases:
 
 - The database is unavailable. The loop retries.
 
-- The loop cannot charge a crew because a number is out of bounds. It logs and counts the crew and skips it for a while.
-  It charges the other crews, and retention keeps the run.
+- The loop cannot charge a crew because a number is out of bounds. The loop logs and counts the crew and skips it for a
+  while. The loop charges the other crews, and retention keeps the run.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class ChargeableCrew(msgspec.Struct, frozen=True, kw_only=True):
     queued_ms: int  # How long the run waited for the attempt; 0 except for its first crew.
     facts: Sequence[Fact]
     posted: Sequence[PostedEntry]
-    seen: _Seen | None  # From its receipt; None without one.
+    seen: _Seen | None  # The checked part of the receipt; None without a receipt.
 
     @property
     def is_over(self) -> bool:
@@ -220,7 +220,7 @@ def charge(
             posted = [each.entry for each in one.posted]
             if one.is_over:
                 entries = post(posted, lines, final=one.is_final(final_before_ns))
-            else:  # Its last day is not over.
+            else:  # The last day of the crew is not over.
                 entries = post(posted, lines[:-1], final=True)
             _check(lines, entries)
             if one.is_over and one.seen is not None and lines:

@@ -110,12 +110,12 @@ def lines_so_far(
 class CostRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A run whose cost is estimated."""
 
-    spec: RunSpec  # Its request, with the additions of its policy.
-    pool: str  # Its pool; "" for any on-demand pool.
-    node: str = ""  # Name of the (first) node on which it would start, or "".
-    several_nodes: bool = False  # True if it may use several nodes when no node is large enough.
-    expected_s: float | None = None  # Expected time with its devices.
-    limit: str = "timeout"  # The name of its time limit.
+    spec: RunSpec  # The spec of the run, with the additions of its policy.
+    pool: str  # The pool of the run; "" for any on-demand pool.
+    node: str = ""  # Name of the first node on which the run would start, or "".
+    several_nodes: bool = False  # True if the run may use several nodes when no node is large enough.
+    expected_s: float | None = None  # Expected seconds for which the run holds devices.
+    limit: str = "timeout"  # The name of the run's time limit.
 
 
 def estimate(connection: sa.Connection, wish: CostRequest, *, now_ns: int, currency: str) -> CostEstimate:

@@ -5,8 +5,8 @@
                                 `folded` stores the last one, in the same transaction ┘
 
 Entries never change and become visible in the order of their numbers, so the loop adds each entry once. A report reads
-the sums and the entries after them. Its figures therefore do not depend on the progress of this loop. After a crash,
-the loop continues at its last entry.
+the sums and the entries after them. The figures of a report therefore do not depend on the progress of this loop. After
+a crash, the loop continues at its last entry.
 """
 
 from __future__ import annotations

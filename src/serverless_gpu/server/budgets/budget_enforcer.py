@@ -5,7 +5,7 @@
             its ranks write a checkpoint ─▶ BUDGET_STOPPED
 
 A stop request is a row of the run. The run therefore stops even if an operator raises, deletes or resets the budget in
-the meantime (no flapping). Its owner may submit it again. An announced threshold is a row too, so a server that is
+the meantime (no flapping). The owner may submit the run again. An announced threshold is a row too, so a server that is
 killed announces it once. The enforcer closes a hard budget before it stops any run. So the amounts that stopped runs
 release admit no other run until an operator opens the budget again.
 

@@ -11,8 +11,8 @@ does not send them. Each notice has its own retries, so a refused notice delays 
 
 Failure cases:
 
-- No answer, or not 2xx: The loop retries after 5, 10, 20 … s, at most an hour. It gives up after ten tries or a day. A
-  server that restarts knows the number of tries, not the pauses.
+- No answer, or not 2xx: The loop retries after 5, 10, 20 … s, at most an hour. The loop gives a notice up after ten
+  tries or a day. A server that restarts knows the number of tries, not the pauses.
 
 - An endless answer: The timeout is 5 s, and the loop does not read the body.
 
@@ -43,7 +43,7 @@ FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 3_600.0
 IDLE_S = 30.0
 LOOKED_AT = 100
-"""The maximum number of notices in one read. Those with the fewest tries come first, so that refused ones do not block.
+"""The maximum number of notices in one read. Notices with the fewest tries come first.
 """
 _log = logging.getLogger(__name__)
 

@@ -6,8 +6,9 @@
 Amounts are money if prices exist, else device time. An alarm goes to the log, the audit, the notices (`sgpu budget
 list`, the webhook) and, for a run, to the run. A row of `budget_warnings` with 0 per cent marks the alarm as sent.
 
-The loop keeps the hours of a team in memory and reads them from the ledger. It spreads an entry evenly over its time.
-The ledger gets the usage of a running attempt when the day is over, so the loop adds that usage for the last hour.
+The loop keeps the hours of a team in memory and reads them from the ledger. The loop spreads an entry evenly over its
+time. The ledger gets the usage of a running attempt when the day is over, so the loop adds that usage for the last
+hour.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@
 entries. `BudgetsLeft` counts down the remaining amounts within one tick.
 
 A running attempt counts with the price of its devices, from the start of user code until its last report, by the
-server's clock. After its end, its charges replace this amount. It pays the tariff of its placement, and it counts for
-the account of its placement.
+server's clock. After its end, its charges replace this amount. An attempt pays the tariff of its placement, and counts
+for the account of its placement.
 
 Two loops look: the scheduler before each decision, and the budget enforcer. So the scheduler's own placements count at
 once. The caller provides the transaction. Between two looks, `enter` counts new placements. Readers get the standings
@@ -21,8 +21,8 @@ that are `known`. All methods are thread-safe.
 
 Several looks run concurrently, each at its own state of the database. This module numbers its events (`moment`). A look
 passes the number at which it began, before it read anything. If another look has finished in the meantime, the first
-may have read an older state. It then changes nothing and returns the result of the other. An entered attempt counts in
-each look that began before the end of its transaction.
+may have read an older state. The first look then changes nothing and returns the result of the other look. An entered
+attempt counts in each look that began before the end of its transaction.
 
 Failure cases:
 
@@ -104,8 +104,8 @@ class OngoingAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
     spender: Spender
     subject: Subject
-    names: tuple[str, ...]  # Budgets that count it.
-    name: str = ""  # Name of its run.
+    names: tuple[str, ...]  # Budgets that count the attempt.
+    name: str = ""  # Name of the run.
 
 
 class _Known(msgspec.Struct):
@@ -126,14 +126,15 @@ class Spending:
         self._lock = threading.RLock()
         self._moment = 1
         self._changed = 1  # When budgets last changed.
-        self._book_of = 0  # The moment at which they were read.
+        self._book_of = 0  # The moment at which this object read the budgets.
         self._looked = 0  # When the last look finished.
         self._index = BudgetIndex(())
         self._ledger = LedgerSums()
         self._known: dict[Gang, _Known] = {}
         self._lives: dict[Gang, Lifetime] = {}
         self._going: dict[Gang, OngoingAttempt] = {}
-        self._entered: dict[Gang, int | None] = {}  # When the transaction of its placement ended.
+        # When the transaction of the placement ended; None while the transaction runs.
+        self._entered: dict[Gang, int | None] = {}
         self._standings: dict[str, Standing] = {}
         self._closed: frozenset[tuple[str, int]] = frozenset()
         self._as_of_ns = 0

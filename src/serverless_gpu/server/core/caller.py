@@ -23,7 +23,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         token_id: identifier of the token, for the audit.
         attempt: run, fence and number of the supervisor, for the token of an attempt.
         until_ns: end of the token's validity, nanoseconds since 1970; None for a token without an end.
-        late: True if the server has given this attempt up. It accepts only final reports from the supervisor.
+        late: True if the server has given this attempt up and accepts only final reports from the supervisor.
     """
 
     name: str = ""

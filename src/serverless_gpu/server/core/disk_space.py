@@ -16,7 +16,7 @@ from serverless_gpu.units import format_bytes
 
 KEPT_FREE_BYTES = 128 << 20
 """Minimum of free space that users' data must leave on a disk."""
-NO_INODES = "it has free space but no free inodes, and cannot hold one more file"
+NO_INODES = "the disk has free space but no free inodes, and cannot hold one more file"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -37,9 +37,7 @@ def free_bytes(place: Path | int) -> int | None:
 def check_room(size: int, free: int | None, *, kept_free_bytes: int) -> None:
     """Refuse to store more bytes than fit."""
     if free is not None and size > free - kept_free_bytes:
-        kept = (
-            f" ({format_bytes(kept_free_bytes)} must stay free)" if kept_free_bytes else ""
-        )
+        kept = f" ({format_bytes(kept_free_bytes)} must stay free)" if kept_free_bytes else ""
         raise storage_full(f"{format_bytes(size)} to write, {format_bytes(free)} free{kept}")
 
 

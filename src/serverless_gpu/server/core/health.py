@@ -16,7 +16,7 @@ A failed disk or a bucket behind a broken network does not answer at all. If req
 to `/health` would block every thread of the server. Therefore each part has one probe thread, a daemon thread that ends
 with the process. A bad answer is not kept: the next caller asks again.
 
-`/health` is public, so an answer names no host, path, user or run. It contains fixed names, fixed texts and
+`/health` is public, so an answer names no host, path, user or run. An answer contains fixed names, fixed texts and
 milliseconds. The server's log has the details, once for each change.
 """
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 BOUND_S = 2.0
 STORE_BOUND_S = 5.0
 STORE_FRESH_S = 10.0
-"""Seconds that a good answer of the store stays valid, because each check sends three requests to a bucket."""
+"""Seconds that a good answer of the store stays valid; each check costs three requests."""
 RETRY_AFTER_S = 5
 _log = logging.getLogger(__name__)
 Check = Callable[[], str]
@@ -49,8 +49,8 @@ Check = Callable[[], str]
 class Unwell(Exception):
     """Reports a problem of a health check.
 
-    The message follows the name of the checked part. It names no user or host, because `/health` is public; the log has
-    the cause.
+    The message follows the name of the checked part. The message names no user or host, because `/health` is public;
+    the log has the cause.
     """
 
 
@@ -132,7 +132,7 @@ class Probe(Generic[T]):
         except Exception as error:  # noqa: BLE001 — any exception is a health problem; the log has it
             if not self._is_failing:
                 _log.warning("the check of the %s failed", self._name, exc_info=True)
-            problem = str(error) if isinstance(error, Unwell) else "cannot be looked at"
+            problem = str(error) if isinstance(error, Unwell) else "cannot be checked"
         now_ns = self._clock.boottime_ns()
         answer = ProbeAnswer(value=value, problem=problem, took_ms=(now_ns - asked_ns) / 1e6)
         with self._lock:

@@ -100,7 +100,7 @@ class Hub:
             return self._versions.get(key, self._forgotten)
 
     def listen(self, key: str, listener: Callable[[], None]) -> None:
-        """Call `listener` at every touch of a key. It runs in the touching thread and must return immediately."""
+        """Call `listener` at every touch of a key, in the touching thread; it must return immediately."""
         with self._lock:
             self._listeners.setdefault(key, []).append(listener)
 

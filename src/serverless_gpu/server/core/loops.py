@@ -22,7 +22,7 @@ boottime. The log records each jump and its acceptance.
 Failure cases:
 
 * The server starts while the clock is wrong: the server accepts the clock, because it has no better source. With a slow
-clock it accepts expired tokens.
+  clock it accepts expired tokens.
 
 * The clock jumps repeatedly: the hour starts again with each jump.
 """

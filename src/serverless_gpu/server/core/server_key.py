@@ -9,8 +9,8 @@
 The identifier of the owner, such as a run, is authenticated with the sealed data. A copy in the row of another run
 therefore does not open. The key's identifier distinguishes a wrong key from damaged data.
 
-The server computes an attempt's token instead of storing it. It can therefore deliver an order again after a restart,
-and renew a lease without a write. A token expires: its last second is a part of it.
+The server computes an attempt's token instead of storing the token. The server can therefore deliver an order again
+after a restart, and renew a lease without a write. A token expires: its last second is a part of it.
 
     sgpa_<run>_<fence>_<until>_<43 characters>     until: seconds since 1970
     sgpa_<run>_<fence>_<43 characters>             for nodes without renewal; the database has its hash. No end

@@ -18,7 +18,7 @@ waits for the disk.
 Failure cases:
 
 * The disk does not respond: records wait in the queue. The log drops and counts records beyond the queue's capacity,
-and a later line reports the count. At its end the process waits `CLOSING_S` for the queue.
+  and a later line reports the count. At its end the process waits `CLOSING_S` for the queue.
 
 * The disk is full: lines are lost, and the server continues.
 

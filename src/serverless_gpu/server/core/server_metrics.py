@@ -31,7 +31,7 @@ CONTENT_TYPE = exposition.CONTENT_TYPE_PLAIN_0_0_4
 OTHER = "other"
 """The label value for everything that is not in a short list."""
 LABEL_VALUES_MAX = 24
-"""Maximum number of values of one label from outside, such as GPU types; further values become `OTHER`."""
+"""Maximum number of values of a label from outside, such as GPU types; others become `OTHER`."""
 _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _SLOW_S = (0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _WORKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -55,7 +55,7 @@ RETENTION_MAX_S = 3_650 * DAY_S
 STOP_WITHIN_MAX_S = 600.0
 VARIABLES = "SGPU_"
 """Prefix of the variables; the rest is the setting's name in capital letters."""
-# Variables for ranks, callers, tests and benchmarks. They are not settings.
+# Variables for ranks, callers, tests and benchmarks, which are not settings.
 _NO_SETTINGS = (
     *("SGPU_RUN_ID", "SGPU_FENCE", "SGPU_GPU_UUIDS", "SGPU_STOP_FILE", "SGPU_STOP_REASON"),
     *("SGPU_CHECKPOINT_DIR", "SGPU_RESUME_DIR", "SGPU_RESUME_FENCE", "SGPU_SECRETS_DIR", "SGPU_FAULT"),

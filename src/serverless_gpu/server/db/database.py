@@ -1,27 +1,29 @@
 """Runs transactions on the database, with the same interface for SQLite and PostgreSQL.
 
                     read                                     write
-    SQLite          a connection per thread, a snapshot      one thread; waiting works share a commit (`group_commit`)
+    SQLite          a connection per thread, a snapshot      one thread; waiting callers share a commit (`group_commit`)
     PostgreSQL      a connection from the pool, a snapshot   a connection from the pool, REPEATABLE READ, retried
 
-A work is a function of a connection, and one transaction. Either all its changes are durable when `write` returns, or
-none exists. The work sees the database as of its start. If another transaction changes the same row meanwhile, the work
-runs again. Therefore a work must only use the database: no clock, no file, no network and no engine.
+A transaction function takes a connection and runs as one transaction. Either all its changes are durable when `write`
+returns, or none exists. The function sees the database as of its start. If another transaction changes the same row
+meanwhile, the function runs again. Therefore such a function must only use the database: no clock, no file, no network
+and no engine.
 
 Failure cases:
 
 * The database is unreachable or too busy: callers get `ServerUnavailable`. Usually nothing was written. If the
-connection broke during the commit, all changes may be durable. Callers repeat their request, which is safe.
+  connection broke during the commit, all changes may be durable. Callers repeat their request, which is safe.
 
-* The disk is full: the disk reserve is released, and the work runs again (`disk_reserve`). Without a reserve, callers
-get `ServerStorageFull`, and reads continue.
+* The disk is full: the disk reserve is released, and the function runs again (`disk_reserve`). Without a reserve,
+  callers get `ServerStorageFull`, and reads continue.
 
 * A value does not fit into its column: callers get `InvalidValue`. This is the last check after those of each request
-body.
+  body.
 
 * The database file is damaged or not a database: callers get `ServerProblem`, and the operator restores a backup.
 
-* A work starts another work: the database refuses the inner work, because it would wait for itself.
+* A transaction function starts another transaction: the database refuses the inner one, because it would wait for
+  itself.
 
 * Another server uses the database, or the leader lock's session broke: nothing is written (`leader_lock`).
 """
@@ -61,11 +63,11 @@ _log = logging.getLogger(__name__)
 READERS_MAX = 40
 POSTGRES_POOL = 16
 WAIT_S = 10
-"""Seconds that a work waits for a pooled connection, or for SQLite's lock held by another process."""
+"""Seconds that a caller waits for a pooled connection, or for SQLite's lock held by another process."""
 CONNECT_S = 5
 TRIES = 6
 AT_ONCE = 500
-"""Maximum number of values in one ``IN (…)`` list, because databases limit the parameters of a statement."""
+"""Maximum number of values in one ``IN (…)`` list; databases limit a statement's parameters."""
 TOLD_EVERY_NS = 5_000_000_000
 PROBE_NS = 10_000_000_000
 """Nanoseconds without a write after which a health check writes."""
@@ -110,7 +112,7 @@ class Database:
 
     Args:
         url: ``sqlite:///path``, ``sqlite://`` (in memory, for tests) or ``postgresql://…``.
-        clock: bounds the time in which one commit collects works.
+        clock: bounds the time in which one commit collects transactions.
         measures: metrics that count transactions.
 
     Attributes:
@@ -218,7 +220,7 @@ class Database:
                 migrations.bring(committed)
 
     def read(self, work: Callable[[sa.Connection], T]) -> T:
-        """Return the result of a work that reads one snapshot of the database and must not write."""
+        """Return the result of `work`, which reads one snapshot of the database and must not write."""
         if self.leader_lock.is_stale:
             self.leader_lock.require()
         with self._measured("read"), self._told(), self._one_at_a_time():
@@ -231,12 +233,12 @@ class Database:
                     return work(connection)
 
     def write(self, work: Callable[[sa.Connection], T]) -> T:
-        """Return the result of a work, once all its changes are durable.
+        """Return the result of `work`, once all its changes are durable.
 
         Raises:
             ServerUnavailable: the database is unreachable or closed.
             ServerStorageFull: its disk is full.
-            Exception: any exception of the work; then none of its changes is written.
+            Exception: any exception of `work`; then none of its changes is written.
         """
         self.leader_lock.require()
         with self._noted(), self._measured("write"), self._told(), self._one_at_a_time():
@@ -281,7 +283,7 @@ class Database:
         return self._write_postgres(work) if self._writer is None else self._writer.do(self._marked(work))
 
     def close(self) -> None:
-        """Finish waiting works and close all connections."""
+        """Finish waiting transactions and close all connections."""
         self._closed = True
         if self._writer is not None:
             self._writer.close()
@@ -304,7 +306,7 @@ class Database:
                 return done
             except sa.exc.DBAPIError as error:
                 state = getattr(error.orig, "sqlstate", None)
-                # Another transaction wrote this row after the work had searched for it. The second run will find it.
+                # Another transaction wrote this row after `work` had searched for it. The second run will find the row.
                 again = state in _CHANGED_MEANWHILE or (state == _UNIQUE and tried == 1)
                 if not again or tried == TRIES:
                     raise
@@ -312,7 +314,7 @@ class Database:
         raise AssertionError("unreachable")
 
     def _marked(self, work: Callable[[sa.Connection], T]) -> Callable[[sa.Connection], T]:
-        """Return a work that marks its writer thread as busy and logs in its caller's context."""
+        """Return a function that marks its writer thread as busy and logs in its caller's context."""
         context = contextvars.copy_context()
 
         def marked(connection: sa.Connection) -> T:
@@ -324,7 +326,7 @@ class Database:
     @contextlib.contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
         if getattr(self._working, "now", False):
-            raise RuntimeError("a database work must not start another one; pass the connection on instead")
+            raise RuntimeError("a transaction function must not start another one; pass the connection on instead")
         if self._closed:
             raise WriterClosed
         self._working.now = True
@@ -338,7 +340,10 @@ class Database:
         try:
             with self._measures.transactions.labels(kind).time():
                 yield
-        except (ServerUnavailable, ServerStorageFull):  # The work's own exceptions are not failures of the database.
+        except (
+            ServerUnavailable,
+            ServerStorageFull,
+        ):  # Exceptions of the transaction function are not failures of the database.
             self._measures.transaction_failures.labels(kind).inc()
             raise
 
@@ -383,8 +388,8 @@ class Database:
 class _Turns:
     """Coordinates writes to PostgreSQL: many transactions together, or one retry alone.
 
-    Concurrent works that change the same row make each other fail. A failed work runs alone, so its second run succeeds
-    unless another process also writes.
+    Concurrent transactions that change the same row make each other fail. A failed one runs again alone, so its second
+    run succeeds unless another process also writes.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ Failure cases:
 * The reserve cannot be created: the log says so, and writes fail as soon as the disk is full.
 
 * PostgreSQL has no space for its log: it stops, and the database does not answer until an operator frees disk space. At
-its next start PostgreSQL empties unlogged tables, including the reserve, which frees some space.
+  its next start PostgreSQL empties unlogged tables, including the reserve, which frees some space.
 """
 
 from __future__ import annotations

@@ -1,21 +1,22 @@
-"""Writes to an SQLite database with one thread, which commits waiting works together.
+"""Writes to an SQLite database with one thread, which commits waiting transactions together.
 
     thread A ── work ─▶┐            BEGIN IMMEDIATE
     thread B ── work ─▶├─ queue ─▶  A's work · SAVEPOINT B's work · SAVEPOINT C's work
-    thread C ── work ─▶┘            COMMIT, one fsync ─▶ A, B and C get the result of their work
+    thread C ── work ─▶┘            COMMIT, one fsync ─▶ A, B and C get their results
 
 SQLite lets one connection write at a time, and a durable commit costs one fsync. Therefore callers do not compete for
-the lock. They queue their works, and works that arrive during one fsync share the next.
+the lock. Callers queue transaction functions. Functions that arrive during one fsync share the next.
 
 Failure cases:
 
-* A work raises: the writer rolls its savepoint back, and its caller gets the exception. Other works are not affected.
+* A transaction function raises: the writer rolls its savepoint back, and its caller gets the exception. Other functions
+  are not affected.
 
 * The whole transaction fails (disk full, I/O error, lock held by another process): nothing of it is written. The writer
-then runs each work in a transaction of its own, so that only failing works get an error.
+  then runs each function in a transaction of its own, so that only callers of failing functions get an error.
 
 * The process dies: committed changes remain, and all others are lost. No caller has received a result for a lost
-change.
+  change.
 
 * Another server has claimed the database: the writer commits nothing, and each caller gets `Superseded`.
 """
@@ -42,11 +43,11 @@ Work = Callable[[sa.Connection], Any]
 
 TOGETHER_MAX = 256
 TOGETHER_NS = 20_000_000
-"""Maximum works and age (ns) of one transaction; the first caller waits until the last work is done."""
+"""Maximum functions and age (ns) of one commit; the first caller waits for the last function."""
 
 
 class WriterClosed(Exception):
-    """The writer accepts no more works."""
+    """The writer is closed and accepts no more transactions."""
 
 
 class _TransactionLost(Exception):
@@ -54,7 +55,7 @@ class _TransactionLost(Exception):
 
 
 class _Waiting:
-    """A work, with the future that its caller waits for."""
+    """A transaction function, with the future that its caller waits for."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -70,11 +71,11 @@ class _Waiting:
 
 
 class GroupCommit:
-    """Runs works in the order of arrival, and commits waiting works together.
+    """Runs transaction functions in the order of arrival, and commits waiting ones together.
 
     Args:
         engine: an engine whose connections begin with ``BEGIN IMMEDIATE``.
-        clock: bounds the time in which a transaction accepts more works.
+        clock: bounds the time in which a commit accepts more transaction functions.
         measures: metrics that count commits.
 
     Attributes:
@@ -95,11 +96,11 @@ class GroupCommit:
         self._thread.start()
 
     def do(self, work: Callable[[sa.Connection], T]) -> T:
-        """Return the result of a work, once it is durable.
+        """Run a transaction function and return its result, once its changes are durable.
 
         Raises:
             WriterClosed: the writer was closed before.
-            Exception: the exception of the work, or the error of its transaction.
+            Exception: the exception of the function, or the error of its commit.
         """
         waiting = _Waiting(work)
         with self._lock:
@@ -110,7 +111,7 @@ class GroupCommit:
         return value
 
     def close(self) -> None:
-        """Finish waiting works, and end the thread."""
+        """Finish waiting transactions, and end the thread."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -134,13 +135,13 @@ class GroupCommit:
                 return
 
     def _together(self, first: _Waiting, taken: list[_Waiting]) -> bool:
-        """Run a work and all later arrivals in one transaction; return True if the writer must end."""
+        """Run a transaction function and all later arrivals in one commit; return True at the end."""
         taken.append(first)
         with self._engine.connect() as connection:
             transaction = connection.begin()
             before = _changes(connection)
             try:
-                # The first work needs no savepoint: if it fails, the transaction contains nothing else.
+                # The first function needs no savepoint: if it fails, the transaction contains nothing else.
                 _attempt(first, connection)
                 if first.error is not None:
                     transaction.rollback()
@@ -207,7 +208,7 @@ def _attempt(waiting: _Waiting, connection: sa.Connection) -> None:
 
 
 def _in_savepoint(waiting: _Waiting, connection: sa.Connection) -> None:
-    """Run a work in a savepoint. The driver sets the savepoint, because SQLAlchemy's costs too much."""
+    """Run a function in a savepoint; the driver sets it, because SQLAlchemy's costs too much."""
     driver = _driver(connection)
     try:
         driver.execute("SAVEPOINT work")

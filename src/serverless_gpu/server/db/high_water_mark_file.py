@@ -6,13 +6,13 @@
     commit is durable ─▶ mark written ─▶ the write returns         SQLite: every commit
     each second       ─▶ audit number, written and synced          both
 
-A database behind its mark was rolled back. Its log was lost, an old copy replaced it, or a standby without the last
-transactions took over. Changes that the server had acknowledged since are lost.
+A database behind its mark was rolled back. The database's log was lost, an old copy replaced it, or a standby without
+the last transactions took over. Changes that the server had acknowledged since are lost.
 
 The mark lags behind the database and never leads it. A start compares both (`operations/backup.py`).
 
 * SQLite: the server writes the mark before a write returns. The mark survives the end of the process; a power failure
-may undo its last second (`SYNC_S`).
+  may undo its last second (`SYNC_S`).
 
 * PostgreSQL: the mark lags by a second, and records only the audit.
 

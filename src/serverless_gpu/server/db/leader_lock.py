@@ -3,30 +3,30 @@
 A server keeps leases and deliveries in memory, so two servers of one database would contradict each other.
 
     SQLite        a lock on a file beside the database, held until the process ends
-    PostgreSQL    an advisory lock in a session of its own, checked every second; PostgreSQL ends that session after
+    PostgreSQL    an advisory lock in a session of its own, checked every second. PostgreSQL ends that session after
                   half a minute without a check (`TTL_S`)
 
     take ─▶ held ──session broke──▶ not held: nothing is written ──taken again──▶ held
                                         └── another generation, or refused for a minute ─▶ gone: the server ends
 
-A session breaks when PostgreSQL restarts. Its lock is then free, and the server takes it again at once. After a network
-failure or a pause of the machine, the old session keeps the lock until PostgreSQL notices. This takes up to half a
-minute. A minute of refusals therefore proves that another server has the lock. A server that lost the lock to another
-one never writes again:
+A session breaks when PostgreSQL restarts. The session's lock is then free, and the server takes it again immediately.
+After a network failure or a pause of the machine, the old session keeps the lock until PostgreSQL notices. This takes
+up to half a minute. A minute of refusals therefore proves that another server has the lock. A server that lost the lock
+to another one never writes again:
 
 * The next owner first ends all sessions of other servers, and with them their open transactions.
 
 * A new session checks the lock before it writes (`doubt`).
 
 * Each owner increments the generation in the database and records itself as the holder. A server that finds another
-holder ends, even if the lock is free again, because its leases and deliveries are outdated.
+  holder ends, even if the lock is free again, because its leases and deliveries are outdated.
 
 The generation fences writes:
 
-    PostgreSQL    each write transaction takes a shared lock on the table before its snapshot, and a new owner takes an
-                  exclusive one: a write sees the new holder, or the new owner waits for the write
-    SQLite        each commit that changed rows also increments a counter in the row, and fails if the row has another
-                  holder; `high_water_mark_file.py` detects a rollback by that count
+    PostgreSQL    each write transaction takes a shared lock on the table before its snapshot. A new owner takes an
+                  exclusive lock. A write therefore sees the new holder, or the new owner waits for the write
+    SQLite        each commit that changed rows also increments a counter in the row. The commit fails if the row has
+                  another holder. `high_water_mark_file.py` detects a rollback by that count
 
 A server may pause in the middle of a transaction and continue an hour later: its transaction is then rolled back. A
 server that has not checked the lock for `STALE_S` seconds checks it before it reads, because its memory may be

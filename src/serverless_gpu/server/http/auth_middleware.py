@@ -11,9 +11,9 @@ limit and only in the declared type.
 `PUBLIC_ROUTES` is the complete list of routes without a token. The server does not start if this list differs from the
 routes declared with `needs=PUBLIC`. The API has no WebSockets and no mounts; the middleware refuses both.
 
-The middleware finds the route in the table from which the application is built. It stores the route and the caller in
-the request's scope. A route serves only requests that the middleware admitted for exactly this route. If two parsers
-disagree about a path, the result is therefore a refusal and not a security hole.
+The middleware finds the route in the table from which the application is built. The middleware stores the route and the
+caller in the request's scope. A route serves only requests that the middleware admitted for exactly this route. If two
+parsers disagree about a path, the result is therefore a refusal and not a security hole.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from serverless_gpu.server.core.server_key import Keys
 from serverless_gpu.server.core.server_metrics import ServerMetrics
 from serverless_gpu.server.db.database import Transactions
 from serverless_gpu.server.http.routing import (
-    ANYBODY,
+    ANY_CALLER,
     ATTEMPT,
     CALL,
     PUBLIC,
@@ -184,7 +184,7 @@ class AuthMiddleware:
             if own is None and route.needs.attempts:
                 raise NotAllowed("the server has given this attempt up and accepts only its final reports")
             raise NotAllowed("the token of an attempt gives access to that attempt only")
-        if route.needs == ANYBODY:
+        if route.needs == ANY_CALLER:
             return "own"
         reach = "none" if route.needs == ATTEMPT else self._reach(who, route.needs)
         if reach == "none":

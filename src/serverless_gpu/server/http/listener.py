@@ -1,15 +1,15 @@
 """Opens the server's listening sockets, bounds its connections, and locks its home.
 
-    lock     server.lock and server/lock, held until the process ends: they refuse a second server of the home.
-             Servers of one PostgreSQL may share server/: the database decides which of them works
-             (`leader_lock.py`)
-    port     the configured port; else the last one (server/port), else 7878, else any free one; stored for the next
-             start
-    beside   a second socket on loopback, without TLS, if the first is not plain HTTP on loopback: this machine's
-             own node and clients use it, so that they need no host name and no certificate
-    protocol uvicorn's protocol with three more bounds: for headers that never end or come a byte at a time; for
-             silent connections; and for the number of connections, so that the server never runs out of
-             descriptors: over the limit, the connection with the longest idle time is closed
+    lock     server.lock and server/lock, held until the process ends. They refuse a second server of the home.
+             Servers of one PostgreSQL may share server/. The database then decides which of them works
+             (`leader_lock.py`).
+    port     The configured port, else the last one (server/port), else 7878, else any free one. The server stores
+             the port for the next start.
+    beside   A second socket on loopback, without TLS, if the first is not plain HTTP on loopback. This machine's
+             own node and clients use this socket, so that they need no host name and no certificate.
+    protocol uvicorn's protocol with three more bounds: on the length and duration of headers, on silent
+             connections, and on the number of connections. The last one keeps the server from running out of
+             descriptors. Over the limit, the server closes the connection with the longest idle time.
 
 The server stores its port, so that earlier clients find it after a restart. The port can change only if the operator
 configured none.
@@ -76,7 +76,7 @@ def lock_server(directory: Path, *, may_share: bool = False) -> Iterator[str]:
 
 @contextlib.contextmanager
 def lock_home(directory: Path, *, hint: str = _HINT) -> Iterator[None]:
-    """Lock a server's home, so that no server runs in this directory or in one moved away from it."""
+    """Lock a home, so that no server runs in its directory, even if the directory was moved."""
     directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _held(directory.with_name(f"{directory.name}.lock"), hint):
         yield
@@ -132,8 +132,8 @@ def bind_sockets(settings: Settings) -> ListeningSockets:
     if not is_safe and not _is_loopback(settings.host):
         raise InvalidValue(
             f"listening on {settings.host} would send tokens across the network unencrypted",
-            hint="give a certificate with --tls-cert and --tls-key; or listen on loopback behind a TLS proxy, "
-            "with its name in --allow-host; or name that proxy's address: --behind-proxy ADDRESS",
+            hint="give a certificate with --tls-cert and --tls-key. Or listen on loopback behind a TLS proxy, "
+            "with its name in --allow-host. Or name that proxy's address: --behind-proxy ADDRESS",
         )
     if settings.port is not None:
         main = _bound(settings.host, settings.port)
@@ -181,7 +181,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._quiet_since = next(_turns)
         self._wait_for_head()
         if len(self.connections) > connections_max():
-            # This closes the connection with the longest idle time. It closes the new one if all others are busy.
+            # This closes the connection with the longest idle time, or the new one if all others are busy.
             there = (one for one in self.connections if isinstance(one, BoundedProtocol) and not one.is_closing)
             min(there, key=lambda one: (one.quiet_since, one is self)).transport.close()
 

@@ -24,13 +24,13 @@ Parameters of a handler:
 * `query` is a `Query`. The server refuses unknown parameters.
 
 * `body` is a `wire` struct (JSON, `application/json`, at most `limit` bytes, 8 MiB by default). Alternatives are
-`bytes` (`application/octet-stream`, read completely up to `limit`) and, for async functions, a stream of them as
-`Incoming`.
+  `bytes` (`application/octet-stream`, read completely up to `limit`) and, for async functions, a stream of them as
+  `Incoming`.
 
 * A parameter with a name from the path is that part of the path, `str` or `int`. "{name:path}" also matches slashes.
 
 * Every other parameter is a service, found by its annotated class among the services of the application.
-`composition.py` refuses a route that names a class without a provider.
+  `composition.py` refuses a route that names a class without a provider.
 
 A route returns a `wire` struct (200), `None` (204), `Stream` (server-sent events), `Bytes`, or another Starlette
 response (annotated like `-> Health | Response`). Exceptions of `errors.py` become a `wire.base.Problem` with the status
@@ -40,7 +40,7 @@ the caller may not see.
 `needs` names the requirement that `AuthMiddleware` checks before it reads the body:
 
     reading(noun), writing(noun)   access to a resource of `model.access_control`
-    ANYBODY                        any valid token
+    ANY_CALLER                        any valid token
     ATTEMPT                        the attempt's own token; the path has {run} and {fence}
     PUBLIC                         no token; the route must also be in the list `PUBLIC_ROUTES`
 
@@ -134,7 +134,7 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     """The requirement for using a route.
 
     Attributes:
-        noun: a resource of `model.access_control`, or one of "anybody", "attempt", "public".
+        noun: a resource of `model.access_control`, or the fixed noun of a constant below.
         write: True if the route changes something.
         attempts: True if the token of any attempt is also enough.
     """
@@ -144,7 +144,7 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     attempts: bool = False
 
 
-ANYBODY = Need(noun="anybody")
+ANY_CALLER = Need(noun="any caller")
 ATTEMPT = Need(noun="attempt", write=True)
 PUBLIC = Need(noun="public")
 
@@ -219,9 +219,9 @@ class Incoming:
 class Stream(Generic[T]):
     """A response of server-sent events, one JSON object each; ends when `source` ends.
 
-    `source` yields messages, and None after some time without a message. It must end soon after the hub was closed. The
-    server reads `source` at the reader's pace. It closes `source` when the reader disconnects or loses access. A
-    revoked token or a lost team membership ends its streams within some seconds.
+    `source` yields messages, and None after some time without a message. The iterator must end soon after the hub was
+    closed. The server reads `source` at the reader's pace. The server closes `source` when the reader disconnects or
+    loses access. A revoked token or a lost team membership ends its streams within some seconds.
     """
 
     def __init__(self, source: AsyncIterator[T | None]) -> None:

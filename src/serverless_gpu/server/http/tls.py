@@ -10,11 +10,11 @@ Open connections keep their certificate, so a renewal does not interrupt them.
 Failure cases:
 
 * A file is missing or invalid, the key belongs to another certificate, or other users may read the key. The start
-refuses all of these. A renewal logs the reason and keeps the certificate in use.
+  refuses all of these. A renewal logs the reason and keeps the certificate in use.
 
 * The certificate has expired or is not yet valid. A start logs an ERROR and continues, because local calls and runs use
-loopback without a certificate. Without a server these runs would end after the grace. A renewal refuses such a
-certificate and keeps the one in use.
+  loopback without a certificate. Without a server these runs would end after the grace. A renewal refuses such a
+  certificate and keeps the one in use.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@
     server/join.token    a token of the same service, with which one machine may join within a day; a start replaces it
                          when it is used up or has expired
 
-Each start checks that the database knows the tokens in the files. It replaces an unknown token after a first start, a
-lost file, a change of the database, or a crash between file and database. It writes the file first, then the row, and
-revokes the file's earlier token. An operator can therefore change a token by deleting its file and restarting. A known
-token stays, even if it was revoked.
+Each start checks that the database knows the tokens in the files. The server replaces an unknown token after a first
+start, a lost file, a change of the database, or a crash between file and database. The server writes the file first,
+then the row, and revokes the file's earlier token. An operator can therefore change a token by deleting its file and
+restarting. A known token stays, even if it was revoked.
 
 The first two tokens expire 90 days after their creation. Each use extends the node's token. The server replaces the
 administrator's token in its last 30 days, at a start and by `FileTokens` while it runs. The old token stays valid until

@@ -1,7 +1,7 @@
 """Creates and changes users, services, teams and tokens, and serves their routes.
 
-Each change and its entry in the audit are one transaction. A token with scopes must not lead to more rights. It cannot
-create or change principals, and tokens that it creates have no scope that it lacks.
+Each change and its entry in the audit are one transaction. A token with scopes must not lead to more rights. Such a
+token cannot create or change principals. Tokens that it creates have none but its own scopes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from serverless_gpu.server.core.caller import Caller, check_time_zone
 from serverless_gpu.server.core.hub import BUDGETS, SCHEDULER, Hub
 from serverless_gpu.server.core.settings import Settings
 from serverless_gpu.server.db.database import Transactions
-from serverless_gpu.server.http.routing import ANYBODY, Call, Routes, reading, writing
+from serverless_gpu.server.http.routing import ANY_CALLER, Call, Routes, reading, writing
 from serverless_gpu.server.lifecycle import owner_suspension
-from serverless_gpu.server.records import audit, principals
+from serverless_gpu.server.records import audit, principals, references
 from serverless_gpu.server.records.audit import Action
 from serverless_gpu.server.records.principals import NewToken
 from serverless_gpu.wire.access import (
@@ -100,6 +100,43 @@ class PrincipalService:
         changed = self._database.write(work)
         self._hub.touch(SCHEDULER)  # Runs of this principal may have waited for the change, or must not be placed now.
         return changed
+
+    def delete(self, who: Caller, name: str) -> PrincipalView:
+        """Delete a user or service that nothing refers to; return it as it was."""
+        _check_unscoped(who)
+        if name == who.name:
+            raise InvalidValue("you cannot delete yourself", hint="ask another administrator")
+        now_ns = self._clock.wall_ns()
+
+        def work(connection: sa.Connection) -> PrincipalView:
+            found = principals.principal(connection, name)
+            disabling = f"to only end their access: sgpu user set {name} --disable"
+            references.refuse(f"user {name!r}", references.of_principal(connection, name), also=disabling)
+            principals.delete_principal(connection, name)
+            detail = {"kind": found.kind, "role": found.role, "teams": found.teams}
+            audit.record(connection, who=who, action=Action.USER_DELETE, subject=name, now_ns=now_ns, detail=detail)
+            return found
+
+        deleted = self._database.write(work)
+        self._hub.touch(SCHEDULER)
+        return deleted
+
+    def delete_team(self, who: Caller, name: str) -> TeamView:
+        """Delete a team that nothing refers to; return it as it was."""
+        _check_unscoped(who)
+        now_ns = self._clock.wall_ns()
+
+        def work(connection: sa.Connection) -> TeamView:
+            principals.team(connection, name)
+            references.refuse(f"team {name!r}", references.of_team(connection, name))
+            found = principals.delete_team(connection, name)
+            detail = {"members": found.members}
+            audit.record(connection, who=who, action=Action.TEAM_DELETE, subject=name, now_ns=now_ns, detail=detail)
+            return found
+
+        deleted = self._database.write(work)
+        self._hub.touch(SCHEDULER)
+        return deleted
 
     def make_team(self, who: Caller, name: str) -> TeamView:
         """Create a team."""
@@ -200,7 +237,7 @@ def _check_unscoped(who: Caller) -> None:
 routes = Routes("principals")
 
 
-@routes.get("/whoami", needs=ANYBODY)
+@routes.get("/whoami", needs=ANY_CALLER)
 def whoami(call: Call, database: Transactions) -> PrincipalView:
     """Return the principal that owns the token."""
     return database.read(lambda connection: principals.principal(connection, call.who.name))
@@ -226,6 +263,12 @@ def change_user(call: Call, principals: PrincipalService, name: str, body: Princ
     return principals.change(call.who, name, body)
 
 
+@routes.delete("/users/{name}", needs=writing("users"))
+def delete_user(call: Call, principals: PrincipalService, name: str) -> PrincipalView:
+    """Delete a user or service that nothing refers to."""
+    return principals.delete(call.who, name)
+
+
 @routes.get("/teams", needs=reading("teams"))
 def list_teams(call: Call, database: Transactions) -> TeamList:
     """List teams: all of them, or only the caller's."""
@@ -243,6 +286,12 @@ def make_team(call: Call, principals: PrincipalService, body: TeamRequest) -> Te
 def change_team(call: Call, principals: PrincipalService, team: str, body: TeamChange) -> TeamView:
     """Change the time zone of a team's budgets."""
     return principals.change_team(call.who, team, body)
+
+
+@routes.delete("/teams/{team}", needs=writing("teams"))
+def delete_team(call: Call, principals: PrincipalService, team: str) -> TeamView:
+    """Delete a team that nothing refers to."""
+    return principals.delete_team(call.who, team)
 
 
 @routes.put("/teams/{team}/members/{user}", needs=writing("teams"))

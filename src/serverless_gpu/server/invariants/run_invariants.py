@@ -1,4 +1,4 @@
-"""Defines the invariants of runs, which must hold after kills, losses, duplicates, delays and full disks.
+"""Defines invariants of runs, which must hold after kills, losses, duplicates, delays, full disks.
 
     RecordedRuns (rows of some runs)   ─┐
     History (observations of clients    ├─▶ violations ─▶ [I3 run …: attempts 1 and 2 were on devices at the same time]
@@ -9,28 +9,29 @@ Tests check simulated clusters and servers that were killed at each fault point.
 (`self_check.py`). This module works on values: it uses no clock, no database and no log. Invariants that need more than
 rows are checked only if the caller gives that input. A crew is the part of a gang on one node.
 
-    I1  clients can read an acknowledged run for ever, until retention removes it, which the audit records
-    I2  a run has one end, which is its last event and never changes
-    I3  attempts of a run follow each other: no process of one is left when user code of the next begins (its devices
-        may still be checked then); only the last may be open; user code runs again only for a retry
-        crews      one for each node of the attempt; numbers and ranks are consecutive; the devices add up
-        ended      an attempt has ended when all of its crews have; no crew of a newer attempt exists before, nor on a
-                   node where a process of an older attempt may be left
-        written    the state of an unended run on several nodes follows from the states of its crews
-        met        user code of several crews begins after their rendezvous; user code of a cancelled gang never
-        released   all ranks have returned; after that, only a crew whose results are missing can change the end
-        reason     a failed peer is never a crew's own reason
-    I4  no device is lent twice at the same time, from the reservation until its check
-    I5  states change only along the table; events are numbered without a gap
-    I6  SUCCEEDED: the complete result of every rank is stored
-    I7  the ledger: facts in order, a receipt only at an end; charges follow from facts and tariff, are never changed,
-        only reversed and posted again, and equal the receipt
-    I8  the audit has one row for each request that changed something, contains no secret, and its chain is intact
-    I11 a run that can be placed is placed
-    I12 the server asks a run to stop when its hard budget is used up, which bounds the overspend
-        (`model/billing/budget.py`)
-    I14 every waiting run has a reason
-    I15 everything that grows has a bound, and stays within it
+    I1  Clients can read an acknowledged run until retention removes it. The audit records the removal.
+    I2  A run has one end. The end is its last event and never changes.
+    I3  Attempts of a run follow each other. No process of one is left when user code of the next begins, but its
+        devices may still be checked then. Only the last attempt may be open. User code runs again only for a retry.
+        crews      An attempt has one crew per node. Numbers and ranks are consecutive, and the devices add up.
+        ended      An attempt has ended when all of its crews have. No crew of a newer attempt exists before that,
+                   nor on a node where a process of an older attempt may be left.
+        written    The state of an unended run on several nodes follows from the states of its crews.
+        met        User code of several crews begins only after their rendezvous, and never in a cancelled gang.
+        released   All ranks have returned. After that, only a crew whose results are missing can change the end.
+        reason     A failed peer is never a crew's own reason.
+    I4  No device is lent twice at the same time, from the reservation until its check.
+    I5  States change only along the table. Events are numbered without a gap.
+    I6  SUCCEEDED: the complete result of every rank is stored.
+    I7  Facts are in order, and a receipt exists only at an end. Charges follow from facts and tariff, and equal the
+        receipt. Charges never change; the server only reverses and posts them again.
+    I8  The audit has one row for each request that changed something. The audit contains no secret, and its chain is
+        intact.
+    I11 A run that can be placed is placed.
+    I12 The server asks a run to stop when its hard budget is used up, which bounds the overspend
+        (`model/billing/budget.py`).
+    I14 Every waiting run has a reason.
+    I15 Everything that grows has a bound, and stays within it.
 
 Not checked: I9 and I10, which tests of the node check, and I13, because there are no schedules yet.
 """
@@ -71,7 +72,7 @@ LENDINGS_MAX = 50_000
 """Maximum number of remembered lendings for the comparison with later pages."""
 Place = tuple[str, ...]
 UNPLACED_S = 60.0
-"""Seconds that a placeable run may wait before the check assumes that a slow scheduler has forgotten it."""
+"""Seconds that a placeable run may wait; a shorter wait may be due to a slow scheduler."""
 UNTOLD_S = 60.0
 """Seconds that a run may wait without a reason."""
 UNSTOPPED_S = 30.0

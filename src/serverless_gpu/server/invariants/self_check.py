@@ -7,9 +7,9 @@
 
     sgpu server check    everything at once, from the database alone: `check`
 
-The loop only reads, a page at a time, so a million runs take an hour and delay nothing. It remembers the ends of runs,
-and reports an end that changes later. It also remembers lendings of devices (the last `LENDINGS_MAX`). Two runs that
-had one device at the same time are therefore found even if they are pages apart.
+The loop only reads, a page at a time, so a million runs take an hour and delay nothing. The loop remembers the ends of
+runs, and reports an end that changes later. The loop also remembers the last `LENDINGS_MAX` lendings of devices. Two
+runs that had one device at the same time are therefore found even if they are pages apart.
 
 `MissedRunCheck` searches for runs that the scheduler forgot:
 
@@ -25,7 +25,7 @@ Failure cases:
 * The database or the store does not answer: the loop tries again and reports no violation.
 
 * There are very many violations: the loop logs each one once. Beyond `TOLD_MAX` it only counts them, and the log says
-so.
+  so.
 
 The loop forgets violations of the current moment when they end.
 """
@@ -67,9 +67,9 @@ EVERY_S = 5.0
 ROUND_S = 60.0
 """Seconds between the last page and the first page of the next round."""
 QUEUE_MAX = 1_000
-"""Maximum length of a queue that is checked for missed runs, because the check costs as much as scheduling."""
+"""Maximum queue length for the check of missed runs, which costs as much as scheduling."""
 TELL_MAX = 20
-"""Maximum number of waiting runs whose reason is computed; for others the loop only checks that one is known."""
+"""Maximum number of waiting runs whose reason a tick computes; others only need a known wait."""
 PARTS_MAX = 50
 ENDS_MAX = 50_000
 TOLD_MAX = 1_000
@@ -88,7 +88,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     violations: tuple[Violation, ...] = ()  # sorted violations
     skipped: tuple[str, ...] = ()  # omitted data, because it is too much
     lost: tuple[str, ...] = ()
-    """Signs of lost data: a rollback of the database, or files of runs without rows (`operations/backup.py`)."""
+    """Signs of lost data: a rolled-back database, or files of runs without rows."""
 
 
 class SelfCheck:
@@ -271,5 +271,5 @@ class MissedRunCheck:
 
 
 def _is_forgotten(wait: Wait | None) -> bool:
-    """Return True if no rule explains the wait of a placeable run: the reason is missing or claims no capacity."""
+    """Return True if no rule explains why a placeable run waits."""
     return wait is None or wait.reason in _NO_ROOM or (wait.reason is WaitReason.TURN and wait.place == 1)

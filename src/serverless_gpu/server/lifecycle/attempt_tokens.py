@@ -7,7 +7,7 @@
 A token is valid for the time of its lease plus the time that the server waits before it gives up an attempt. A token
 that was copied out of a run's directory therefore expires soon. The server never refuses a token that worked a moment
 ago. Only the server's wall clock decides when a token expires. A clock jump costs a renewal, never a run. A node also
-receives tokens for attempts that the server has given up. It must still report what they did and used, and
+receives tokens for attempts that the server has given up. The node must still report facts of these attempts, and
 `reports.py` accepts nothing else for them.
 """
 

@@ -46,7 +46,7 @@ from serverless_gpu.units import format_duration_ms
 TAILS_MAX = 8
 """The maximum number of ranks whose last output is shown, as on one node."""
 _OF_OTHERS = frozenset({Reason.PEER_FAILED, Reason.COLLECTIVE_HANG})
-"""Reasons that all crews report for the same event. They are not separate failures."""
+"""Reasons that all crews report for the same event. Such a reason is not a separate failure."""
 
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ def outcome(connection: sa.Connection, attempt: StoredAttempt | None) -> CrewOut
 
 
 def receipt_of_crew(connection: sa.Connection, attempt: StoredAttempt, number: int) -> str | None:
-    """Return the receipt of one node of an attempt, or None. Its costs come from the ledger."""
+    """Return the receipt of one node of an attempt, with costs from the ledger, or None."""
     found = crews.outcomes(connection, attempt.run_id, attempt.fence)
     if number >= len(found) or len(found) == 1:
         return found[number].receipt if number < len(found) else None

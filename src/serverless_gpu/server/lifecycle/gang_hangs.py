@@ -171,7 +171,7 @@ class GangHangs:
         )
         if not all(one.began for one in attempt.crews):
             return progress
-        fresh_ns = round(self._settings.soft_expiry_s / 2 * 1e9)  # two heartbeats at their longest interval
+        fresh_ns = round(self._settings.soft_expiry_s / 2 * 1e9)  # Two heartbeats at their longest interval.
         hangs = gang_hang_detection.decide(
             hangs,
             run.spec.limits(),

@@ -107,7 +107,7 @@ def reply(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> Rep
     Args:
         attempt: the current attempt, which has several crews.
         crew: the crew that reports.
-        is_stopping: True if the run is asked to stop. Its crews receive that request separately.
+        is_stopping: True if the run is asked to stop. The crews receive the stop request separately.
     """
     cause = attempt.cause
     if crew.ended_ns is not None or (attempt.released and crew.halt_json is None):

@@ -7,9 +7,9 @@ start, the first fact is neither older than the attempt nor newer than the end o
 of each crew once.
 
 Rows contain wall clock times from the moment of writing. If an operator sets the clock by hours, a one-minute attempt
-seems to use hours. Its budget would be used up at once, and a stop is final. So a `Lifetime` converts each time to the
-boottime clock when it first sees the time, and keeps the result. For an attempt that ended earlier, the rows show how
-long it took, but not when.
+seems to use hours. The attempt would use up its budget at once, and a stop is final. So a `Lifetime` converts each time
+to the boottime clock when it first sees the time, and keeps the result. For an attempt that ended earlier, the rows
+show how long it took, but not when.
 """
 
 from __future__ import annotations

@@ -158,8 +158,8 @@ class RendezvousService:
             return answer
         if attempt.chosen is not None:
             # Until crew 0 has received the choice, its supervisor uses the rendezvous port and would drop connections
-            # of ranks. Nodes of a Ray cluster retry. Their function begins only after all nodes have joined, so Ray
-            # crews need not wait.
+            # of ranks. Nodes of a Ray cluster retry. The function of a Ray run begins only after all nodes have joined,
+            # so Ray crews need not wait.
             is_free = crew.number == 0 or attempt.crews[0].began or run.spec.ray is not None
             return msgspec.structs.replace(answer, chosen=attempt.chosen) if is_free else answer
         known = self._meetings.find((attempt.run_id, attempt.fence))
@@ -203,7 +203,7 @@ class RendezvousService:
 
     def _decide(self, attempt: StoredAttempt, known: RendezvousState, *, now_ns: int, but: int | None = None) -> None:
         """Write the choice, or call the gang off, if all crews have reported everything."""
-        quiet_s = self._settings.soft_expiry_s / 2  # two heartbeats at their longest interval
+        quiet_s = self._settings.soft_expiry_s / 2  # Two heartbeats at their longest interval.
         try:
             came = known.outcome([crew.node for crew in attempt.crews], now_ns=now_ns, quiet_s=quiet_s)
         except ValueError as error:
@@ -359,7 +359,7 @@ def has_met(attempt: StoredAttempt) -> bool:
 
 
 def _refuse(connection: sa.Connection, crew: CrewId, note: Note) -> TransitionResult:
-    """End a crew that never reported. Its gang was called off, so its user code never begins."""
+    """End a crew that never reported and whose gang was called off: its user code never begins."""
     run_id, _, number = crew
     run = runs.find(connection, run_id)
     assert run is not None
@@ -440,7 +440,7 @@ class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
             nodes: names of the crews' nodes, by crew number.
             known: numbers of the crews that have reported to this process or an earlier one.
             now_ns: boottime, nanoseconds.
-            age_s: age of the attempt by the wall clock. It limits the wait if the server restarts repeatedly.
+            age_s: age of the attempt by the wall clock. The age limits the wait if the server restarts repeatedly.
         """
         waited_s = (now_ns - self.since_ns) / 1e9
         missing = [number for number in range(len(nodes)) if number not in self.offers]

@@ -14,7 +14,7 @@ and a repeated ending equals the first.
 Failure cases:
 
 - The server has given up the attempt, because its node was away for too long or restarted. The answer is `stale`. The
-  server still accepts output and facts, but not the state, the files and the ending. It audits a late ending.
+  server still accepts output and facts, but not the state, the files and the ending. The server audits a late ending.
 
 - The server gives up the attempt while a report arrives. The report renews the lease before it reads the row. The
   monitor checks the lease within its transaction. After a silence the report writes too, so one of them sees the other.
@@ -202,7 +202,7 @@ class ReportService:
             self._rendezvous.hear(found.attempt, found.crew, said)
             self._gang_hangs.hear(found.run, found.attempt, found.crew, said)
         if said.ending is not None or (said.logs and found.crew.ended_ns is not None):
-            self._logs.sync(run_id, fence)  # Only the node waits for this sync.
+            self._logs.sync(run_id, fence)  # Only the reporting node waits for the sync of the logs.
         # Otherwise the first read is current: most reports are heartbeats.
         if is_news or was_asked or found.run.state is not State.RUNNING:
             found = self._database.read(lambda connection: _find(connection, crew)) or found
@@ -256,7 +256,7 @@ class ReportService:
     def _grant(self, crew: StoredCrew) -> None:
         """Store the grace period of a crew, if the current setting is longer.
 
-        The setting of the next server may be shorter. That server must wait as long as this one has granted.
+        The setting of the next server may be shorter. The next server must wait as long as this server has granted.
         """
         grace_s = self._settings.partition_grace_s
         if grace_s > crew.grace_s:
@@ -452,7 +452,8 @@ def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *
         )
         for file in said.files
     ]
-    # Files that the server acknowledged with the ending stay unchanged. The receipt and its files are new.
+    # Files that the server acknowledged with the ending stay unchanged. Files that arrive later with the receipt are
+    # new.
     if tracked(said) not in ("", found.run.tracked):
         runs.note_tracked(connection, run_id, tracked(said))
     if found.is_current and said.saved > found.run.saved:
@@ -482,8 +483,8 @@ def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int)
         _check_results(connection, found, said)
         stopped = json_text(said.ending.stopped)
         crews.note(connection, crew.id, stopped_json=stopped, lease_ns=at_ns, sentence=sentence(said))
-        # The node reports this too, but only with its next heartbeat. Until then the scheduler must place nothing
-        # there.
+        # The node also reports the unkillable process, but only with its next heartbeat. Until then the scheduler must
+        # not use the node.
         if not said.ending.proven:
             nodes.drain(connection, crew.node_id, f"unkillable: a process of run {crew.run_id}")
         if said.ending.reason is Reason.GPU_LOST:  # Another attempt must not get that GPU.

@@ -85,7 +85,7 @@ class OrderDeliveries:
             return (run_id, fence) in self._held
 
     def known(self) -> frozenset[tuple[str, int]]:
-        """Return all gangs with a note. Their orders are committed."""
+        """Return all tracked gangs. The orders of these gangs are committed."""
         with self._lock:
             return frozenset(self._sent | self._held | self._mine)
 

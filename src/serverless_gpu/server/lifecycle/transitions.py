@@ -5,7 +5,7 @@
                      ─▶ compare and set ─▶ attempt, its crews, events, orders   (one transaction)
                                              └─ after the commit: `Announcer.announce`
 
-The table in `model/` decides. This module writes the decision as rows. It writes the run, its attempt and crews, and
+The table in `model/` decides. This module writes the decision as rows. The rows are the run, its attempt and crews, and
 one event for each change. If the run is to stop, it adds an order for each node. Each write compares the run with the
 row that was read. If another change was faster, the module writes nothing and raises `StaleAttempt`. The server never
 delivers orders of a crew that is over (`orders.py`), so a node that returns late finds nothing to start.

@@ -11,8 +11,8 @@ The server accepts only reports of a node about itself. If a node names an attem
 stale. The server tells a forgotten or unknown node to send its hello again.
 
 A node is one home of one machine, and its token is valid for that home only (`node_admission.py`). The server refuses
-another machine or home under the same name while the first is present. It also refuses while runs of the first may
-still run, because the second would receive their orders again.
+another machine or home under the same name while the first is present. The server also refuses while runs of the first
+may still run, because the second would receive their orders again.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class AgentService:
         node, stale, told, kept = self._database.write(work)
         faults.reach("after_hello_before_answer")
         for run_id, fence in kept:
-            self._deliveries.send(run_id, fence)  # an earlier process sent the order
+            self._deliveries.send(run_id, fence)  # An earlier server process sent the order.
         for one in told:
             self._announcer.announce(one)
         self._presence.heard(node.id, now_ns=self._clock.boottime_ns())
@@ -361,8 +361,8 @@ class AgentService:
                 sent[order.seq] = now_ns
                 yield order
                 faults.reach("after_order_left")
-            # These are not orders. The node does not confirm them, so the server repeats them until the crew has
-            # reported.
+            # Requests to report are not orders. The node does not confirm them, so the server repeats them until the
+            # crew has reported.
             looks = await to_thread.run_sync(self.looks, who, node_id) if self._looks.of(node_id) else []
             for asked in looks:
                 yield asked

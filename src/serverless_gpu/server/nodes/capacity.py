@@ -34,7 +34,7 @@ class CapacitySnapshot(msgspec.Struct, frozen=True, kw_only=True):
     pools: tuple[StoredPool, ...]
     active: tuple[ActiveRun, ...]  # Runs with an unfinished attempt.
     freed: frozenset[CrewId] = frozenset()
-    """Their crews that have returned their devices and still send results."""
+    """Crews that have returned their devices and still send results."""
 
     def having(self, run: ActiveRun) -> tuple[ActiveCrew, ...]:
         """Return the crews of a run that have devices."""
@@ -179,7 +179,8 @@ def _offer(node: StoredNode, *, away: str, sharing: node_rules.SharingState) -> 
         away=away or sharing.problem,
         owner=asked.owner,
         owner_first=asked.owner_first,
-        shared=sharing.shared or bool(sharing.problem),  # Otherwise its runs would count as unsatisfiable.
+        # Otherwise runs that need the node would count as unsatisfiable.
+        shared=sharing.shared or bool(sharing.problem),
         turns_ns=sharing.turns_ns,
         crews=node.takes_crews,
     )

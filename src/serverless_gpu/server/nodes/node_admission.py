@@ -159,7 +159,7 @@ class NodeAdmission:
             raise NotAllowed("a token with scopes cannot invite machines", hint="use a token without scopes")
         if not 1 <= request.uses <= USES_MAX:
             raise InvalidValue(f"a join token is valid for 1 to {USES_MAX} machines, not {request.uses}")
-        if not 0 < request.expires_s <= INVITED_S_MAX:  # This also refuses NaN.
+        if not 0 < request.expires_s <= INVITED_S_MAX:  # The comparison also refuses NaN.
             raise InvalidValue("a join token is valid for at most 30 days")
         if request.name and request.uses != 1:
             raise InvalidValue(

@@ -11,8 +11,8 @@
     a changed calendar          cancels the notice; the next look sends another
     `drain --stop`              at once
 
-A run leaves five minutes after its notice at the earliest. This also holds if the calendar has just changed or the
-server was away at the turn. After a crash, the next server reads the sent notices from the rows of the crews.
+A run leaves five minutes after its notice at the earliest. The five minutes also hold if the calendar has just changed
+or the server was away at the turn. After a crash, the next server reads the sent notices from the rows of the crews.
 
 Failure cases: An unknown time zone, or a window of another version, makes a calendar invalid. Then no runs start on the
 node, which shows the problem, and its runs stay.
@@ -46,7 +46,7 @@ from serverless_gpu.wire.nodes import NodeCalendar, NodeDrain, NodeRules
 
 WARNING_S = 300.0
 """Seconds between the notice and the time when a run must leave, after its node ceases to be shared."""
-_SHOWN = 40  # maximum characters of a uuid in messages
+_SHOWN = 40  # Maximum characters of a uuid in messages.
 _MINUTE_NS = 60_000_000_000
 TOGETHER = 8
 """Stop requests in one transaction, so that other writers do not wait long."""
@@ -58,7 +58,7 @@ class SharingState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a node's calendar: whether users other than its owner may use it."""
 
     shared: bool = True  # now
-    turns_ns: int | None = None  # When this changes, nanoseconds since 1970; None for never.
+    turns_ns: int | None = None  # When the state next changes, nanoseconds since 1970; None for never.
     problem: str = ""  # Why the calendar is invalid, as a text that follows the node's name, or "".
 
 
@@ -135,7 +135,8 @@ def _sharing(asked: NodeCalendar, minute: int) -> SharingState:
 def _zone(name: str) -> ZoneInfo:
     try:
         return ZoneInfo(name or "UTC")
-    except (ValueError, KeyError, OSError):  # an unknown name, a path out of the directory, or a directory
+    # The name is unknown, leads out of the time zone directory, or is a directory.
+    except (ValueError, KeyError, OSError):
         raise InvalidValue(
             f"the server knows no time zone {name[:64]!r}",
             hint='use a name such as "Europe/Berlin", or omit it for UTC',

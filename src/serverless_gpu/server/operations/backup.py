@@ -11,10 +11,10 @@
     sgpu up             ─▶ high-water mark against database ─▶ behind: refused, with both remedies
                         ─▶ restored.json? ─▶ every unended run, once ─▶ audit ─▶ the mark is removed ─▶ loops
 
-Backup. The server keeps running during a backup. It writes files before the row that names them, so the copied files
-include every file that the copied database names. A file with the size and time of the previous backup becomes a hard
-link to it. A daily backup therefore needs only the space of that day's changes. The next backup removes the remains of
-an interrupted one.
+Backup. The server keeps running during a backup. The server writes files before the row that names them, so the copied
+files include every file that the copied database names. A file with the size and time of the previous backup becomes a
+hard link to it. A daily backup therefore needs only the space of that day's changes. The next backup removes the
+remains of an interrupted one.
 
 Restore. The server kept running after the backup. A run that waits in the backup may have run and ended since. A run
 that was running may have ended, or have another attempt. Nodes delete reports that the server has confirmed, so no
@@ -30,9 +30,9 @@ User code still runs only once, and the server never assigns a fence again that 
 `nothing_ran_since`, everything continues as after any restart. This is for a server that was drained and stopped before
 the backup, to move to another machine.
 
-Rollback. A server on a rolled-back database would start runs again that have since ended. It does not start until an
-operator restores a backup, or accepts the loss (`--accept-rollback`). Accepting writes `restored.json` like a restore,
-so waiting runs become LOST, and no run executes twice.
+Rollback. A server on a rolled-back database would start runs again that have since ended. Such a server does not start
+until an operator restores a backup, or accepts the loss (`--accept-rollback`). Accepting writes `restored.json` like a
+restore, so waiting runs become LOST, and no run executes twice.
 
 Failure cases:
 
@@ -45,7 +45,7 @@ Failure cases:
 * The home has a server, or a server runs whose directory was moved away: the restore refuses and changes nothing.
 
 * A restore is killed: the home has either no server or a complete one. Settled runs stay settled, and the next start
-settles the rest.
+  settles the rest.
 """
 
 from __future__ import annotations

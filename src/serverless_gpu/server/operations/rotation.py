@@ -3,8 +3,8 @@
     mark ─▶ key.next ─▶ sealed rows, under the new key ─▶ key.next becomes key ─▶ hashes of attempts' tokens
          ─▶ all tokens of principals are revoked ─▶ files of first tokens ─▶ Ray's token ─▶ no mark
 
-The server must be stopped during a rotation. The mark is a file with the digest of the old key. While it exists, the
-server does not start. Every step can be repeated, so the next `rotate` continues a killed rotation.
+The server must be stopped during a rotation. The mark is a file with the digest of the old key. While the mark exists,
+the server does not start. Every step can be repeated, so the next `rotate` continues a killed rotation.
 
 The values of secrets do not change, because only the service that issued a secret can replace it. The rotation does not
 seal contexts of ended runs again, because the server never opens them again.

@@ -3,9 +3,10 @@
     GET /metrics ─▶ StateMetrics.refresh   one query at a time, kept for 2 s, awaited for 3 s at most (`health.py`)
                  └▶ registry ─▶ StateMetrics.collect ─▶ the last sample; `sgpu_sample_age_seconds` is its age
 
-`StateMetrics` counts runs, nodes, devices, leases, orders and free disk space. Its queries use indexes and read only
+`StateMetrics` counts runs, nodes, devices, leases, orders and free disk space. The queries use indexes and read only
 unended runs, because `server_metrics.py` counts runs when they end. If the database does not answer, a scrape waits
-until its bound. It then gets counters and metrics of the process. The routes reveal nothing about any caller's work.
+until its bound, and then gets only counters and metrics of the process. The routes reveal nothing about any caller's
+work.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ BOUND_S = 3.0
 LIVE = (State.QUEUED, *ACTIVE)
 FREE, LEASED, UNAVAILABLE, AWAY = "free", "leased", "unavailable", "away"
 DEVICE_STATES = (FREE, LEASED, UNAVAILABLE, AWAY)
-"""States of devices. unavailable: in quarantine, or used by other processes; away: their node cannot be used."""
+"""Device states. Unavailable: in quarantine or used by others. Away: on an unusable node."""
 
 
 class StateSample(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,8 +11,8 @@ Ray, and the file with which other machines join:
 With `ray_address` another machine runs the head. This machine then joins that cluster like every other one, because Ray
 answers requests only from machines of the cluster.
 
-MLflow ends with the server. Unless the settings name another store, it serves the home's store at the home's usual
-address. It therefore also shows runs that were tracked without a server. The server stops an MLflow of another
+MLflow ends with the server. Unless the settings name another store, MLflow serves the home's store at the home's usual
+address. Users therefore also see runs that were tracked without a server. The server stops an MLflow of another
 interpreter that runs there.
 
     sgpu up ── keeper (`node/mlflow_server/`), in our own interpreter ── MLflow, on loopback
@@ -22,7 +22,7 @@ interpreter that runs there.
 Failure cases:
 
 * Ray's keeper is killed, or Ray dies: the server starts it again, and `/health` reports it meanwhile. Runs are not
-affected.
+  affected.
 
 * Ray does not start: the server works, and new gangs on other machines wait with a message.
 

@@ -29,7 +29,7 @@ from serverless_gpu.server.db.tables import crews as crews_table
 from serverless_gpu.server.records import crews
 from serverless_gpu.server.records.crews import Gang, StoredCrew
 
-# reasons for the end of a crew without a fault of its own
+# Reasons why a crew ends without a fault of its node.
 _OF_OTHERS = (Reason.PEER_FAILED, Reason.PREEMPTED, Reason.DRAINED)
 _SAYING_MAX = 4
 """The maximum number of nodes whose messages are quoted together."""
@@ -245,7 +245,7 @@ def failed_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str,
         for run_id, node_id, reason, called_off, cause in connection.execute(query.where(crew.run_id.in_(some))):
             is_called_off = reason == Reason.REFUSED and called_off
             if is_called_off and (cause is None or from_json(cause, Cause).reason is not Reason.NODES_APART):
-                continue  # called off for a reason other than a missing crew
+                continue  # The server called the attempt off for a reason other than a missing crew.
             found.setdefault(run_id, set()).add(node_id)
     return {run_id: frozenset(ids) for run_id, ids in found.items()}
 

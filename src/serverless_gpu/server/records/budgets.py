@@ -1,7 +1,7 @@
 """Budgets: repository of budgets, of their warnings by period, and of notices to the webhook.
 
-Notices form an outbox. The server writes a notice in the transaction of its event. It sends the notice until the
-receiver accepts it or until the notice is too old. Alarms about unusual spending are notices too.
+Notices form an outbox. The server writes a notice in the transaction of its event. The webhook loop sends the notice
+until the receiver accepts the notice or the notice is too old. Alarms about unusual spending are notices too.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def remove(connection: sa.Connection, name: str) -> bool:
 def say(connection: sa.Connection, name: str, *, start_ns: int, percent: int, at_ns: int) -> bool:
     """Note the warning of a budget at a percentage in a period; return False if it was noted before.
 
-    This also deletes warnings that are older than any period, which bounds the table to about a year.
+    The function also deletes warnings that are older than any period, which bounds the table to about a year.
     """
     this = {"budget": name, "start_ns": start_ns, "percent": percent}
     there = sa.select(budget_warnings.c.at_ns).where(*(budget_warnings.c[key] == value for key, value in this.items()))

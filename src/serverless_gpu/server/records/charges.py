@@ -109,7 +109,8 @@ def account_of_run(connection: sa.Connection, run: StoredRun, *, gpu_type: str, 
 def ensure_account(connection: sa.Connection, account: Account) -> int:
     """Return the number of an account; insert it if it does not exist.
 
-    This also inserts its plain account, without tags and environment. Reports that need neither sum up plain accounts.
+    The function also inserts the plain account, without tags and environment. Reports that need neither sum up plain
+    accounts.
     """
     fields = msgspec.structs.asdict(account)
     if not account.member_of:  # The digest is the same as before this field existed.
@@ -126,7 +127,7 @@ def ensure_account(connection: sa.Connection, account: Account) -> int:
     made = int(connection.execute(accounts.insert().returning(accounts.c.id), row).scalar_one())
     if plain == account:
         connection.execute(accounts.update().where(accounts.c.id == made).values(plain_id=made))
-    # Reports group by these rows. They count an empty value as no tag, and PostgreSQL stores no NUL.
+    # Reports group by these rows. Reports count an empty value as no tag, and PostgreSQL stores no NUL.
     tags = [(key, value) for key, value in account.tags.items() if value and "\0" not in key + value]
     if tags:
         rows = [{"key": key, "account_id": made, "value": value} for key, value in tags]
@@ -241,7 +242,7 @@ def insert(connection: sa.Connection, new: Sequence[NewEntry], *, at_ns: int) ->
 
 
 def _rows(new: NewEntry, at_ns: int) -> Iterable[dict[str, Any]]:
-    # A reversal takes back the waiting time of its row. The next row that stands then has it.
+    # A reversal takes back the waiting time of its row. The next valid row then contains the waiting time.
     waits = {one.entry.line.day: one.queued_ms for one in new.posted if one.entry.kind is not EntryKind.REVERSAL}
     total_ms = sum(one.queued_ms for one in new.posted)
     run_id, fence, number = new.crew

@@ -1,7 +1,7 @@
 """Duration history: usage, durations and preemptions of earlier attempts, as a basis for predictions.
 
-The server runs these queries seldom: at its start, for a new run, and when a run of a name has ended. Their cost is
-bounded. The database computes the sums. An index of successful runs yields the last few runs of a name.
+The server runs these queries seldom: at its start, for a new run, and when a run of a name has ended. The cost of each
+query is bounded. The database computes the sums. An index of successful runs yields the last few runs of a name.
 `LearnedDurations` caches the longest durations for budgets.
 """
 

@@ -27,7 +27,7 @@ def add(connection: sa.Connection, crew: CrewId, new: Sequence[Fact]) -> list[in
     """Insert the facts that do not exist yet.
 
     Returns:
-        The numbers of the facts that contradict stored ones. These were not inserted.
+        The numbers of the facts that contradict stored ones. The function did not insert contradicting facts.
     """
     run_id, fence, number = crew
     if any(fact.attempt != f"{run_id}:{fence}" for fact in new):
@@ -70,7 +70,8 @@ def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId,
 def ends_of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, list[Fact]]:
     """Return the first and last facts of each crew in order; the result includes crews without facts.
 
-    The facts between them are heartbeats, one per minute. They contain no more than the last of them.
+    The facts between them are heartbeats, one per minute. The last heartbeat contains all information of the earlier
+    ones.
     """
     found: dict[CrewId, list[Fact]] = {crew: [] for crew in ids}
     for some in _are(ids):

@@ -2,9 +2,9 @@
 
     decision ─▶ one transaction: attempt + order ─▶ (committed) ─▶ stream of the node ─▶ taken
 
-The server writes an order together with the decision behind it. It delivers the order until the node confirms that it
-took the order, across restarts on either side. An order may arrive twice, and the node takes it once, by its gang.
-The server does not deliver orders for crews that have ended.
+The server writes an order together with the decision behind it. The server delivers the order until the node confirms
+that it took the order, across restarts on either side. An order may arrive twice, and the node takes it once, by its
+gang. The server does not deliver orders for crews that have ended.
 """
 
 from __future__ import annotations

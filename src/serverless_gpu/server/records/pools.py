@@ -1,7 +1,7 @@
 """Pools: repository of pools of nodes, and of the fair-share weights of teams and users.
 
-An on-demand pool serves runs that name no pool. A reserved pool does not serve them. It may lend idle devices to runs
-that can return them in time. A team or user without a share has a weight of 1.
+An on-demand pool serves runs that name no pool. A reserved pool does not serve them. A reserved pool may lend idle
+devices to runs that can return them in time. A team or user without a share has a weight of 1.
 """
 
 from __future__ import annotations
@@ -82,6 +82,11 @@ def put(connection: sa.Connection, pool: StoredPool) -> None:
     changed = connection.execute(pools.update().where(pools.c.name == pool.name).values(**said))
     if changed.rowcount == 0:
         connection.execute(pools.insert(), {"name": pool.name, "created_ns": pool.created_ns, **said})
+
+
+def delete(connection: sa.Connection, name: str) -> None:
+    """Delete a pool without nodes."""
+    connection.execute(pools.delete().where(pools.c.name == name))
 
 
 def move(connection: sa.Connection, name: str, *, node_id: str) -> None:

@@ -24,7 +24,16 @@ from serverless_gpu.model.access_control import ROLES, SCOPES, Resource
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.core.server_key import PREFIX as ATTEMPT_PREFIX
 from serverless_gpu.server.core.server_key import Keys, encode, parse_attempt_token, sha256, token_until_s
-from serverless_gpu.server.db.tables import crews, members, principals, teams, tokens
+from serverless_gpu.server.db.tables import (
+    crews,
+    invitations,
+    members,
+    node_bindings,
+    principals,
+    shares,
+    teams,
+    tokens,
+)
 from serverless_gpu.server.records.crews import WITHOUT_REPORT
 from serverless_gpu.wire.access import PrincipalRequest, PrincipalView, TeamView, TokenMade, TokenView
 from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
@@ -101,6 +110,21 @@ def enable(connection: sa.Connection, name: str) -> None:
     connection.execute(sa.update(principals).where(principals.c.name == name).values(disabled_ns=None))
 
 
+def delete_principal(connection: sa.Connection, name: str) -> PrincipalView:
+    """Delete a principal with its tokens, memberships and share; return it as it was."""
+    found = principal(connection, name)
+    if found.role == "admin" and not found.disabled:
+        _check_another_admin(connection, name)
+    theirs = sa.select(tokens.c.id).where(tokens.c.principal == name)
+    for table in (node_bindings, invitations):
+        connection.execute(sa.delete(table).where(table.c.token.in_(theirs)))
+    connection.execute(sa.delete(tokens).where(tokens.c.principal == name))
+    connection.execute(sa.delete(members).where(members.c.principal == name))
+    connection.execute(sa.delete(shares).where(shares.c.kind == "user", shares.c.name == name))
+    connection.execute(sa.delete(principals).where(principals.c.name == name))
+    return found
+
+
 def check_name(name: str) -> str:
     """Return the name if it is valid for a principal or team."""
     if not _NAME.fullmatch(name):
@@ -173,6 +197,15 @@ def all_teams(connection: sa.Connection) -> tuple[TeamView, ...]:
     return tuple(TeamView(name=name, members=tuple(who), time_zone=zones[name]) for name, who in sorted(found.items()))
 
 
+def delete_team(connection: sa.Connection, name: str) -> TeamView:
+    """Delete a team with its memberships and share; return it as it was."""
+    found = team(connection, name)
+    connection.execute(sa.delete(members).where(members.c.team == name))
+    connection.execute(sa.delete(shares).where(shares.c.kind == "team", shares.c.name == name))
+    connection.execute(sa.delete(teams).where(teams.c.name == name))
+    return found
+
+
 def add_member(connection: sa.Connection, *, team: str, principal: str) -> bool:
     """Add a principal to a team; return False if it was a member before."""
     for table, name, noun in ((teams, team, "team"), (principals, principal, "user or service")):
@@ -239,7 +272,7 @@ def create_token(connection: sa.Connection, new: NewToken, *, secret: str, now_n
         raise InvalidValue("the expiry of the token is in the past")
     owner = principal(connection, new.principal)
     if owner.disabled:
-        raise InvalidValue(f"{new.principal!r} is disabled", hint=f"{new.principal!r} is disabled")
+        raise InvalidValue(f"{new.principal!r} is disabled", hint="enable it first")
     values = {
         "id": token_id(secret),
         "sha256": sha256(secret),

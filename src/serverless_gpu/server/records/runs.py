@@ -59,7 +59,8 @@ class NewRun(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         pool: the pool that the run or its policy names, or "" for any on-demand pool.
-        request_sha256: `Keys.fingerprint` of the whole request. It detects another run under the same identifier.
+        request_sha256: `Keys.fingerprint` of the whole request. The fingerprint detects another run under the same
+            identifier.
         context_sealed: the caller's context, encrypted.
         call: the pickled call, if the request contained it.
         member_of: current teams of its owner.
@@ -463,7 +464,7 @@ def note_saved(connection: sa.Connection, run_id: str, fence: int) -> None:
 
 
 def hold(connection: sa.Connection, run_ids: Sequence[str], *, at_ns: int) -> None:
-    """Note that the server was restored from a backup during these runs. They get no other attempt."""
+    """Note that the server was restored from a backup during these runs, which get no other attempt."""
     connection.execute(runs.update().where(runs.c.id.in_(run_ids)).values(restored_ns=at_ns))
 
 

@@ -48,7 +48,7 @@ class ChangedBy(NamedTuple):
 
 
 class SecretOwner(NamedTuple):
-    """The owner of a secret. Its kind is "user" (any principal) or "team"."""
+    """The owner of a secret. The kind is "user" (any principal) or "team"."""
 
     kind: str
     owner: str
@@ -90,7 +90,7 @@ def put(
 
 
 def delete(connection: sa.Connection, whose: SecretOwner, name: str, by: ChangedBy) -> SecretView:
-    """Delete every value of a secret. Its version numbers stay, so that a version never means two values."""
+    """Delete every value of a secret. The version numbers stay, so that a version never means two values."""
     last = _last(connection, whose, name)
     if last is None or last.sealed is None:
         whose_else = f"{whose.owner} has no secret" if whose.kind == "user" else f"team {whose.owner} has no secret"

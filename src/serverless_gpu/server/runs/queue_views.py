@@ -63,7 +63,7 @@ class QueueViews:
 
         ids, found, waiting = self._database.read(work)
         now_ns = self._clock.wall_ns()
-        # A promised time in the past is no longer a prediction. Sentences omit it too.
+        # A promised time in the past is no longer a prediction. Wait sentences omit such times too.
         reserved = {
             each.run_id: each for each in self._sentences.reservations() if each.at_ns is None or each.at_ns > now_ns
         }

@@ -6,11 +6,11 @@
         output of runs that were removed   ─▶ removed; of runs that the database lost: kept (`storage.py`)
         replaced secrets without an attempt  ─▶ removed
 
-The loop removes only complete runs, after all of their attempts are settled and charged. It first makes provisional
-ledger entries final (`charging.py`), and the ledger keeps them. Garbage collection (`environments.py`) removes the
-parts of the results. A tick is small, so that the database has time for other work. The loop keeps output of runs that
-ended within the last hour, because users read it. Running runs do not count, so that a flood of output does not remove
-the output of other runs.
+The loop removes only complete runs, after all of their attempts are settled and charged. The loop first makes
+provisional ledger entries final (`charging.py`), and the ledger keeps them. Garbage collection (`environments.py`)
+removes the parts of the results. A tick is small, so that the database has time for other work. The loop keeps output
+of runs that ended within the last hour, because users read it. Running runs do not count, so that a flood of output
+does not remove the output of other runs.
 
 Failure cases:
 

@@ -19,9 +19,9 @@ replaces excess output by a gap with the last lines. The files contain everythin
 
 Failure cases:
 
-- The reader disconnects. Its caller closes the stream, and this module keeps no state.
+- The reader disconnects. The caller of `RunStream` closes the stream, and this module keeps no state.
 
-- The server stops. It closes the hub, the stream ends without an ending, and the reader reconnects.
+- The server stops. The server closes the hub, the stream ends without an ending, and the reader reconnects.
 
 - Retention removes the run. The stream ends.
 """
@@ -157,7 +157,7 @@ class RunStream:
         for event in look.events:
             if event.seq <= self._after:
                 continue
-            # the attempt of this event is over
+            # The attempt of this event is over.
             if event.fence and (event.state is State.QUEUED or event.state in TERMINAL):
                 found += self._output.more(event.fence, look.run.spec.ranks_log, over=True)
                 if self._output.more_to_read:

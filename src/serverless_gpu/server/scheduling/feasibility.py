@@ -86,7 +86,7 @@ class Feasibility:
         asked = queued_run(run, Past(second_principal=serves.is_second(run.owner)), now_ns=now_ns)
         is_decided, found = self.decide(connection, asked)
         if found is not None:
-            error = NoSuitableNode(f"{found.why}; the server did not queue the run")
+            error = NoSuitableNode(f"{found.why}; the run was not queued")
             resources = run.spec.resources
             error.gpus, error.gpu_type, error.pool = resources.gpus, resources.gpu_type, run.pool
             error.choices = tuple(choice.changes() for choice in found.choices)

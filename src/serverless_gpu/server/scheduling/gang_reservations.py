@@ -38,8 +38,8 @@ class _Asked(msgspec.Struct, frozen=True):
 
     run_id: str
     fence: int
-    request: Request  # For those of its nodes that belong to the engine.
-    node_ids: tuple[str, ...]  # All of its nodes.
+    request: Request  # The request for those of the gang's nodes that belong to the engine.
+    node_ids: tuple[str, ...]  # All nodes of the gang.
 
 
 class EngineReservations:

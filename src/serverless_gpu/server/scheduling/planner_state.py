@@ -8,15 +8,17 @@ The sync treats decisions of the planner (placements, preemptions) as known to t
 the run was cancelled, the node restarted, or the database was unavailable. The next tick then finds another state and
 applies it like any other difference. So the sync never has to undo a decision.
 
-The planner's clock is this process's boottime, set to the wall clock time at the start. It never goes back, and people
-can read it. If an operator sets the wall clock by more than `OFF_S`, the sync creates a new planner from the whole
-state. The database stores the promised latest start of each run, and the sync passes it to a new planner.
+The planner's clock is this process's boottime, set to the wall clock time at the start. The planner's clock never goes
+back, and its times are readable dates. If an operator sets the wall clock by more than `OFF_S`, the sync creates a new
+planner from the whole state. The database stores the promised latest start of each run, and the sync passes it to a new
+planner.
 
 Failure cases:
 
 - A tick fails. `forget` makes the next tick begin with an empty planner, as after a start.
 
-- The server is killed after it promised a latest start and before it stored the promise. It may break that promise.
+- The server is killed after it promised a latest start and before it stored the promise. The next server may break that
+  promise.
 """
 
 from __future__ import annotations
@@ -93,9 +95,10 @@ class PlannerSync:
         self._pools: dict[str, Pool] = {}
         self._waiting: dict[str, QueuedRun] = {}
         self._running: dict[str, RunningRun] = {}
-        self._unseen: set[str] = set()  # Of those: placed by a decision, and not found in the database yet.
-        self._underway: dict[str, Placement] = {}  # Of those: not written yet.
-        self._promised: dict[str, Reservation] = {}  # As the database has them.
+        # Running runs that a decision placed and that the database does not contain yet.
+        self._unseen: set[str] = set()
+        self._underway: dict[str, Placement] = {}  # Placements that the scheduler has not written yet.
+        self._promised: dict[str, Reservation] = {}  # Promised latest starts as the database contains them.
         self._sentences.close()
 
     def now(self) -> int:

@@ -4,8 +4,8 @@
                                                      └─── no ──▶ rows, past ─▶ `queued_run` (StoredRun → QueuedRun)
 
 A queue of 10,000 runs costs one query of identifiers. The snapshot reads the rows of a run when the run is new and when
-it waits again. It reads past durations when a name is new and when one of its runs has ended, for `LEARN_AT_ONCE` names
-per tick. It does not pass on small changes of a duration.
+it waits again. The snapshot reads past durations when a name is new and when one of its runs has ended, for
+`LEARN_AT_ONCE` names per tick. The planner does not get small changes of a duration.
 
 `held_back` finds runs that may not start in this tick even if devices are free, because of policy caps or budgets:
 
@@ -14,7 +14,8 @@ per tick. It does not pass on small changes of a duration.
     estimate, for one run that is not submitted yet ─▶ `why_not`
     scheduler, in the transaction that places a run ─▶ `is_full`: the user's devices now, including this run
 
-A run that is held back waits outside the queue order. Its sentence names the reason, and each tick checks it again.
+A run that is held back waits outside the queue order. The sentence of the run names the reason, and each tick checks
+the run again.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class _Entry:
     kept: QueuedRun | None = None
     running: RunningRun | None = None
     running_key: tuple[object, ...] = ()
-    leaving: tuple[int, int] | None = None  # the attempt, and when the snapshot first saw that it must leave
+    leaving: tuple[int, int] | None = None  # The attempt, and when the snapshot first saw that the run must leave.
 
 
 class QueueSnapshot:
@@ -116,7 +117,7 @@ class QueueSnapshot:
         database but
         that the scheduler is about to place.
         """
-        as_of = self._budget_admission.as_of()  # before any other read
+        as_of = self._budget_admission.as_of()  # Must precede any read, see `LookInputs`.
         there = capacity.load(connection, self._leases)
         queue = runs.queue(connection)
         policy = pools.queue_policy(connection, self._settings.queue)
@@ -220,13 +221,13 @@ class QueueSnapshot:
         if not queue:
             return {}
         shut_out, server_drain = owner_suspension.suspended_owners(connection), drain.find(connection)
-        # Other runs were removed just now.
+        # A run without an entry was removed just now.
         entries = {run_id: self._known[run_id] for run_id, _ in queue if run_id in self._known}
         if server_drain is not None:
             return {run_id: _kept_back(entry, server_drain.sentence) for run_id, entry in entries.items()}
         out = {run_id for run_id, entry in entries.items() if entry.owner in shut_out}
         closed = {run_id for run_id, entry in entries.items() if self._isolation.is_closed(entry.wanted)}
-        beside = out | closed | underway.keys()  # These use no capacity of a cap or a budget.
+        beside = out | closed | underway.keys()  # Runs that use no capacity of a cap or a budget.
         line = (entry.candidate for run_id, entry in entries.items() if run_id not in beside)
         self._spending.look(connection, as_of)
         rooms = self._budget_admission.rooms(connection, there)
@@ -291,10 +292,10 @@ def _as_running(run: ActiveRun, having: Iterable[ActiveCrew], asked: QueuedRun, 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
     """Knowledge about a run in addition to its row."""
 
-    failed: frozenset[str] = frozenset()  # Nodes on which one of its attempts was lost, or did not begin.
+    failed: frozenset[str] = frozenset()  # Nodes on which an attempt of the run was lost, or did not begin.
     apart: frozenset[tuple[str, str]] = frozenset()  # Pairs of nodes whose crews could not connect.
-    preemptions: int = 0  # Number of its preemptions.
-    expected_s: float | None = None  # Expected time with devices, by earlier runs of its name.
+    preemptions: int = 0  # Number of preemptions of the run.
+    expected_s: float | None = None  # Expected time with devices, according to earlier runs of the same name.
     second_principal: bool = False
     """True if its owner is not the principal that pools without isolation serve."""
 

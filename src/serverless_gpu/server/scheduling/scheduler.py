@@ -7,9 +7,9 @@
         reserve   the engine, for its own nodes            outside of any transaction   `gang_reservations.py`
         notify    the node's stream, the run's stream, runs that the scheduler preempts
 
-If the server is killed in between, the next one finds either a waiting run or an order that was not taken. It continues
-from there, because the scheduler starts nothing from memory. It rebuilds the planner from the database at the start,
-after a failed tick, and after a change of the clock.
+If the server is killed in between, the next one finds either a waiting run or an order that was not taken. The next
+server continues from there, because the scheduler starts nothing from memory. The scheduler rebuilds the planner from
+the database at the start, after a failed tick, and after a change of the clock.
 
 `Preemptor` asks runs to stop so that others can start. The preempted runs continue later:
 
@@ -63,7 +63,7 @@ PREEMPTED_TOGETHER = 8
 AT_ONCE = 64
 """The maximum number of placements in one tick. After a full tick, the next one follows at once."""
 TOGETHER = 8
-"""Placements of one transaction. They share its commit, and other writers wait for no more than these."""
+"""Placements of one transaction. The placements share its commit, and other writers wait only for this number."""
 SECRETS = "secrets"
 """A value in `AgentHello.takes`. The scheduler places no run with secrets on a node without it."""
 LOOK_AGAIN_S = 5.0
@@ -164,7 +164,7 @@ class Scheduler:
             self._spending.entered()
         placed: list[tuple[Placement, int]] = []
         for placement, came in zip(placements, written, strict=True):
-            self._hub.touch(run_key(placement.run_id))  # also for a run that ended without an order
+            self._hub.touch(run_key(placement.run_id))  # The stream also needs the end of a run without an order.
             if isinstance(came, TransitionResult):
                 self._announcer.announce(came)
             elif came is not None:
@@ -208,10 +208,10 @@ class Scheduler:
             num_nodes=len(on),
         )
         if queue_snapshot.is_full(connection, run, new.world_size, self._leases.freed()):
-            return None  # Other runs of the owner were placed before it.
+            return None  # The scheduler placed other runs of the owner before this run.
         priced = self._at_its_price(connection, run, new, pool=on[0].pool, at_ns=at_ns)
         if priced is None:
-            return None  # Other runs were placed before it, and a budget has no capacity left.
+            return None  # The scheduler placed other runs before this run, and a budget has no capacity left.
         new = priced
         reason, problem = None, ""
         try:

@@ -53,7 +53,8 @@ class WaitReasons:
         self._planner: Planner | None = None
         self._now: Callable[[], int] = lambda: 0
         self._decision = 0
-        self._told: dict[str, tuple[WaitNotice, int, int]] = {}  # each with its time and decision
+        # Each reason with the time and the number of its decision.
+        self._told: dict[str, tuple[WaitNotice, int, int]] = {}
         self._ends: Callable[[str], int | None] = lambda _run_id: None
         self._asked: OrderedDict[str, tuple[WaitNotice, int]] = OrderedDict()
 
@@ -169,7 +170,7 @@ class WaitReasons:
             return NOTHING
         now_ns = self._now()
         kept = self._told.get(run_id)
-        # extra cache time in nanoseconds, across decisions about other runs
+        # Nanoseconds for which a cached reason stays valid across decisions about other runs.
         kept_ns = max(0, len(self._asked) - A_SECOND) / A_SECOND * 1e9
         if kept is not None and (kept[2] == self._decision or 0 <= now_ns - kept[1] < kept_ns):
             return kept[0]

@@ -4,13 +4,13 @@
     run, file    ── BlobReference(size, parts) ─▶ read, part by part
 
 Blobs use the same kind of store as environments, in a place of their own: a directory of the server, or a bucket. A
-part exists completely or not at all. It is durable when `put` returns. The server compares every part with its digest
-when it is stored and when it is read.
+part exists completely or not at all. The part is durable when `put` returns. The server compares every part with its
+digest when it is stored and when it is read.
 
-`collect` removes unreferenced parts in two steps, separated by a grace period. First it condemns a part. It deletes a
-part that is still condemned after the grace. A request for a part's presence, or another `put`, takes the part off the
-list. The caller then has at least the grace to refer to the part. The list is in memory, so a restarted server condemns
-parts again.
+`collect` removes unreferenced parts in two steps, separated by a grace period. First it condemns a part, then it
+deletes the part if it is still condemned after the grace. A request for a part's presence, or another `put`, takes the
+part off the list. The caller then has at least the grace to refer to the part. The list is in memory, so a restarted
+server condemns parts again.
 
 Failure cases:
 

@@ -7,10 +7,10 @@ The server accepts only objects that a restore can use. A pack must match its di
 address and obey all rules. A unit's packs must be stored before the unit and contain the data that its rows list
 (`ContentChecks`).
 
-A unit's address does not cover the packs that it points into. The server therefore verifies a unit before it stores it.
-It keeps an existing unit only if that unit is verified too, and replaces it otherwise. Of several snapshots with one
-address the server keeps the first, because the differences do not matter. Only operators and the server itself write
-the notes of garbage collection (`gc/…`).
+A unit's address does not cover the packs that it points into. The server therefore verifies a unit before it stores the
+unit. The server keeps an existing unit only if that unit is verified too, and replaces it otherwise. Of several
+snapshots with one address the server keeps the first, because the differences do not matter. Only operators and the
+server itself write the notes of garbage collection (`gc/…`).
 
 The server verifies each unit once, a few at a time, never on the event loop:
 
@@ -21,8 +21,8 @@ The server verifies each unit once, a few at a time, never on the event loop:
 The verification of a large unit takes seconds of one core. Large units therefore wait for each other, and small ones
 pass them. A client whose request times out repeats the request, which then finds the result of the first one.
 
-A store of an earlier version may contain units that were never verified. They stay usable: a node verifies every byte
-during a restore, and requests `repair` if it finds an error.
+A store of an earlier version may contain units that were never verified. Such units stay usable: a node verifies every
+byte during a restore, and requests `repair` if it finds an error.
 
 Failure cases:
 
@@ -222,8 +222,8 @@ class EnvironmentStore:
     def repair(self, keys: Collection[str]) -> tuple[str, ...]:
         """Verify snapshots and units including their content, and remove those that no restore can use.
 
-        The server trusts no claim of the caller, so every caller who may restore may call this. It does not read a unit
-        again that was intact within the last `REPAIRED_S`.
+        The server trusts no claim of the caller, so every caller who may restore may call this. The server does not
+        read a unit again that was intact within the last `REPAIRED_S`.
         """
         now_ns = self._clock.boottime_ns()
         wanted = [

@@ -15,8 +15,8 @@ telemetry, `rank` is the number of the node.
 Failure cases:
 
 * The disk is full except for the database's reserve: the server accepts fewer bytes, and the node sends the rest later.
-The report itself succeeds, because it is also a heartbeat, and a full disk must not end the run. If bytes are still
-missing at the end of the run, a line in the log says so.
+  The report itself succeeds, because it is also a heartbeat, and a full disk must not end the run. If bytes are still
+  missing at the end of the run, a line in the log says so.
 
 * Two requests write to one file: the file lock serializes them.
 
@@ -68,9 +68,8 @@ class Logs:
         """Append bytes at their offset.
 
         Returns:
-            The next expected offset. It is less than the end of `data` if earlier bytes are missing or the disk is
-            full. It
-            is more if the file already contained these bytes.
+            The next expected offset. An offset below the end of `data` means missing earlier bytes or a full disk. A
+            higher offset means that the file already contained these bytes.
         """
         directory, name = self._directory(run_id, fence), _name(rank, stream)
         if offset < 0:

@@ -10,8 +10,8 @@ and snapshots are therefore valid only for `DOCUMENT_S`, and not after a restart
 them. The server compares every copy with its digest when it opens the copy. A defective disk therefore costs only
 another read of the bucket.
 
-The cache yields its space. It removes the least recently used copies when it is full, and when the disk is nearly full.
-The server passes on an object that does not fit from memory, to all waiting requests, and does not cache it.
+When the cache or the disk is full, the server removes the least recently used copies. The server passes on an object
+that does not fit from memory, to all waiting requests, and does not cache it.
 
 Failure cases:
 
@@ -52,9 +52,9 @@ DIRECTORY = "nearby"
 PIECE_BYTES = 8 << 20
 """Bytes per read from a file, so that no complete object is in memory."""
 PACKS_AT_ONCE = 8
-"""Maximum number of concurrent pack downloads; each uses 16 to 32 MiB of memory until it is on the disk."""
+"""Maximum number of concurrent pack downloads; each one needs 16 to 32 MiB of memory."""
 DOCUMENTS_AT_ONCE = 16
-"""Maximum number of concurrent downloads of units and snapshots, which are small and mostly wait for the network."""
+"""Maximum number of concurrent downloads of units and snapshots, which mostly wait for the network."""
 TURN_S = 15.0
 """Seconds that an object waits for its turn; limits the delay that a hanging bucket causes."""
 FIRST_BYTES = 64 << 20
@@ -62,7 +62,7 @@ FIRST_BYTES = 64 << 20
 DOCUMENT_S = 600
 """Seconds for which a copy of a unit or a snapshot is valid."""
 WAIT_S = 40.0
-"""Seconds that a request waits for another one's download; shorter than the client's timeout, so the client retries."""
+"""Seconds that a request waits for a shared download; shorter than the client's timeout."""
 FLOOR_BYTES_MAX = 10**9
 _FLOOR_SHARE = 20  # On a small disk, a twentieth stays free.
 _COPIED = ("packs", "units", "snapshots")

@@ -42,9 +42,9 @@ from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.server.storage.upload_spool import UploadSpool
 
 STORE_S = 40.0
-"""Seconds that one request waits for a bucket; shorter than the client's timeout, so the client retries."""
+"""Seconds that one request waits for a bucket; shorter than the client's timeout."""
 LOOK_MAX = 2_000
-"""Maximum number of runs that a start looks up, newest first, because a rollback loses the newest runs."""
+"""Maximum number of runs that a start looks up, newest first; a rollback loses new runs."""
 _NAMED_MAX = 5
 _PLACES = ("logs", "gangs")
 _RUN = re.compile(r"([0-9a-hjkmnp-tv-z]{26})(:[0-9]+)?")

@@ -105,7 +105,7 @@ def test_what_ray_has_not_is_said_with_figures(ray: FakeRay, made: Callable[...,
         bundle = {"GPU": 3.0, "sgpu_node:n1": 0.001}
         state["groups"]["theirs"] = {"name": "theirs", "state": "CREATED", "bundles": [bundle]}
     engine = made()
-    assert ask(engine, WHOLE) == Waiting(sentence="1 of 4 H100 are free on n1, says Ray")
+    assert ask(engine, WHOLE) == Waiting(sentence="Ray reports 1 of 4 H100 free on n1")
     assert ask(engine, Gang(id="a:1", shares=(Share(node="n1", gpu_type="A10", count=1),))) == Impossible(
         sentence="n1 has 0 A10, not 1"
     )
@@ -127,7 +127,7 @@ def test_a_head_that_is_gone_loses_no_node_and_new_gangs_wait(ray: FakeRay, made
     ask(engine, TWO)
     engine.events()
     ray.head_ends()
-    gone = Waiting(sentence=f"the Ray head at 127.0.0.1:{ray.port} does not answer; what runs goes on")
+    gone = Waiting(sentence=f"the Ray head at 127.0.0.1:{ray.port} does not answer; running attempts continue")
     wait_for(lambda: ask(engine, WHOLE) == gone, "the head is missed")
     assert ask(engine, TWO) == Placed(gang=TWO)
     assert [node.name for node in engine.nodes()] == ["n1", "n2", "n3"]

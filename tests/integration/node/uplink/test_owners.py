@@ -142,10 +142,10 @@ def test_22A11_an_interpreter_is_no_other_program_and_has_no_code_among_its_opti
     shell.write_text(f"#!/bin/sh\ntouch {marker}\n")
     shell.chmod(0o777)
     for changes, sentence in (
-        ({"python": "/bin/sh", "flags": ("-c", f"touch {marker}")}, "does not start an interpreter with the option '-c'"),
+        ({"python": "/bin/sh", "flags": ("-c", f"touch {marker}")}, "interpreter with the option '-c'"),
         ({"python": "/bin/sh", "flags": ()}, "'/bin/sh' is not the name of a Python"),
-        ({"flags": ("-c", f"open({str(marker)!r}, 'w')")}, "does not start an interpreter with the option '-c'"),
-        ({"flags": ("-X", "presite=antigravity")}, "does not start an interpreter with the option '-X' 'presite=antigravity'"),
+        ({"flags": ("-c", f"open({str(marker)!r}, 'w')")}, "interpreter with the option '-c'"),
+        ({"flags": ("-X", "presite=antigravity")}, "interpreter with the option '-X' 'presite=antigravity'"),
         ({"python": str(shell)}, f"{shell} is writable by others"),
         ({"python": "python3"}, "the interpreter 'python3' is not an absolute path"),
     ):

@@ -95,7 +95,7 @@ def test_a_book_that_is_full_can_still_be_corrected(services: Services, monkeypa
     put(services, micros=1)
     put(services, micros=2)
     assert [row.micros_per_hour for row in services.prices.view().prices] == [2]
-    with pytest.raises(InvalidValue, match="takes no more"):
+    with pytest.raises(InvalidValue, match="rows, the maximum"):
         put(services, "A10")
 
 
@@ -136,14 +136,14 @@ def test_a_pool_has_prices_of_its_own_and_a_price_may_be_made_of_dbus(services: 
 @pytest.mark.parametrize(
     ("resource", "asked", "why"),
     [
-        ("H100", PriceRequest(), "no price was said"),
+        ("H100", PriceRequest(), "contains no price"),
         ("H100", PriceRequest(micros_per_hour=1, micros_per_dbu=1), "two prices"),
-        ("H100", PriceRequest(dbu_micros_per_hour=1), "no price was said"),
-        ("core", PriceRequest(dbu_micros_per_hour=1, micros_per_dbu=1), "not made of DBUs"),
+        ("H100", PriceRequest(dbu_micros_per_hour=1), "contains no price"),
+        ("core", PriceRequest(dbu_micros_per_hour=1, micros_per_dbu=1), "cannot have a price in DBUs"),
         ("H100", PriceRequest(dbu_micros_per_hour=MICROS_MAX, micros_per_dbu=MICROS_MAX), "would be over"),
         ("H100", PriceRequest(micros_per_hour=1, pool="none"), "there is no pool"),
-        ("\x1b[31m", PriceRequest(micros_per_hour=1), "nothing is named"),
-        ("  ", PriceRequest(micros_per_hour=1), "nothing is named"),
+        ("\x1b[31m", PriceRequest(micros_per_hour=1), "is not a valid resource name"),
+        ("  ", PriceRequest(micros_per_hour=1), "is not a valid resource name"),
     ],
 )
 def test_what_is_no_price_is_refused_and_nothing_is_written(

@@ -263,7 +263,7 @@ def test_time_without_a_price_is_said_and_stops_nobody(database: Database, tmp_p
     spent.go_on(30, run_id)
     view = spent.view()
     assert (view.used, view.unpriced_ms) == (0, 30_000)
-    assert view.sentence.endswith("30.0 device-seconds have no price and count nothing: sgpu price set")
+    assert view.sentence.endswith("30.0 device-seconds have no price and do not count; set one: sgpu price set")
     assert spent.find(run_id).stop is None
     spent.go_on(11, run_id)
     assert spent.find(run_id).stop is StopReason.BUDGET
@@ -312,12 +312,12 @@ def test_budgets_are_checked(spent: Spent) -> None:
         ({"kind": "team", "scope": "serach", "limit_micros": 1}, "serach"),
         ({"kind": "pool", "scope": "fast", "limit_micros": 1}, "no pool 'fast'"),
         ({"kind": "policy", "scope": "night", "limit_micros": 1}, "no policy 'night'"),
-        ({"kind": "tag", "scope": "", "limit_micros": 1}, "is no tag"),
-        ({"kind": "tag", "scope": "a\x1b[2J", "limit_micros": 1}, "is no tag"),
-        ({"kind": "everything", "scope": "alice", "limit_micros": 1}, "names nobody"),
+        ({"kind": "tag", "scope": "", "limit_micros": 1}, "is not a valid tag"),
+        ({"kind": "tag", "scope": "a\x1b[2J", "limit_micros": 1}, "is not a valid tag"),
+        ({"kind": "everything", "scope": "alice", "limit_micros": 1}, "must not have a name"),
         ({"limit_micros": 1, "limit_gpu_ms": 1}, "one limit"),
         ({}, "one limit"),
-        ({"kind": "tag", "scope": "=llm", "limit_micros": 1}, "is no tag"),
+        ({"kind": "tag", "scope": "=llm", "limit_micros": 1}, "is not a valid tag"),
         ({"limit_micros": -3_000_000}, "a budget cannot be -3.00 USD"),
         ({"limit_gpu_ms": 10**16}, "a budget cannot be 2,777,777,777.8 GPU-hours"),
     ]
@@ -532,7 +532,7 @@ def test_22D6_runs_whose_like_are_short_use_most_of_a_small_hard_budget(spent: S
 
 def test_22D6_a_closed_budget_is_opened_again_by_an_operator(spent: Spent) -> None:
     spent.set(limit_micros=130 * UNIT, hard=True)
-    with pytest.raises(InvalidValue, match="is open"):
+    with pytest.raises(InvalidValue, match="is already open"):
         spent.services.budgets.reopen(ROOT, "llm")
     first, second = spent.submit(), spent.submit()
     spent.start(first)

@@ -218,7 +218,7 @@ def test_who_never_answers_is_given_up_and_named_without_the_path(
         assert due_ns is not None
         spent.clock.advance((due_ns - spent.clock.boottime_ns()) / 1e9)
     assert spent.database.read(lambda connection: budgets.open_notices(connection, limit=9)) == []
-    assert golden("server.alarms.given-up-after") in caplog.text and "127.0.0.1 did not take" in caplog.text
+    assert golden("server.alarms.given-up-after") in caplog.text and "127.0.0.1 did not accept" in caplog.text
     assert "secret" not in caplog.text
 
 

@@ -10,7 +10,7 @@ import pytest
 from serverless_gpu.ambient import new_run_id
 from serverless_gpu.model.access_control import ROLES, AccessReach, reach
 from serverless_gpu.server.composition import all_routes
-from serverless_gpu.server.http.routing import ANYBODY, ATTEMPT, BYTES, PUBLIC, Route
+from serverless_gpu.server.http.routing import ANY_CALLER, ATTEMPT, BYTES, PUBLIC, Route
 from serverless_gpu.wire.access import PrincipalRequest, TokenMade, TokenRequest
 from serverless_gpu.wire.base import API
 from tests.support.server.served import Served
@@ -43,8 +43,8 @@ def test_every_role_is_let_in_where_the_policy_says_and_nowhere_else(server: Ser
             if needs == PUBLIC:
                 continue
             status = ask(client, route, made.secret)
-            how_far = AccessReach.OWN if needs == ANYBODY else AccessReach.NONE
-            if needs not in (ANYBODY, ATTEMPT):
+            how_far = AccessReach.OWN if needs == ANY_CALLER else AccessReach.NONE
+            if needs not in (ANY_CALLER, ATTEMPT):
                 how_far = reach(role, needs.noun, write=needs.write)
             if how_far in (AccessReach.NONE, AccessReach.ALL):  # between them, it depends on what is asked for
                 assert (status == 403) == (how_far is AccessReach.NONE), (role, route.method, route.path, status)
@@ -72,5 +72,5 @@ def test_scopes_take_away_and_never_give(server: Served, client: httpx2.Client) 
     admin = server.connection()
     read = admin.ask("POST", "/tokens", TokenRequest(scopes=("read",)), answer=TokenMade).secret
     for route in all_routes():
-        if route.needs not in (PUBLIC, ANYBODY, ATTEMPT):
+        if route.needs not in (PUBLIC, ANY_CALLER, ATTEMPT):
             assert (ask(client, route, read) == 403) == route.needs.write, (route.method, route.path)

@@ -64,7 +64,7 @@ def test_F68_what_runs_finishes_and_what_waits_is_kept_back(
     look(services)
     assert find(services, going).state is State.STARTING and find(services, going).stop is None
     assert find(services, waiting).state is State.QUEUED
-    assert services.sentences.of(waiting).startswith("alice may start no runs now")
+    assert services.sentences.of(waiting).startswith("alice may not start runs now")
     again: dict[str, object] = {"disabled": False} if "disabled" in how else {"role": "member"}
     shut_out(api, **again)
     look(services)

@@ -192,7 +192,7 @@ def test_a_gang_with_a_lost_crew_ends_with_the_other_and_settles(
 ) -> None:
     began(services, run_id)
     happened(database, run_id, 1, Silent())
-    happened(database, run_id, 1, GivenUp(Reason.NODE_GONE), detail="nothing was heard of it for 960 s")
+    happened(database, run_id, 1, GivenUp(Reason.NODE_GONE), detail="the node was silent for 960 s")
     assert told_of(database, run_id)[-1] == (State.STOPPING, golden("server.crews.n2-nothing-heard"))
     assert services.looks.of("node-1") == ()  # whoever tells it announces it
     run = stored(database, run_id)

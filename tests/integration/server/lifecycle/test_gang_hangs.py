@@ -104,15 +104,15 @@ def test_nothing_is_judged_of_a_run_that_is_to_stop(
 @pytest.mark.parametrize(
     ("seen", "why"),
     [
-        (CrewObservation(number=1, ranks=(rank(0),)), "has no rank 0 there"),
-        (CrewObservation(number=1, ranks=(rank(2), rank(2))), "says twice what was seen"),
-        (CrewObservation(number=1, ranks=(RankSeen(rank=2, where="x" * 301),)), "says more of its ranks"),
+        (CrewObservation(number=1, ranks=(rank(0),)), "has no rank 0 on this node"),
+        (CrewObservation(number=1, ranks=(rank(2), rank(2))), "reports one rank twice"),
+        (CrewObservation(number=1, ranks=(RankSeen(rank=2, where="x" * 301),)), "over the size limits"),
         (
             CrewObservation(number=1, ranks=(RankSeen(rank=2, places=tuple(range(PLACES_MAX + 1))),)),
-            "says more of its ranks",
+            "over the size limits",
         ),
-        (CrewObservation(number=1, ranks=(), stacks={1: "another's"}), "has no rank 1 there"),
-        (CrewObservation(number=1, ranks=(), stacks={2: "x" * 4_001}), "says more of its ranks"),
+        (CrewObservation(number=1, ranks=(), stacks={1: "another's"}), "has no rank 1 on this node"),
+        (CrewObservation(number=1, ranks=(), stacks={2: "x" * 4_001}), "over the size limits"),
     ],
 )
 def test_what_nobody_can_have_seen_is_refused(services: Services, run_id: str, seen: CrewObservation, why: str) -> None:

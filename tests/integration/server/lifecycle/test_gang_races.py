@@ -284,7 +284,7 @@ def test_a_restored_server_whose_gang_had_half_met_ends_it(
         assert attempt_of(database, run_id).cause is None
         look(services, clock, after_s=after_s)
         runs_on(services, run_id, 0)
-    why = "its nodes had half met, and n2 cannot be told how"
+    why = "the restored server lost the rendezvous that these nodes wait for: n2"
     assert start(services, run_id, 1, offer=offer(1), reach=reach(1)).peer_failed == why
     assert say(services, run_id, 0, exec_ns=T0 + 9 * S).peer_failed == why
     end(services, run_id, 1, told_to_end())

@@ -383,14 +383,18 @@ def test_those_who_wait_are_woken_by_news_only(services: Services, run_id: str) 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[ServerlessGpuError], str]] = {
     "rank": ({"logs": (piece(b"x", rank=2),)}, InvalidValue, "has no rank 2"),
-    "name": ({"files": (File(name="../x", size=1, inline=b"x"),)}, InvalidValue, "is no name of an attempt's file"),
-    "absolute": ({"files": (File(name="/etc/x", size=1, inline=b"x"),)}, InvalidValue, "is no name"),
-    "hidden": ({"files": (File(name=".x", size=1, inline=b"x"),)}, InvalidValue, "is no name"),
-    "deep": ({"files": (File(name="a/b/c", size=1, inline=b"x"),)}, InvalidValue, "is no name"),
-    "newline": ({"files": (File(name="a\n", size=1, inline=b"x"),)}, InvalidValue, "is no name"),
-    "long": ({"files": (File(name="a" * 257, size=1, inline=b"x"),)}, InvalidValue, "is no name"),
-    "size": ({"files": (File(name="a", size=2, inline=b"x"),)}, InvalidValue, "another number"),
-    "neither": ({"files": (File(name="a", size=0),)}, InvalidValue, "either with its bytes or as a blob"),
+    "name": (
+        {"files": (File(name="../x", size=1, inline=b"x"),)},
+        InvalidValue,
+        "is not a valid name of an attempt's file",
+    ),
+    "absolute": ({"files": (File(name="/etc/x", size=1, inline=b"x"),)}, InvalidValue, "is not a valid name"),
+    "hidden": ({"files": (File(name=".x", size=1, inline=b"x"),)}, InvalidValue, "is not a valid name"),
+    "deep": ({"files": (File(name="a/b/c", size=1, inline=b"x"),)}, InvalidValue, "is not a valid name"),
+    "newline": ({"files": (File(name="a\n", size=1, inline=b"x"),)}, InvalidValue, "is not a valid name"),
+    "long": ({"files": (File(name="a" * 257, size=1, inline=b"x"),)}, InvalidValue, "is not a valid name"),
+    "size": ({"files": (File(name="a", size=2, inline=b"x"),)}, InvalidValue, "does not have the stated size"),
+    "neither": ({"files": (File(name="a", size=0),)}, InvalidValue, "needs either its bytes or a blob"),
     "blob": (
         {"files": (File(name="a", size=9, blob=BlobReference(size=9, parts=("../x",))),)},
         InvalidValue,
@@ -401,9 +405,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ServerlessGpuError], str]] = {
         TooLarge,
         "send them as blobs",
     ),
-    "fact": ({"facts": (fact("r" * 26, 0),)}, InvalidValue, "about another attempt"),
-    "receipt": ({"receipt": msgspec.Raw(b"{}")}, InvalidValue, "it has not ended"),
-    "began": ({"exec_ns": 1 << 70}, InvalidValue, "is said to have begun"),
+    "fact": ({"facts": (fact("r" * 26, 0),)}, InvalidValue, "a fact of another attempt"),
+    "receipt": ({"receipt": msgspec.Raw(b"{}")}, InvalidValue, "sent a receipt before its end"),
+    "began": ({"exec_ns": 1 << 70}, InvalidValue, "an invalid start time of user code"),
 }
 
 

@@ -91,7 +91,7 @@ def test_runs_of_others_are_stopped_by_operators_only(services: Services, databa
 
 @pytest.mark.parametrize("why", [StopReason.TIMEOUT, StopReason.BUDGET])
 def test_nobody_claims_a_limit(services: Services, database: Database, why: StopReason) -> None:
-    with pytest.raises(InvalidValue, match="nobody can ask"):
+    with pytest.raises(InvalidValue, match="clients cannot use the stop reason"):
         services.stops.request(ALICE, "own", run_id=add_run(database), why=why)
 
 

@@ -183,7 +183,7 @@ def test_a_new_attempt_begins_anew_and_the_old_one_keeps_its_end(database: Datab
         (1, State.FAILED, Reason.REFUSED),
         (2, State.STARTING, None),
     ]
-    sentence = "attempt 1 is over: the node refused to start the run: no disk; it waits for another"
+    sentence = "attempt 1 is over: the node refused to start the run: no disk; the run waits for another attempt"
     assert (3, 1, State.QUEUED, Reason.REFUSED, sentence) in told_of(database, run_id)
     refused_by = database.read(lambda connection: attempts.failed_nodes(connection, [run_id]))
     assert refused_by == {run_id: frozenset({"node-1"})}
@@ -230,7 +230,7 @@ def test_F73_what_reached_the_longest_time_of_an_attempt_waits_anew_behind_the_o
 @pytest.mark.parametrize(
     ("said", "says"),
     [
-        ({"max_run_s": 60.0}, "the server lets an attempt run for 1 min 00 s"),
+        ({"max_run_s": 60.0}, "the server limits an attempt to 1 min 00 s"),
         ({"max_run_s": 60.0, "timeout_s": 30.0, "resume": True}, ""),  # the user's own limit
         ({"timeout_s": 30.0, "resume": True}, ""),
     ],
@@ -269,7 +269,7 @@ def test_22D2_a_policy_bounds_the_attempts_of_a_run_and_their_time(database: Dat
     few, short = add_run(database, attempts_max=2, **said), add_run(database, total_run_s=20.0, **said)
     for run_id, attempts_made, says in (
         (few, 2, "usage policy 'llm': 2 attempts at most"),
-        (short, 3, "usage policy 'llm' lets a run have 20.0 s in all of its attempts"),
+        (short, 3, "usage policy 'llm' limits all attempts of a run together to 20.0 s"),
     ):
         limits: list[float | None] = []
         while (run := stored(database, run_id)).state not in TERMINAL:

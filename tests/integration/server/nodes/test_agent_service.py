@@ -164,8 +164,8 @@ def test_a_home_that_was_made_anew_in_a_reboot_or_moved_to_another_container_is_
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        (hello(protocol=PROTOCOL + 1), f"speaks protocol {PROTOCOL + 1}, this server speaks 1 and {PROTOCOL}"),
-        (hello(protocol=PROTOCOLS[0] - 1), f"speaks protocol {PROTOCOLS[0] - 1}"),
+        (hello(protocol=PROTOCOL + 1), f"uses protocol {PROTOCOL + 1}, but this server supports 1 and {PROTOCOL}"),
+        (hello(protocol=PROTOCOLS[0] - 1), f"uses protocol {PROTOCOLS[0] - 1}"),
         (hello(name=""), "cannot be named ''"),
         (hello(name="a\x1b[2J"), "cannot be named"),
         (hello(name="a" * 300), "cannot be named"),

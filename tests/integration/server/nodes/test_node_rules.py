@@ -258,7 +258,7 @@ def test_when_a_node_ceases_to_be_shared_others_are_told_and_then_stopped_and_it
     later(services, clock, WARNED_S - 1)
     assert sentence(services, others) == ""
     later(services, clock, 1)
-    assert sentence(services, others).startswith("has to leave n1 at ")
+    assert sentence(services, others).startswith("must leave n1 at ")
     tick(services)
     later(services, clock, 299)
     assert find(services, others).stop is None
@@ -274,7 +274,7 @@ def test_nobody_leaves_without_a_warning_also_when_the_calendar_is_new_or_the_se
     run_id = placed(services)
     services.node_rules.put_calendar(by(ROOT), CalendarRequest(shared=("22:00-06:00",), zone="Europe/Berlin"))
     tick(services)
-    assert sentence(services, run_id).startswith("has to leave n1 at ")
+    assert sentence(services, run_id).startswith("must leave n1 at ")
     told_ns = leave_ns(services, run_id)
     assert told_ns == clock.wall_ns() + 300 * 10**9
     later(services, clock, 299)
@@ -311,7 +311,7 @@ def test_a_warning_is_taken_back_when_the_calendar_says_otherwise(
     services.node_rules.put_calendar(by(ALICE), msgspec.structs.replace(NIGHTS, shared=("18:00-10:00",)))
     assert sentence(services, run_id) == ""
     later(services, clock, HOUR_S)
-    assert (find(services, run_id).stop, sentence(services, run_id)[:12]) == (None, "has to leave")
+    assert (find(services, run_id).stop, sentence(services, run_id)[:10]) == (None, "must leave")
 
 
 def test_nothing_of_others_is_placed_on_a_node_that_is_not_shared_and_they_are_told(
@@ -381,7 +381,7 @@ def test_a_calendar_that_cannot_be_read_any_more_lets_nobody_in_and_says_so(
     tick(services)
     assert (find(services, going).stop, find(services, waiting).state) == (None, State.QUEUED)
     assert golden("server.node_rules.calendar-cannot-read") in (services.sentences.of(waiting))
-    assert view_of(services).sentence.startswith("has a calendar that cannot be read")
+    assert view_of(services).sentence.startswith("has an invalid calendar")
 
 
 @pytest.mark.parametrize(

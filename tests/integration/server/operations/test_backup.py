@@ -192,7 +192,7 @@ def test_what_is_no_backup_and_a_home_with_a_server_are_refused(tmp_path: Path) 
         restore(Home(tmp_path / "other"), tmp_path, nothing_ran_since=False)
     outside = msgspec.structs.replace(made.manifest, files={"../x": made.manifest.files["server/key"]})
     (made.path / MANIFEST).write_bytes(msgspec.json.encode(outside))
-    with pytest.raises(InvalidValue, match="outside of itself"):
+    with pytest.raises(InvalidValue, match="outside of the backup"):
         read_manifest(made.path)
 
 

@@ -186,9 +186,7 @@ def test_who_is_disabled_is_told_so_and_who_enables_that_tokens_are_gone(
         asking = server.connection(carl)
         with pytest.raises(NotAuthenticated, match="carl is disabled"):
             asking.ask("GET", "/whoami", answer=PrincipalView)
-        assert (
-            golden("server.words_for_operators.sgpu-token-create") in told("user", "set", "carl", "--enable").output
-        )
+        assert golden("server.words_for_operators.sgpu-token-create") in told("user", "set", "carl", "--enable").output
         with pytest.raises(NotAuthenticated, match="was revoked"):
             asking.ask("GET", "/whoami", answer=PrincipalView)
         carl = told("token", "create", "--for", "carl").stdout.split()[-1]
@@ -200,7 +198,7 @@ def test_who_is_disabled_is_told_so_and_who_enables_that_tokens_are_gone(
         assert (
             isinstance(error, NotFound)
             and golden("server.words_for_operators.secret-cs") in error.message
-            and "one's own" in error.hint
+            and "your own" in error.hint
         )
 
 

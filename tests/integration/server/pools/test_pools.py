@@ -70,7 +70,7 @@ def test_a_reserved_pool_lends_and_what_is_not_said_stays(services: Services) ->
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf, 8 * 86_400.0])
 def test_a_time_in_which_nothing_is_back_is_refused(services: Services, seconds: float) -> None:
-    with pytest.raises(InvalidValue, match="cannot be back"):
+    with pytest.raises(InvalidValue, match="cannot get back"):
         services.pools.put(ROOT, "research", PoolRequest(kind="reserved", return_s=seconds))
 
 
@@ -94,7 +94,7 @@ def test_a_share_is_set_for_who_is_there_and_the_scheduler_is_woken(services: Se
     [
         ("team", "serach", 1.0, NotFound, "no team 'serach'"),
         ("user", "carol", 1.0, NotFound, "carol"),
-        ("pool", "search", 1.0, InvalidValue, "no shares of a 'pool'"),
+        ("pool", "search", 1.0, InvalidValue, "a 'pool' cannot have a share"),
         ("team", "search", 0.0, InvalidValue, "cannot be 0.0"),
         ("team", "search", math.nan, InvalidValue, "cannot be nan"),
         ("team", "search", math.inf, InvalidValue, "cannot be inf"),

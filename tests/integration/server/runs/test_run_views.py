@@ -75,7 +75,7 @@ def test_what_people_read_of_a_run_as_it_goes_on(database: Database, run_id: str
     assert seen() == (State.STARTING, "n1", "restoring 2 GB")
     tell(database, run_id, UserCodeStarted(), exec_ns=T0)
     tell(database, run_id, Silent())
-    said = "no word from n1 since 2030-03-17T17:46:41Z; it may well be going on"
+    said = "no report from n1 since 2030-03-17T17:46:41Z; the run may still be running"
     assert seen() == (State.UNREACHABLE, "n1", said)
     tell(database, run_id, StopAsked(StopReason.CANCEL))
     assert seen() == (State.UNREACHABLE, "n1", said)

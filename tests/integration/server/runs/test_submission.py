@@ -173,7 +173,7 @@ def test_a_captured_environment_runs_anywhere(services: Services) -> None:
 
 REFUSED: dict[str, tuple[Callable[[], RunRequest], type[ServerlessGpuError], str]] = {
     "kernel": (lambda: request(call=None, payload=Kernel()), InvalidValue, "notebook kernels cannot run on a server"),
-    "id": (lambda: request("../../etc"), InvalidValue, "is no identifier of a run"),
+    "id": (lambda: request("../../etc"), InvalidValue, "is not a valid run identifier"),
     "no call": (lambda: request(call=None), InvalidValue, "either with the request or as a blob"),
     "two calls": (
         lambda: request(payload=Function(call=BlobReference(size=0, parts=()))),
@@ -186,10 +186,14 @@ REFUSED: dict[str, tuple[Callable[[], RunRequest], type[ServerlessGpuError], str
         InvalidValue,
         "parts",
     ),
-    "command with call": (lambda: request(payload=Command(argv=("ls",))), InvalidValue, "no pickled call"),
+    "command with call": (
+        lambda: request(payload=Command(argv=("ls",))),
+        InvalidValue,
+        "must not contain a pickled call",
+    ),
     "empty command": (lambda: request(call=None, payload=Command(argv=())), InvalidValue, "needs a program"),
     "zero byte": (lambda: request(call=None, payload=Command(argv=("a\0b",))), InvalidValue, "zero byte"),
-    "team": (lambda: request(team="others"), InvalidValue, "alice is not in a team 'others'"),
+    "team": (lambda: request(team="others"), InvalidValue, "alice is not a member of team 'others'"),
     "secret": (lambda: request(secrets=("../TOKEN",)), InvalidValue, "a secret cannot be named '../TOKEN'"),
     "secrets": (lambda: request(secrets=("TOKEN",) * 2), InvalidValue, "named twice"),
     "variable": (
@@ -213,7 +217,7 @@ REFUSED: dict[str, tuple[Callable[[], RunRequest], type[ServerlessGpuError], str
     "machine": (
         lambda: msgspec.structs.replace(request(), target=msgspec.structs.replace(LIVE, machine="")),
         InvalidValue,
-        "need the machine they are on",
+        "need the machine of these files",
     ),
     "live with snapshot": (
         lambda: msgspec.structs.replace(request(), snapshot="a" * 64),

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.any_database
 
 DEVICES = parse_fake("H100:2")
 LOST = Waiting(sentence="the Ray head at 10.0.0.1:7900 is lost")
-MEETS = "n1, n2 get ready, and meet"
+MEETS = "n1, n2 prepare and connect to each other"
 
 
 class Pool:

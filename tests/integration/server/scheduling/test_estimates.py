@@ -88,7 +88,7 @@ def test_what_travels_needs_its_version_of_python(services: Services, asked: Ask
     ("spec", "error", "words"),
     [
         ({"pool": "nowhere"}, InvalidValue, "there is no pool 'nowhere'"),
-        ({"team": "other"}, InvalidValue, "alice is not in a team 'other'"),
+        ({"team": "other"}, InvalidValue, "alice is not a member of team 'other'"),
         ({"secrets": ("HF_TOKEN",)}, SecretMissing, "HF_TOKEN"),
         ({"payload": Kernel()}, InvalidValue, "kernels"),
         ({"resources": Resources(gpus=0)}, InvalidValue, "gpus"),

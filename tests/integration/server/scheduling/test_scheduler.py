@@ -329,7 +329,7 @@ def test_what_did_not_start_is_left_alone_for_a_while_and_others_go_first(
     now_ns = clock.boottime_ns()
     assert scheduler.tick(now_ns) == now_ns + 750_000_000
     at = format_clock(clock.wall_ns() + 750_000_000)
-    held = f"attempt 1 did not start on n1; it is tried again at {at}"
+    held = f"attempt 1 did not start on n1; the scheduler retries at {at}"
     assert services.sentences.of(run_id) == held
     other = submit(services, 2)
     clock.step_wall(-3600)  # nobody waits for a clock that was set back

@@ -32,7 +32,8 @@ def test_F40_output_that_there_was_no_room_for_is_said_where_it_is_missing(
         first, second = (
             services.logs.read(run_id, 1, rank=rank, stream="stdout", limit=1000).decode() for rank in range(2)
         )
-        why = f"the server's disk was full when the run ended; it is on node n1, runs/{run_id}/1/logs/{{}} in its home"
+        where = f"node n1, runs/{run_id}/1/logs/{{}} in the agent's home"
+        why = f"the server's disk was full when the run ended; the output is on {where}"
         assert first == golden("server.missing_output.one-missing", format=why.format("0.stdout"))
         assert second == f"\n— 3.0 MB missing ({why.format('1.stdout')}) —\n"
         monkeypatch.undo()

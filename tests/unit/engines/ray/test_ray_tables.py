@@ -85,7 +85,7 @@ def test_a_node_comes_is_lost_when_ray_says_so_and_comes_again_as_another_row() 
     assert ray_tables.node_changes({}, there) == [NodeUp(node=EngineNode(name="n1"))]
     dead = raw(resources={}, Alive=False, DeathReasonMessage="missing too many\n  heartbeats \x07")
     lost = ray_tables.update_nodes(there, [dead], 1)
-    sentence = "is lost: Ray says that it is dead (missing too many heartbeats ?)"
+    sentence = "is lost: Ray reports it as dead (missing too many heartbeats ?)"
     assert ray_tables.node_changes({"n1": ""}, lost) == [NodeLost(node="n1", sentence=sentence)]
     assert ray_tables.node_changes({"n1": sentence}, ray_tables.update_nodes(lost, [dead], 2)) == []
     back = ray_tables.update_nodes(lost, [dead, raw("b")], 3)
@@ -108,13 +108,13 @@ def test_a_node_that_is_missing_from_the_table_is_lost_after_a_while_only() -> N
     missing = ray_tables.update_nodes(there, [], 5)
     assert ray_tables.node_changes({"n1": ""}, missing) == []
     assert ray_tables.refusal(gang(("n1", "H100", 1)), missing) == Waiting(
-        sentence="n1 has not joined the Ray head again"
+        sentence="n1 has not rejoined the Ray head"
     )
     still = ray_tables.update_nodes(missing, [], 4 + MISSING_NS)
     assert ray_tables.node_changes({"n1": ""}, still) == []
     lost = ray_tables.update_nodes(still, [], 5 + MISSING_NS)
     assert ray_tables.node_changes({"n1": ""}, lost) == [
-        NodeLost(node="n1", sentence="is lost: the Ray head has not known it for 120 s")
+        NodeLost(node="n1", sentence="is lost: the Ray head has not listed it for 120 s")
     ]
     assert ray_tables.update_nodes(missing, [raw("b")], 6)["n1"] == KnownNode(row=ray_tables.rows([raw("b")])[0])
 
@@ -182,14 +182,14 @@ def refusal_by_ray(scheduling: str, state: str = "PENDING", **free: float) -> Wa
 
 
 def test_what_ray_refuses_is_a_sentence() -> None:
-    assert refusal_by_ray("NO_RESOURCES", h100=1.0) == Waiting(sentence="1 of 3 H100 are free on n1, says Ray")
+    assert refusal_by_ray("NO_RESOURCES", h100=1.0) == Waiting(sentence="Ray reports 1 of 3 H100 free on n1")
     assert refusal_by_ray("NO_RESOURCES") == Waiting(sentence="Ray is still reserving r:1")
-    assert refusal_by_ray("INFEASIBLE") == Impossible(sentence="Ray says that its cluster can never have 3 H100 on n1")
+    assert refusal_by_ray("INFEASIBLE") == Impossible(sentence="Ray reports that its cluster can never provide 3 H100 on n1")
     assert refusal_by_ray("QUEUED") == Waiting(sentence="Ray is still reserving r:1")
     assert refusal_by_ray("AWAITING_BLESSING") == Waiting(
-        sentence="Ray is reserving r:1, and calls that 'AWAITING_BLESSING'"
+        sentence="Ray reports the state 'AWAITING_BLESSING' for r:1"
     )
-    assert refusal_by_ray("QUEUED", "IN_LIMBO") == Waiting(sentence="Ray is reserving r:1, and calls that 'QUEUED'")
+    assert refusal_by_ray("QUEUED", "IN_LIMBO") == Waiting(sentence="Ray reports the state 'QUEUED' for r:1")
 
 
 def test_what_is_infeasible_because_a_node_was_lost_meanwhile_waits() -> None:

@@ -102,7 +102,7 @@ def test_F82_how_much_there_is_together_and_what_a_flag_costs_is_said_at_once() 
     assert decide([alone], four).said("r1") == golden("model.several_nodes.needs-16-h100-one")
     assert "would do" not in decide([wanted("r1", 40, alone="without same_node=True")], four).said("r1")
     live = wanted("r1", 16, machine="machine-n0", alone='with env="snapshot"')
-    assert decide([live], four).said("r1").endswith('(n0); with env="snapshot" 2 nodes would do')
+    assert decide([live], four).said("r1").endswith('(n0); with env="snapshot" 2 nodes would be enough')
     many = [node(f"n{number}", A10=1) for number in range(NODES_MAX + 10)]
     assert decide([gang("r1", NODES_MAX + 1, gpu_type="A10")], many).said("r1") == golden(
         "model.several_nodes.needs-a10-gang", value=NODES_MAX + 1, NODES_MAX=NODES_MAX

@@ -179,7 +179,7 @@ def test_a_node_that_is_away_is_not_used_and_said_to_be_away() -> None:
         (
             wanted("r1", 1, None),
             [node("n1", A10=4), node("n2", H100=2)],
-            "there are several GPU types (A10, H100), and gpu_type does not say which",
+            "there are several GPU types (A10, H100), and gpu_type does not select one",
         ),
         (
             wanted("r1", 16),

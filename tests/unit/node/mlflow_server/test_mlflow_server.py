@@ -100,7 +100,7 @@ def test_the_store_of_a_caller_keeps_its_artifacts_where_mlflow_without_a_server
         ),
         (
             f"{TRACEBACK}ModuleNotFoundError: No module named 'flask'",
-            "/env/bin/python has not all of MLflow (no flask; mlflow-skinny is not enough); pip install mlflow",
+            "/env/bin/python has only a part of MLflow (no flask; mlflow-skinny is not enough); pip install mlflow",
         ),
         (
             "mlflow.exceptions.MlflowException: Detected out-of-date database schema (found version a, but expected b)",
@@ -115,10 +115,10 @@ def test_the_store_of_a_caller_keeps_its_artifacts_where_mlflow_without_a_server
         ("(sqlite3.OperationalError) database is locked", "sqlite:////h/mlflow.db is locked by another process"),
         (
             f"{TRACEBACK}ImportError: libfoo.so: cannot open shared object file",
-            "MLflow's server ended (exit code 1): ImportError: libfoo.so: cannot open shared object file; all it "
-            "wrote: /h/server.log",
+            "MLflow's server ended (exit code 1): ImportError: libfoo.so: cannot open shared object file; see its "
+            "log /h/server.log",
         ),
-        ("", "MLflow's server ended (exit code 1); all it wrote: /h/server.log"),
+        ("", "MLflow's server ended (exit code 1); see its log /h/server.log"),
     ],
 )
 def test_last_words_become_a_sentence(written: str, said: str) -> None:

@@ -21,7 +21,7 @@ from serverless_gpu.server import composition as application_module
 from serverless_gpu.server.core.caller import Caller
 from serverless_gpu.server.http import auth_middleware
 from serverless_gpu.server.http.auth_middleware import PUBLIC_ROUTES, AuthMiddleware
-from serverless_gpu.server.http.routing import ANYBODY, ATTEMPT, PUBLIC, Call, Incoming, Need, Route, Routes, writing
+from serverless_gpu.server.http.routing import ANY_CALLER, ATTEMPT, PUBLIC, Call, Incoming, Need, Route, Routes, writing
 from serverless_gpu.wire.access import TeamRequest, TeamView
 from serverless_gpu.wire.agents import ReportAnswer
 from serverless_gpu.wire.base import API
@@ -75,12 +75,12 @@ def report(call: Call, run: str, fence: int, body: TeamRequest) -> ReportAnswer:
     return ReportAnswer()
 
 
-@extra.get("/me", needs=ANYBODY)
+@extra.get("/me", needs=ANY_CALLER)
 def me(call: Call) -> TeamView:
     return TeamView(name=call.who.name, members=())
 
 
-@extra.get("/broken", needs=ANYBODY)
+@extra.get("/broken", needs=ANY_CALLER)
 def broken(call: Call) -> TeamView:
     raise KeyError("sgpu_secret")
 
@@ -153,7 +153,7 @@ def test_without_a_valid_token_every_route_and_method_is_401_but_those_of_the_li
 
 def test_a_token_of_a_low_role_gets_403_where_the_role_has_no_reach(client: TestClient) -> None:
     for route in everything():
-        if route.needs in (PUBLIC, ANYBODY):
+        if route.needs in (PUBLIC, ANY_CALLER):
             continue
         status = client.request(route.method, filled(route.path), headers=bearer("low")).status_code
         assert status == 403, route

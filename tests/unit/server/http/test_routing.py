@@ -10,7 +10,7 @@ from serverless_gpu.ambient import SystemClock
 from serverless_gpu.server.billing.price_service import PriceService
 from serverless_gpu.server.composition import guarded
 from serverless_gpu.server.core.caller import ANONYMOUS
-from serverless_gpu.server.http.routing import ANYBODY, Call, Route, Routes
+from serverless_gpu.server.http.routing import ANY_CALLER, Call, Route, Routes
 from serverless_gpu.wire.access import TeamView
 from tests.support.server.listening import NoDatabase
 from tests.support.server.made import made_services
@@ -23,7 +23,7 @@ class Greeter:
 extra = Routes("extra")
 
 
-@extra.get("/greetings/{name}", needs=ANYBODY)
+@extra.get("/greetings/{name}", needs=ANY_CALLER)
 def greet(call: Call, greeter: Greeter, name: str) -> TeamView:
     return TeamView(name=name, members=())
 

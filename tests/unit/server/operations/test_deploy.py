@@ -77,7 +77,7 @@ def test_a_figure_that_does_not_exist_is_found() -> None:
 
 
 def test_the_page_has_every_figure_and_its_labels() -> None:
-    page = PAGE.read_text(encoding="utf-8").partition("\n## Watch it with Prometheus\n")[2].partition("\n## ")[0]
+    page = PAGE.read_text(encoding="utf-8").partition("\n## Monitor with Prometheus\n")[2].partition("\n## ")[0]
     told = {
         name: set(filter(None, labels.split(","))) for name, labels in re.findall(r"`(\w+)(?:\{([\w,]+)\})?`", page)
     }

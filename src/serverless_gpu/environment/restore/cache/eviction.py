@@ -4,7 +4,7 @@
     released             ─ delete the directories that were moved aside
 
 The last use of a unit is its fetch, or the last restore of an environment that contains it. The cache evicts the least
-recently used unit first, together with the environments that contain it. It never evicts a unit in use.
+recently used unit first, together with the environments that contain it. The cache never evicts a unit in use.
 
 A restore records the units that it will use while it shares the lock `evicting` and holds the lock of its environment.
 So either the eviction sees this record, or the restore starts after the eviction and finds the removed units missing.

@@ -173,7 +173,7 @@ class UnitCache(CachePaths):
         """Check units in the cache, and fetch the missing ones.
 
         The caller holds an environment that contains the units. `accept` raises when a unit does not match its
-        snapshot. It runs before the first byte is fetched.
+        snapshot. The cache calls `accept` before it fetches the first byte.
 
         Raises:
             StorageError: there is no space, even after the eviction of unused units.
@@ -218,7 +218,8 @@ class UnitCache(CachePaths):
                 fresh = fetch.bring(blobs.read_unit(address))
             except BaseException:
                 if place.exists():
-                    # No process may start to use the damaged unit. Its present users keep it until the next sweep.
+                    # No process may start to use the damaged unit. Present users of the unit keep it until the next
+                    # sweep.
                     put_aside(place)
                 raise
             if place.exists():

@@ -12,11 +12,12 @@ through a mount. But the cache's owner can reach the files by their path below t
 and restores the modification time still moves the inode's change time, which no call can set. A file or directory that
 was moved in has another inode. So a sweep finds both without reading a byte.
 
-A hard link is the file itself. Its owner can change it for every environment that contains the unit. So the cache
-checks a unit that was ever linked before each use, file by file (`suspects`). All files of units have the same
-modification time, and an ordinary write moves it. A change that restores this time moves the change time, as does every
-link that is made or removed. So the cache touches `linked` again after its own links, and reads every file that changed
-later. `link_tree.py` checks each file right before it links the file. One listing of the directories serves both.
+A hard link is the file itself. The owner of a linked file can change the file for every environment that contains the
+unit. So the cache checks a unit that was ever linked before each use, file by file (`suspects`). All files of units
+have the same modification time, and an ordinary write moves it. A change that restores this time moves the change time,
+as does every link that is made or removed. So the cache touches `linked` again after its own links, and reads every
+file that changed later. `link_tree.py` checks each file right before it links the file. One listing of the directories
+serves both.
 
 Bytecode comes later and has its own times. The cache records each file after its compilation. Bytecode of a linked unit
 is suspicious when it was written to after the link. Files that `unit_metadata.py` adds may also come later.
@@ -143,7 +144,7 @@ def linking(places: CachePaths) -> Iterator[None]:
 
 
 def expose(unit: Path) -> None:
-    """Record that links to a unit's files were made, or found right, until now."""
+    """Record that all links to a unit's files are new or verified up to now."""
     with contextlib.suppress(FileNotFoundError):
         os.close(os.open(unit / "linked", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         os.utime(unit / "linked")

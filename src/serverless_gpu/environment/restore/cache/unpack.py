@@ -4,15 +4,15 @@
     writing threads    one block each: decompress it, check every file against its row while writing it
     this thread        hands out blocks, makes empty directories, and makes links last
 
-The extractor never opens a path through a link. It reaches a directory from the new root name by name (`openat` with
-O_NOFOLLOW). It creates a file only where no entry exists (O_EXCL). It makes links only after it has written all files.
-Each thread walks the `WrittenTree` with its own `DirectoryWalk`, which keeps the directories on the way open. Rows are
-ordered by path, so the next file is nearly always near.
+The extractor never opens a path through a link. The extractor reaches a directory from the new root name by name
+(`openat` with O_NOFOLLOW). New files are created only where no entry exists (O_EXCL). Links are made only after all
+files are written. Each thread walks the `WrittenTree` with its own `DirectoryWalk`, which keeps the directories on the
+way open. Rows are ordered by path, so the next file is nearly always near.
 
 Each file gets mode 0444 or 0555 when it is created; no other mode is possible. All files have the same modification
 time, so that their bytecode is valid wherever they are linked. The directory has mode 0700 until everything in it is
-complete and verified. The extractor removes it on any failure. It syncs nothing; `UnitCache.settle` syncs the file
-system later.
+complete and verified. The extractor removes it on any failure. The extractor does not sync files; `UnitCache.settle`
+syncs the file system later.
 
 Failure cases: bytes do not match their address (`EnvironmentCorrupt` names the pack, block or file). The disk is full
 or read-only (`StorageError`). The store raises an error.
@@ -57,8 +57,8 @@ _Result = TypeVar("_Result")
 def unpack(unit: Unit, blobs: StoreBlobs, directory: Path, *, report: Report = ignore_progress) -> None:
     """Unpack a unit into a directory and verify all of it, or leave nothing behind.
 
-    The unit follows the rules (`StoreBlobs.read_unit`). The directory must not exist. Its parent exists, and no other
-    process writes to it.
+    The unit follows the rules (`StoreBlobs.read_unit`). The directory must not exist. The parent directory exists, and
+    no other process writes to it.
     """
     for _ in unpack_each([(unit, directory)], blobs, report=report):
         pass
@@ -73,9 +73,9 @@ def unpack_each(
 ) -> Iterator[Path]:
     """Unpack several units as one stream, which is faster than one unit after another.
 
-    The stream takes the next job when it has capacity. It yields each directory as soon as it is complete. After an
-    error, the directories that it has not yielded are gone. Without `totals` of all jobs, each job counts when it
-    begins.
+    The stream takes the next job when it has capacity. The stream yields each directory as soon as it is complete.
+    After an error, the directories that it has not yielded are gone. Without `totals` of all jobs, each job counts when
+    it begins.
     """
     unpacker = _Unpacker(blobs, _Meter(report, totals))
     yield from unpacker.run(jobs)
@@ -307,7 +307,7 @@ class WrittenTree:
                 os.mkdir(name, _DIRECTORY_MODE, dir_fd=above)
                 made = True
             except FileExistsError:
-                made = False  # Another thread made it. If it is not a directory, `os.open` fails.
+                made = False  # Another thread made the entry. If the entry is not a directory, `os.open` fails.
             fd = os.open(name, _ENTER, dir_fd=above)
             if made and self.masked:
                 os.fchmod(fd, _DIRECTORY_MODE)
@@ -511,7 +511,7 @@ class _LargeFile:
             for piece in content:
                 self._put(piece, end)
                 end += len(piece)
-                if self._hashed == start:  # Only the thread whose part starts at that offset advances it.
+                if self._hashed == start:  # Only the thread whose part starts at `_hashed` advances `_hashed`.
                     for earlier in waiting:
                         self._digest.update(earlier)
                     waiting.clear()
