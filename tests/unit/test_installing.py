@@ -7,7 +7,7 @@ import tomllib
 
 from tests.support.paths import REPOSITORY
 
-OF_DEVELOPMENT = {"demo", "examples", "programs", "dev", "bench"}
+OF_DEVELOPMENT = {"demo", "examples", "programs", "dev", "bench", "site"}
 
 
 def extras() -> dict[str, list[str]]:

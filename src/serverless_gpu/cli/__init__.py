@@ -1,6 +1,7 @@
-"""The command `sgpu`; its commands are in `program.py`.
+"""The command line program `sgpu`. `program.py` lists its commands.
 
-Only what Python has anyway is imported here: loading the commands takes 0.1 s, and Ctrl-C may come in that time.
+This module imports only modules that Python itself has loaded. Loading the commands takes 0.1 s, and the user may press
+Ctrl-C in that time.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command; Ctrl-C before it has begun is a line and an exit code, not a traceback."""
+    """Run `sgpu`. Ctrl-C while the commands load prints one line and exits with 130, without a traceback."""
     try:
         importlib.import_module("serverless_gpu.cli.program").main()
     except KeyboardInterrupt:
         print("sgpu: interrupted", file=sys.stderr, flush=True)
-        os._exit(_INTERRUPTED)  # what is half loaded has nothing to finish
+        os._exit(_INTERRUPTED)  # Half-loaded modules have nothing to clean up at exit.

@@ -1,4 +1,4 @@
-"""`python -m serverless_gpu.cli`: the command `sgpu` of exactly this interpreter."""
+"""Runs `sgpu` with the current interpreter: `python -m serverless_gpu.cli`."""
 
 from serverless_gpu.cli import main
 

@@ -1,4 +1,4 @@
-"""Ages, sizes and amounts as they are typed after an option."""
+"""Parses ages, sizes, amounts and times that users type as option values."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from serverless_gpu.units import MICROS_PER_UNIT, parse_duration_s
 
 _LIMIT = 10**12
 _MILLIONTH = Decimal("0.000001")
-_DAYS_MAX = 140 * 365  # of nanoseconds that every number holds
+_DAYS_MAX = 140 * 365  # Times up to this limit fit a signed 64-bit integer of nanoseconds.
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
 def age_s(option: str, text: str) -> int:
-    """Return the seconds of an age: 12h, 7d, 2w."""
+    """Return an age such as 12h, 7d or 2w in seconds."""
     try:
         return parse_duration_s(text)
     except ValueError as error:
@@ -31,7 +31,7 @@ def age_s(option: str, text: str) -> int:
 
 
 def duration_s(option: str, text: str) -> float:
-    """Return the seconds of a duration: 30s, 12h, 30d."""
+    """Return a duration such as 30s, 12h or 30d in seconds."""
     try:
         return float(parse_duration_s(text))
     except ValueError as error:
@@ -39,22 +39,22 @@ def duration_s(option: str, text: str) -> float:
 
 
 class Seconds(click.ParamType[float]):
-    """A duration in seconds, as a number of them or with a unit: 90, 90s, 5m, 2h."""
+    """A duration option in seconds: a number without a unit, or with one (90, 90s, 5m, 2h)."""
 
     name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the seconds; the option's reader checks the range."""
+        """Return the value in seconds. The code that reads the option checks the range."""
         with contextlib.suppress(ValueError):
             return float(value)
         try:
             return float(parse_duration_s(value))
         except ValueError:
-            self.fail(f"{value!r} is not a duration: 90, 90s, 5m, 2h", param, ctx)
+            self.fail(f"{value!r} is not a duration; write for example 90, 90s, 5m or 2h", param, ctx)
 
 
 def size_bytes(option: str, text: str) -> int:
-    """Return the bytes of a size: 500MB, 20GiB, 0."""
+    """Return a size such as 500MB, 20GiB or 0 in bytes."""
     written = text.strip().upper()
     if written.rstrip("KMGTIB ") == "0":
         return 0
@@ -65,24 +65,26 @@ def size_bytes(option: str, text: str) -> int:
 
 
 def micros(option: str, text: str, *, unit: int = MICROS_PER_UNIT, most: int = _LIMIT) -> int:
-    """Return the exact millionths of an amount such as 2.99; `unit` scales it, rounded to the nearest."""
+    """Return an amount such as 2.99 in units of 1/`unit`, by default in millionths, rounded to an integer."""
     try:
         amount = Decimal(text.strip())
         if not (amount.is_finite() and 0 <= amount <= most):
             raise click.BadParameter(f"{text[:40]} is not an amount from 0 to {most:,}", param_hint=option)
         if amount != amount.quantize(_MILLIONTH):
-            raise click.BadParameter(f"{text[:40]} has more than six digits behind the point", param_hint=option)
+            raise click.BadParameter(f"{text[:40]} has more than six digits after the decimal point", param_hint=option)
     except ArithmeticError:
         raise click.BadParameter(f"{text[:40]!r} is not a number", param_hint=option) from None
     return round(amount * unit)
 
 
 def moment_ns(option: str, text: str) -> int:
-    """Return nanoseconds since 1970 of 2026-12-01 or 2026-12-01T08:00, in UTC unless it has an offset."""
+    """Return a date or time such as 2026-12-01T08:00 in nanoseconds since 1970. The default zone is UTC."""
     try:
         moment = datetime.datetime.fromisoformat(text.strip())
     except ValueError:
-        raise click.BadParameter(f"{text!r} is not a time: 2026-12-01, 2026-12-01T08:00", param_hint=option) from None
+        raise click.BadParameter(
+            f"{text!r} is not a time; write for example 2026-12-01 or 2026-12-01T08:00", param_hint=option
+        ) from None
     since = (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)) - _EPOCH
     if not datetime.timedelta() <= since < datetime.timedelta(days=_DAYS_MAX):
         raise click.BadParameter(f"{text} is not between 1970 and 2110", param_hint=option)

@@ -1,11 +1,12 @@
-"""`sgpu audit`: the log of actions on a server, copies of it elsewhere, and checks of both.
+"""`sgpu audit`: lists a server's audit log, copies it into a file and verifies both.
 
-A copy is a file of JSON lines, one entry each, checked whenever it is opened.
+A copy is a file of JSON lines with one entry on each line. The command verifies a copy whenever it opens the file.
 
     {"number":1,"seq":1,"at_ns":…,"principal":"ada","action":"run.create","subject":"01m…","detail":{…},"sha256":"…", …}
 
-Failure cases: killed while writing (the torn last line is cut off the next time); no room (an OSError; what was written
-stays good); two exports at once (the second is refused); a changed line (`AuditBroken`, which names it).
+Failure cases: A killed export leaves an incomplete last line, which the next export removes. A full disk raises OSError
+and leaves the earlier lines valid. The second of two concurrent exports into one file is refused. A changed entry
+raises `AuditBroken`, which names the entry.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from serverless_gpu.wire.connection import Connection
 
 PENDING_S = 60.0
-"""Entries are chained within a second or two; longer than this, something keeps them from it."""
+"""Maximum age of an entry outside the chain, in seconds. The server normally chains an entry within two seconds."""
 _PAGE = 1000
 LINE_BYTES_MAX = 1 << 20
 _decode = msgspec.json.Decoder(ChainedEntry).decode
@@ -46,10 +47,10 @@ def audit() -> None:
 
 
 @audit.command("list")
-@click.option("--who", default="", metavar="NAME", help="Only what this user or service did.")
-@click.option("--action", default="", help="Only this action, for example token.create.")
-@click.option("--subject", default="", help="Only what was done to this: an identifier or a name.")
-@click.option("--limit", type=click.IntRange(1, _PAGE), default=50, show_default=True, help="How many, the latest.")
+@click.option("--who", default="", metavar="NAME", help="Only entries of this user or service.")
+@click.option("--action", default="", help="Only entries with this action, for example token.create.")
+@click.option("--subject", default="", help="Only entries about this identifier or name.")
+@click.option("--limit", type=click.IntRange(1, _PAGE), default=50, show_default=True, help="Number of latest entries.")
 @wide_option
 @json_option(tuple[ChainedEntry, ...])
 def list_entries(who: str, action: str, subject: str, limit: int, wide: bool, as_json: bool) -> None:
@@ -72,8 +73,9 @@ def list_entries(who: str, action: str, subject: str, limit: int, wide: bool, as
 def export(file: Path) -> None:
     """Copy the audit log into FILE.
 
-    FILE gets one JSON object on each line. Entries that FILE already has are verified and not copied again. Run this
-    command regularly on another machine: a person who changes the server's database cannot change that copy.
+    FILE gets one JSON object on each line. The command verifies the entries that FILE already has, and appends new
+    ones.
+    Run the command regularly on another machine. A person who changes the server's database cannot change that copy.
     """
     with server() as connection, open_copy(file) as (copy, head):
         before = head
@@ -86,18 +88,19 @@ def export(file: Path) -> None:
 
 @audit.command()
 @click.argument("file", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--offline", is_flag=True, help="Look at FILE alone, without asking the server.")
+@click.option("--offline", is_flag=True, help="Verify FILE alone, without the server.")
 def verify(file: Path | None, offline: bool) -> None:
     """Verify the chain of the audit log.
 
-    The command reads the server's chain and, with FILE, checks that the copy is a part of it. It exits with 1 and names
-    the first entry that was changed, removed or inserted.
+    The command reads the server's chain. With FILE, it also checks that FILE is a part of the chain. It exits with 1
+    and
+    names the first entry that was changed, removed or inserted.
     """
     if offline:
         if file is None:
-            raise click.UsageError("--offline needs a FILE to look at")
+            raise click.UsageError("--offline needs a FILE to verify")
         head = check_copy(file)
-        say(f"{file} is whole: {_head_text(head)}")
+        say(f"{file} is intact: {_head_text(head)}")
         return
     with server() as connection:
         pages = _pages(connection, after=0)
@@ -107,7 +110,7 @@ def verify(file: Path | None, offline: bool) -> None:
             links if file is None else compare_links(links, read_copy(file), file), after=ChainHead()
         )
     _refuse_stuck(first)
-    say(f"the audit is whole: {_head_text(head)}")
+    say(f"the audit log is intact: {_head_text(head)}")
 
 
 def _pages(connection: Connection, *, after: int) -> Iterator[AuditPage]:
@@ -124,14 +127,15 @@ def _check_followed(links: Iterable[ChainedEntry], *, after: ChainHead) -> Chain
     head, problem = follow(links, after=after)
     if problem:
         raise AuditBroken(
-            f"the server's audit: {problem}",
-            hint="somebody has changed the server's database; a copy made by `sgpu audit export` says what was there",
+            f"the server's audit log: {problem}",
+            hint="an audit entry in the server's database was changed; a copy made by `sgpu audit export` has the "
+            "original entries",
         )
     return head
 
 
 def compare_links(links: Iterable[ChainedEntry], copied: Iterator[ChainedEntry], file: Path) -> Iterator[ChainedEntry]:
-    """Yield the server's entries; raise AuditBroken where the copy differs or has more."""
+    """Yield the server's entries. Raise AuditBroken if the copy differs or has more entries."""
     known: ChainedEntry | None = None
     for link in links:
         known = next(copied, None)
@@ -142,27 +146,25 @@ def compare_links(links: Iterable[ChainedEntry], copied: Iterator[ChainedEntry],
             both = f"entry {known.number} of {file} is {_entry_text(known)}; the server's is {_entry_text(link)}"
             raise AuditBroken(
                 f"{both}: they differ in {fields}",
-                hint="one of them was changed since it was written down; a copy that only you could write to was not",
+                hint="one of them was changed after the server wrote it; trust a copy that only you can write to",
             )
         yield link
     known = next(copied, None)
     if known is not None:
-        raise AuditBroken(
-            f"{file} goes on with entry {known.number}, {_entry_text(known)}, which the server does not have"
-        )
+        raise AuditBroken(f"{file} has entry {known.number}, {_entry_text(known)}, which the server does not have")
 
 
 def _refuse_another(connection: Connection, head: ChainHead, file: Path) -> None:
-    """Refuse to add to a copy of something else than the server has now."""
+    """Refuse to append to a copy whose last entry differs from the server's entry of that number."""
     if not head.number:
         return
     asked = {"after": str(head.number - 1), "limit": "1"}
     found = connection.ask("GET", "/audit", answer=AuditPage, query=asked).entries
     if not found or (found[0].number, found[0].sha256) != (head.number, head.sha256):
         raise AuditBroken(
-            f"{file} ends with {_head_text(head)}, which is not what the server has there",
-            hint="the server was restored from a backup, is another one, or its audit was changed; "
-            "`sgpu audit verify` says more. Export into a new file and keep this one",
+            f"{file} ends with {_head_text(head)}, but the server's entry of that number is a different one",
+            hint="the server is a different one, was restored from a backup, or its audit log was changed. Run "
+            "`sgpu audit verify` for details. Export into a new file and keep this one",
         )
 
 
@@ -171,12 +173,12 @@ def _refuse_stuck(page: AuditPage) -> None:
     if since_ns is not None and page.now_ns - since_ns > PENDING_S * 1e9:
         raise AuditBroken(
             f"{page.pending} entries are not in the chain, the oldest since {format_moment(since_ns)}",
-            hint="the server's log says what keeps it from chaining them",
+            hint="find the reason in the server's log: `sgpu server logs`",
         )
 
 
 def _entry_text(link: ChainedEntry) -> str:
-    return f"{link.action or 'gone'} of {link.principal or 'nobody'} on {link.subject or 'nothing'}"
+    return f"{link.action or 'no action'} of {link.principal or 'no principal'} on {link.subject or 'no subject'}"
 
 
 def _head_text(head: ChainHead) -> str:
@@ -184,13 +186,13 @@ def _head_text(head: ChainHead) -> str:
 
 
 def read_copy(path: Path) -> Iterator[ChainedEntry]:
-    """Yield the entries of a copy, unchecked; raise InvalidValue at a malformed line."""
+    """Yield the entries of a copy without verification. Raise InvalidValue at a malformed line."""
     with path.open("rb") as file:
         yield from _links(file, path)
 
 
 def check_copy(path: Path, *, after: ChainHead = ChainHead()) -> ChainHead:  # noqa: B008 - it cannot change
-    """Return where a copy ends; raise AuditBroken unless its chain is intact."""
+    """Return the number and digest of a copy's last entry. Raise AuditBroken unless the chain is intact."""
     head, problem = follow(read_copy(path), after=after)
     if problem:
         raise AuditBroken(f"{path}: {problem}", hint="compare it with another copy")
@@ -199,7 +201,10 @@ def check_copy(path: Path, *, after: ChainHead = ChainHead()) -> ChainHead:  # n
 
 @contextlib.contextmanager
 def open_copy(path: Path) -> Iterator[tuple[IO[bytes], ChainHead]]:
-    """Yield a copy under an exclusive lock, created if needed, and where it ends; AuditBroken if altered."""
+    """Yield a copy under an exclusive lock, with the number and digest of its last entry.
+
+    A missing file is created. A changed copy raises AuditBroken.
+    """
     refuse_irregular(path)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "r+b") as file:
@@ -218,7 +223,7 @@ def open_copy(path: Path) -> Iterator[tuple[IO[bytes], ChainHead]]:
 
 
 def append_entries(file: IO[bytes], links: Iterable[ChainedEntry]) -> None:
-    """Write entries so that a power cut does not take them."""
+    """Append entries and flush them to the disk, so that a power failure cannot lose them."""
     file.write(b"".join(msgspec.json.encode(link) + b"\n" for link in links))
     file.flush()
     os.fsync(file.fileno())
@@ -228,12 +233,13 @@ def _links(file: IO[bytes], path: Path) -> Iterator[ChainedEntry]:
     for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES_MAX), b""), start=1):
         if not line.endswith(b"\n"):
             raise InvalidValue(
-                f"{path}: line {number} is torn or too long", hint="`sgpu audit export` mends a torn end"
+                f"{path}: line {number} is incomplete or too long",
+                hint="`sgpu audit export` removes an incomplete last line",
             )
         try:
             yield _decode(line)
         except msgspec.DecodeError as error:
-            raise InvalidValue(f"{path}: line {number} is no entry of an audit: {error}") from error
+            raise InvalidValue(f"{path}: line {number} is not an audit entry: {error}") from error
 
 
 def _cut_torn_line(file: IO[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""`sgpu budget`: limits per day, week or month, and their use."""
+"""`sgpu budget`: limits of money or GPU time per day, week or month, and their use."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def budget() -> None:
 def list_budgets(wide: bool, as_json: bool) -> None:
     """List budgets, their use and forecast.
 
-    HELD is the use of running runs one minute from now. FORECAST is the use so far, plus the mean use per day of the
-    last seven days times the days left. Alarms of the last seven days follow.
+    HELD is the expected use of running runs one minute from now. FORECAST is the use so far plus the mean daily use of
+    the
+    last seven days times the days left. Alarms of the last seven days follow the table.
     """
     with server() as connection:
         found = connection.ask("GET", "/budgets", answer=BudgetList)
@@ -46,7 +47,7 @@ def list_budgets(wide: bool, as_json: bool) -> None:
         print_json(found)
         return
     if not found.budgets:
-        say("no budget that you may see; `sgpu budget set` creates one")
+        say("no budgets that you can see; create one with `sgpu budget set`")
     rows = [_row(each) for each in found.budgets]
     if rows:
         print_table(["BUDGET", "FOR", "PER", "USED", "LIMIT", "%", "HELD", "FORECAST", "AT 100 %"], rows, wide=wide)
@@ -71,7 +72,7 @@ def show_budget(name: str, as_json: bool) -> None:
     rows = [
         ["budget", f"{found.name}, for {_whose(found)}, per {found.period.value}"],
         ["used", f"{found.sentence} ({found.percent:.1f} %)"],
-        ["held", f"{_amount(found, found.held)}, for {found.going_on} that go on"],
+        ["held", f"{_amount(found, found.held)}, for running attempts: {found.going_on}"],
         ["at 100 %", _at_the_end(found)],
         ["forecast", f"{_amount(found, found.forecast)} at the end of the period: {found.basis}"],
         ["rate", f"{_amount(found, found.per_day)} per day"],
@@ -84,25 +85,28 @@ def show_budget(name: str, as_json: bool) -> None:
 
 @budget.command("set")
 @click.argument("name", shell_complete=complete_budget)
-@click.option("--user", metavar="NAME", help="What a user or service uses.", shell_complete=complete_user)
-@click.option("--team", metavar="NAME", help="What runs of a team use.", shell_complete=complete_team)
-@click.option("--pool", metavar="NAME", help="What is used in a pool.", shell_complete=complete_pool)
-@click.option("--policy", metavar="NAME", help="What runs under a usage policy use.", shell_complete=complete_policy)
-@click.option("--tag", metavar="KEY=VALUE", help="What runs with a tag use; KEY alone: with any value of it.")
-@click.option("--everything", is_flag=True, help="What everybody uses.")
-@click.option("--money", metavar="AMOUNT", help="How much, in the server's currency.")
-@click.option("--gpu-hours", metavar="HOURS", help="How much GPU time; that of CPU slots does not count.")
-@click.option("--per", type=click.Choice([each.value for each in Period]), help="The usual is month.")
-@click.option("--time-zone", metavar="ZONE", help="Of its days, weeks and months, as Europe/Berlin; the usual is UTC.")
-@click.option("--hard/--soft", default=None, help="Whether runs are stopped at 100 %; else nothing new starts.")
+@click.option("--user", metavar="NAME", help="Limit the use of this user or service.", shell_complete=complete_user)
+@click.option("--team", metavar="NAME", help="Limit the use of runs of this team.", shell_complete=complete_team)
+@click.option("--pool", metavar="NAME", help="Limit the use in this pool.", shell_complete=complete_pool)
+@click.option(
+    "--policy", metavar="NAME", help="Limit the use of runs under this usage policy.", shell_complete=complete_policy
+)
+@click.option("--tag", metavar="KEY=VALUE", help="Limit the use of runs with this tag; KEY alone matches any value.")
+@click.option("--everything", is_flag=True, help="Limit all use of the server.")
+@click.option("--money", metavar="AMOUNT", help="Limit in the server's currency.")
+@click.option("--gpu-hours", metavar="HOURS", help="Limit in GPU-hours; time of CPU slots does not count.")
+@click.option("--per", type=click.Choice([each.value for each in Period]), help="Length of a period (default: month).")
+@click.option("--time-zone", metavar="ZONE", help="Time zone of the periods, for example Europe/Berlin (default: UTC).")
+@click.option("--hard/--soft", default=None, help="Stop runs at 100 %, or only start no new ones.")
 def set_budget(
     name: str, per: str | None, time_zone: str | None, hard: bool | None, everything: bool, **said: str | None
 ) -> None:
     """Create or change a budget.
 
-    Options that you leave out keep their value. Use since the beginning of the period counts. A hard budget that is
-    used up sends SIGTERM to its runs, which then have their grace to save a checkpoint. Raising the budget does not
-    undo a stop.
+    Options that you leave out keep their value. Use since the beginning of the period counts. At 100 % of a hard
+    budget,
+    the server sends SIGTERM to the budget's runs. They then have their grace period to save a checkpoint. Raising the
+    budget does not undo a stop.
     """
     changes = _scope(everything, said) | _limit(said)
     changes |= {} if per is None else {"period": Period(per)}
@@ -113,9 +117,9 @@ def set_budget(
             before = _request_of(connection.ask("GET", _path(name), answer=BudgetView))
         except NotFound:
             if "kind" not in changes:
-                raise click.UsageError(f"there is no such budget yet: say for whom it is: {_FOR}") from None
+                raise click.UsageError(f"this budget does not exist yet; name what it limits with {_FOR}") from None
             if "limit_micros" not in changes:
-                raise click.UsageError(f"there is no such budget yet: say how much it is: {_MUCH}") from None
+                raise click.UsageError(f"this budget does not exist yet; set its limit with {_MUCH}") from None
             before = BudgetRequest(kind="everything", period=Period.MONTH)
         asked = msgspec.structs.replace(before, **changes)
         found = connection.ask("PUT", _path(name), asked, answer=BudgetView)
@@ -127,7 +131,8 @@ def set_budget(
 def reopen_budget(name: str) -> None:
     """Reopen a hard budget that stopped runs.
 
-    New runs start while the rest of the budget pays for them. Raise a budget that is used up instead (sgpu budget set).
+    New runs start until the rest of the budget is used up. If nothing is left, raise the budget instead (sgpu budget
+    set).
     Stopped runs stay stopped.
     """
     with server() as connection:
@@ -141,7 +146,7 @@ def delete_budget(name: str) -> None:
     """Delete a budget and its limit."""
     with server() as connection:
         found = connection.ask("DELETE", _path(name), answer=BudgetView)
-    say(f"budget {found.name} is gone; {_amount(found, found.used)} were used of it")
+    say(f"budget {found.name} is deleted; its use was {_amount(found, found.used)}")
 
 
 def _request_of(view: BudgetView) -> BudgetRequest:
@@ -160,14 +165,14 @@ def _scope(everything: bool, said: Mapping[str, str | None]) -> dict[str, object
     given: list[tuple[str, str]] = [(kind, scope) for kind in _SCOPES if (scope := said[kind]) is not None]
     given += [("everything", "")] if everything else []
     if len(given) > 1:
-        raise click.UsageError(f"say for whom it is, once: {_FOR}")
+        raise click.UsageError(f"give only one of {_FOR}")
     return {"kind": given[0][0], "scope": given[0][1]} if given else {}
 
 
 def _limit(said: Mapping[str, str | None]) -> dict[str, object]:
     money, hours = said["money"], said["gpu_hours"]
     if money is not None and hours is not None:
-        raise click.UsageError(f"say how much it is, once: {_MUCH}")
+        raise click.UsageError(f"give only one of {_MUCH}")
     if money is not None:
         return {"limit_micros": micros("--money", money), "limit_gpu_ms": None}
     if hours is not None:
@@ -194,7 +199,7 @@ def _amount(each: BudgetView, amount: int) -> str:
 
 
 def _at_the_end(each: BudgetView) -> str:
-    return "runs are stopped" if each.hard else "nothing new starts"
+    return "the server stops runs" if each.hard else "no new runs start"
 
 
 def _path(name: str) -> str:

@@ -1,12 +1,12 @@
-"""Groups of commands that import a command when it runs or shows its help.
+"""Groups of commands that import a command only when it runs or shows its help.
 
     COMMANDS (`program.py`)   name ─▶ CommandEntry: module, first sentence of the help
     sgpu --help               writes the table in sections, imports no command
     sgpu runs                 imports `cli/runs/run_table.py` alone
     sgpu nodes                a renamed command: prints a notice on stderr and runs `sgpu node list`
 
-Importing all commands takes 30 times as long as starting Python. A test compares the table's sentences with the
-commands' own.
+Importing all commands takes 30 times as long as starting Python. A test compares the summaries in the table with the
+docstrings of the commands.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ import click
 from serverless_gpu.lazy_import import load
 
 HELP_CHARACTERS_MAX = 45
-"""Longest one-line help: with the longest name it fits a terminal of 80 columns."""
+"""Maximum length of a one-line help. With the longest command name, it fits a terminal of 80 columns."""
 
 
 class CommandEntry(NamedTuple):
     """One command of a table."""
 
-    place: str  # ``"module:attribute"`` below `serverless_gpu.cli`
-    summary: str  # first sentence of its help
+    place: str  # Import path ``"module:attribute"`` below `serverless_gpu.cli`.
+    summary: str  # First sentence of the command's help.
 
 
 class LazyGroup(click.Group):
     """A group of commands from a table.
 
     Args:
-        table: The commands by name. Without a table, commands are added with decorators.
-        sections: Title of each section of the help and the names in it; without it, one section in alphabetical order.
-        renamed: The old name of a command and its new path below `sgpu`, for example ``{"nodes": "node list"}``.
+        table: The commands by name. Without a table, decorators add the commands.
+        sections: Title of each section of the help, and the names in it. By default, one section has all names in
+            alphabetical order.
+        renamed: The old name of each renamed command and its new path below `sgpu`, for example
+            ``{"nodes": "node list"}``.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class LazyGroup(click.Group):
         return sorted({*self.table, *self.commands})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command and import it; None for an unknown name."""
+        """Import and return a command. Return None for an unknown name."""
         if cmd_name in self.table and cmd_name not in self.commands:
             module, _, attribute = self.table[cmd_name].place.partition(":")
             self.add_command(getattr(load(f"serverless_gpu.cli.{module}"), attribute), cmd_name)
@@ -65,7 +67,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the arguments name; print a notice for a name of an earlier version."""
+        """Return the command that the arguments name. Print a notice for a name of an earlier version."""
         new = self.renamed.get(args[0])
         if new is None:
             return super().resolve_command(ctx, args)
@@ -78,7 +80,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, [*path[len(own) :], *args[1:]])
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands for `--help`, without importing those of the table."""
+        """Write the commands for `--help` without importing those of the table."""
         names = self.list_commands(ctx)
         width = max(map(len, names))
         limit = formatter.width - 6 - width
@@ -86,5 +88,5 @@ class LazyGroup(click.Group):
         summaries = {**own, **{name: entry.summary for name, entry in self.table.items()}}
         for title, members in (self.sections or {"Commands": names}).items():
             with formatter.section(title):
-                # Padding gives the sections one column of summaries.
+                # Padding aligns the summaries of all sections.
                 formatter.write_dl([(name.ljust(width), summaries[name]) for name in members])

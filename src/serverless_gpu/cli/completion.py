@@ -1,7 +1,7 @@
-"""Completion of run identifiers, and of names that the server knows.
+"""Shell completion of run identifiers and of names that the server knows.
 
-The shell runs `sgpu` while a person types, so a completer asks once, waits for nothing and never fails: without an
-answer it completes nothing. Runs of this home come from their directories.
+The shell runs `sgpu` while the user types. Therefore a completer sends one request, never retries and never fails.
+Without an answer it completes nothing. Runs of this home come from their directories.
 """
 
 from __future__ import annotations

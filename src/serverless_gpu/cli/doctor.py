@@ -21,15 +21,16 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "unknown": "mag
     default=8.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long each look may take.",
+    help="Maximum duration of each check.",
 )
 def doctor(as_json: bool, limit: float) -> None:
     """Find what prevents runs on this machine.
 
-    The doctor checks this machine, the agent, the GPUs, and the environment of the interpreter that runs sgpu. It
-    starts no agent. It exits with 1 when a check failed. Warnings and unknown results do not change the exit code.
+    The command checks this machine, the agent, the GPUs, and the environment of the interpreter that runs sgpu. It
+    starts
+    no agent. It exits with 1 if a check failed. Warnings and unknown results do not change the exit code.
     """
-    # By name, and only now: the doctor's modules would be a fifth of what every other command takes to start.
+    # Importing the doctor's modules at the top would make every other command start a fifth slower.
     examination = importlib.import_module("serverless_gpu.doctor.examination")
     report, has_failed = examination.examine(limit, as_json=as_json, paint=_paint)
     for line in report:

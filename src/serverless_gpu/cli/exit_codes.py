@@ -1,13 +1,13 @@
-"""Exit codes of commands: shells and schedulers decide by them.
+"""Exit codes of commands, which shells and job schedulers act on.
 
 0     success
 N     the program's own exit code, 1 to 255, if that ended the run
-75    the run or its node was lost, or the server is away: trying again may help (EX_TEMPFAIL)
-124   the run reached its timeout (as timeout(1))
+75    the run or its node is lost, or the server is unreachable; a retry may help (EX_TEMPFAIL)
+124   the run reached its timeout (as in timeout(1))
 130   the run was cancelled, or the user pressed Ctrl-C
 137   a signal or the out-of-memory killer ended a rank (128 + SIGKILL, for every signal)
-1     every other failure, such as an exception of a rank
-2     the command line was wrong; nothing was started (click's own)
+1     any other failure, such as an exception of a rank
+2     the command line was wrong, and nothing was started (the code of click)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CODES: tuple[tuple[type[BaseException], int], ...] = (
 
 
 def exit_code(error: BaseException | None) -> int:
-    """Return the exit code for an ending; None is success."""
+    """Return the exit code for a failure, or 0 for None."""
     if error is None:
         return 0
     if isinstance(error, CommandFailed):

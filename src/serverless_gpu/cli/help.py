@@ -14,7 +14,7 @@ _SHELLS = ("bash", "zsh", "fish")
 
 
 def find_command(ctx: click.Context, path: tuple[str, ...]) -> tuple[click.Command, click.Context]:
-    """Return the command at a path below `sgpu`, and its context; UsageError for an unknown name."""
+    """Return the command at a path below `sgpu`, and its context. Raise UsageError for an unknown name."""
     context = ctx.find_root()
     command: click.Command = context.command
     for name in path:
@@ -31,7 +31,7 @@ def find_command(ctx: click.Context, path: tuple[str, ...]) -> tuple[click.Comma
 def help_command(ctx: click.Context, command: tuple[str, ...]) -> None:
     """Show the help of a command.
 
-    COMMAND is the path of a command, for example: sgpu help run logs. Without it, all commands are listed.
+    COMMAND is the path of a command, for example: sgpu help run logs. Without COMMAND, sgpu lists all commands.
     """
     found, context = find_command(ctx, command)
     click.echo(found.get_help(context))
@@ -70,12 +70,12 @@ def completion(shell: str) -> None:
       fish   sgpu completion fish > ~/.config/fish/completions/sgpu.fish
     """
     complete = get_completion_class(shell)
-    assert complete is not None  # click has each of the three
+    assert complete is not None  # click supports all three shells.
     click.echo(complete(load("serverless_gpu.cli.program").sgpu, {}, "sgpu", "_SGPU_COMPLETE").source())
 
 
 def json_type_of(command: click.Command) -> object | None:
-    """Return the type of a command's JSON output, or None for a command without `--json`."""
+    """Return the type of a command's JSON output, or None if the command has no `--json`."""
     recorded = getattr(command.callback, JSON_TYPE, None)
     if not isinstance(recorded, JsonType):
         return recorded

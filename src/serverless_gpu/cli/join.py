@@ -1,4 +1,4 @@
-"""`sgpu join`: this machine is a node of a pool for as long as the command runs."""
+"""`sgpu join`: makes this machine a node of a pool while the command runs."""
 
 from __future__ import annotations
 
@@ -34,20 +34,31 @@ from serverless_gpu.version import __version__
     "--token-file",
     required=True,
     type=click.Path(dir_okay=False, path_type=Path),
-    help="A copy of server/join.json of the first machine; only you may read it.",
+    help="Copy of server/join.json of the first machine, readable by you alone.",
 )
-@click.option("--name", help="What the node is called; the host name without it.")
-@click.option("--node-address", metavar="IP", help="Of this machine, for the others; without it the one towards HOST.")
-@click.option("--ray-port", type=int, metavar="PORT", help="The first of the hundred ports that Ray uses; as on HOST.")
-@click.option("--server", metavar="URL", help="Where this machine reaches the server; without it as the file says.")
-@click.option("--unit", is_flag=True, help="Print a unit with which systemd does this, and do nothing else.")
+@click.option("--name", help="Name of the node (default: the host name).")
+@click.option(
+    "--node-address",
+    metavar="IP",
+    help="Address of this machine for other nodes (default: the one that routes to HOST).",
+)
+@click.option(
+    "--ray-port", type=int, metavar="PORT", help="First of the hundred ports that Ray uses; the same as on HOST."
+)
+@click.option(
+    "--server",
+    metavar="URL",
+    help="Address of the server as seen from this machine (default: the one in the join file).",
+)
+@click.option("--unit", is_flag=True, help="Print a systemd unit for this command, and do nothing else.")
 def join(host: str, token_file: Path, **options: Any) -> None:
     """Make this machine a node of a Ray pool.
 
     HOST is the address of the machine that runs `sgpu up --engine ray`. The machine is a node for as long as the
-    command runs. After Ctrl-C it gets no new runs, and its running runs continue.
+    command
+    runs. After Ctrl-C, the server places no new runs here, and running runs continue.
     """
-    home = durable_home("a node keeps there what its server still has to hear of")
+    home = durable_home("a node stores reports there until its server acknowledges them")
     if options["unit"]:
         say_lines(_unit(home).rstrip("\n"))
         return
@@ -68,9 +79,9 @@ def join(host: str, token_file: Path, **options: Any) -> None:
         ready = joining.prepare(wish, home, os.environ)
 
         def started() -> None:
-            say(f"{wish.name} gives {ready.offer} to the pool of {file.server}; Ray here has ports {ready.ports}")
+            say(f"{wish.name} offers {ready.offer} to the pool of {file.server}; Ray uses ports {ready.ports} here")
 
-        say(f"Ray is being started here, with its head at {ready.plan.head}")
+        say(f"starting Ray here; its head is at {ready.plan.head}")
         keeper = load("serverless_gpu.engines.ray.ray_keeper").RayKeeper(
             ready.plan, say=lambda sentence: say(f"sgpu: {sentence}", err=True), started=started
         )
@@ -81,27 +92,27 @@ def join(host: str, token_file: Path, **options: Any) -> None:
 
 
 def _leave(home: Home, profile: Path, name: str) -> None:
-    """Drain this node; its runs continue."""
+    """Drain this node. Its runs continue."""
     with contextlib.suppress(OSError):
         (home.root / "ray" / LEFT).touch(mode=0o600)
     count = sum(1 for _ in open_attempts(home.runs, str(profile)))
     if not count:
         with contextlib.suppress(ServerlessGpuError):
             start_stop.stop(home, profile)
-        say(f"{name} has left the pool; nothing ran here")
+        say(f"{name} has left the pool; no runs were running here")
         return
-    runs, how = ("1 run goes on", "it ends") if count == 1 else (f"{count} runs go on", "they end")
-    say(f"{name} has left the pool and is given nothing new; {runs} here, and the server hears how {how}")
+    runs, how = ("1 run continues", "it ends") if count == 1 else (f"{count} runs continue", "they end")
+    say(f"{name} has left the pool and gets no new runs; {runs} here, and this machine tells the server how {how}")
 
 
 @contextlib.contextmanager
 def _join_lock(home: Home) -> Iterator[None]:
-    """Hold the lock that lets one process join for a home; raise ServerProblem when it is taken."""
+    """Hold the lock that allows one `sgpu join` per home. Raise ServerProblem if it is taken."""
     directory = home.root / "ray"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = hold(directory / "keeper.lock", f"{os.getpid()} {__version__}")
     if lock is None:
-        raise ServerProblem("this machine has joined already, by another `sgpu join`", hint="Ctrl-C ends that one")
+        raise ServerProblem("another `sgpu join` of this home is already running", hint="press Ctrl-C there first")
     try:
         yield
     finally:
@@ -110,7 +121,7 @@ def _join_lock(home: Home) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signal_pipe() -> Iterator[int]:
-    """Yield a descriptor that can be read once Ctrl-C, or SIGTERM, has come."""
+    """Yield a descriptor that becomes readable after SIGINT (Ctrl-C), SIGTERM or SIGHUP."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def tell(_number: int, _frame: object) -> None:

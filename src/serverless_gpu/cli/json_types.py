@@ -1,9 +1,9 @@
-"""Types of what commands print with `--json`, where that is no message of the server (`wire/`) and no other struct.
+"""Types of `--json` output for which no wire message and no other struct exists.
 
-`sgpu schema COMMAND` prints a type as a JSON schema; only it loads this module. The tests compare the output of each
-command with its type.
+`sgpu schema COMMAND` prints a type as a JSON schema. Only that command loads this module. The tests compare the output
+of each command with its type.
 
-Times ending in `_ns` are nanoseconds since 1970; other times are UTC text (ISO 8601). Money is in micros, which are
+Times ending in `_ns` are nanoseconds since 1970. Other times are UTC text (ISO 8601). Money is in micros, which are
 millionths of the currency.
 """
 
@@ -27,7 +27,7 @@ from serverless_gpu.wire.runs import AttemptView
 
 
 class RunCrew(TypedDict):
-    """One node of a run of the server."""
+    """One node that takes part in a run of the server."""
 
     node: str
     state: str
@@ -41,7 +41,7 @@ class RunCrew(TypedDict):
 
 
 class RunRow(TypedDict):
-    """A run, as `sgpu runs` lists it; the keys from `directory` on depend on where it runs."""
+    """A run, as `sgpu runs` lists it. The optional keys depend on where the run executes."""
 
     id: str
     kind: str
@@ -58,12 +58,12 @@ class RunRow(TypedDict):
     gpu_ms: int | None
     micros: int | None
     currency: str | None
-    # A run of this machine.
+    # Keys of a run of this machine.
     devices: NotRequired[list[str] | None]
     directory: NotRequired[str]
     problem: NotRequired[str]
     size_bytes: NotRequired[int]
-    # A run of the server.
+    # Keys of a run of the server.
     gpus: NotRequired[int]
     owner: NotRequired[str]
     team: NotRequired[str]
@@ -90,17 +90,17 @@ class RunDetails(RunRow):
     receipt: Receipt | None
     failure: str
     files: list[RunFile]
-    # A run of this machine.
+    # Keys of a run of this machine.
     stopped: NotRequired[Stopped | None]
     tracked: NotRequired[str]
-    # A run of the server.
+    # Keys of a run of the server.
     attempts: NotRequired[list[AttemptView]]
     receipts: NotRequired[dict[str, Receipt | None]]
     cost: NotRequired[Cost | None]
 
 
 class ResultCopy(TypedDict):
-    """A copied result of one rank."""
+    """A result of one rank, copied to a file."""
 
     rank: int
     path: str
@@ -134,7 +134,7 @@ class StartEstimate(TypedDict):
 
 
 class DryRun(TypedDict):
-    """What `sgpu submit --dry-run` would submit."""
+    """The request that `sgpu submit --dry-run` would submit, and its estimate."""
 
     submitted: bool
     server: str | None
@@ -226,7 +226,7 @@ class DoctorReport(TypedDict):
 
 
 class Setting(TypedDict):
-    """A setting of the server, its value and where that comes from."""
+    """A setting of the server, its value and the origin of the value."""
 
     name: str
     value: Any

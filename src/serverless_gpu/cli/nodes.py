@@ -1,4 +1,4 @@
-"""`sgpu node`: the nodes of a server, and rules for one of them (drain, calendar, quarantine)."""
+"""`sgpu node`: lists a server's nodes and sets rules for them (drain, calendar, quarantine)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from serverless_gpu.wire.nodes import (
 )
 
 _LOOK_S = 0.5
-_UUID_CHARACTERS_MIN = 4  # characters of a uuid that stand for it
+_UUID_CHARACTERS_MIN = 4  # Minimum length of a uuid prefix.
 _ZONES = "/zoneinfo/"
 
 
@@ -61,7 +61,7 @@ def list_nodes(wide: bool, as_json: bool) -> None:
         print_json(found)
         return
     if not found:
-        say("no node has joined; `sgpu node invite` makes a join file")
+        say("no node has joined yet; create a join file with `sgpu node invite`")
         return
     rows = [["NODE", "POOL", "STATE", "DEVICES", "USE", "LAST SEEN", "USERS", "REMARKS"]]
     for each in found:
@@ -103,15 +103,20 @@ def show_node(name: str, as_json: bool) -> None:
 
 @node.command()
 @click.argument("name", shell_complete=complete_node)
-@click.option("--i-know-it-is-dead", "certain", is_flag=True, help="The machine is off, or will never come back.")
+@click.option(
+    "--i-know-it-is-dead", "certain", is_flag=True, help="Confirm that the machine is off, or will never come back."
+)
 def forget(name: str, certain: bool) -> None:
     """Declare a dead node and its runs lost.
 
-    The server waits until an unreachable node has certainly stopped its runs. Use this command when you know that the
-    machine is off. If it is not, its runs may run twice.
+    The server waits until an unreachable node has certainly stopped its runs. Use this command only if you know that
+    the
+    machine is off. If the machine still works, its runs may run twice.
     """
     if not certain:
-        raise click.UsageError("runs there may still go on: --i-know-it-is-dead says that they do not")
+        raise click.UsageError(
+            "runs of the node may still be running; confirm with --i-know-it-is-dead that they are not"
+        )
     with server() as connection:
         found = find_node(connection.ask("GET", "/nodes", answer=NodeList).nodes, name)
         body = ForgetRequest(i_know_it_is_dead=True)
@@ -124,8 +129,8 @@ def forget(name: str, certain: bool) -> None:
 def approve(name: str) -> None:
     """Admit a node that waits for approval.
 
-    A node waits if its token was made by hand (`sgpu token create`) and not by a join file. Check in `sgpu node list`
-    that you know the machine: a node receives users' code, arguments and secrets.
+    A node waits if an operator created its token by hand (`sgpu token create`), without a join file. Check in
+    `sgpu node list` that you know the machine. A node receives users' code, arguments and secrets.
     """
     with server() as connection:
         view = connection.ask("POST", "/nodes/approve", ApproveRequest(name=name), answer=NodeView)
@@ -134,20 +139,26 @@ def approve(name: str) -> None:
 
 @node.command()
 @click.argument("name", required=False, default="")
-@click.option("--uses", type=click.IntRange(min=1), default=1, show_default=True, help="How many machines it lets in.")
-@click.option("--for", "lifetime", metavar="DURATION", default="1d", show_default=True, help="How long it is good.")
+@click.option(
+    "--uses",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of machines that may join with the file.",
+)
+@click.option("--for", "lifetime", metavar="DURATION", default="1d", show_default=True, help="Lifetime of the file.")
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("join.json"),
     show_default=True,
-    help="The join file to write, readable by you alone.",
+    help="Path of the new join file, which only you can read.",
 )
 def invite(name: str, uses: int, lifetime: str, out: Path) -> None:
     """Write a join file for new nodes.
 
     By default the file admits one machine within a day; --uses and --for change that. With NAME, it admits only a
-    machine of that name. Copy the file to each machine and run there: sgpu join HOST --token-file FILE.
+    machine of that name. Copy the file to each machine and run this command there: sgpu join HOST --token-file FILE.
     """
     body = InviteRequest(name=name, uses=uses, expires_s=duration_s("--for", lifetime))
     join_file = load("serverless_gpu.engines.ray.pool_join")
@@ -160,12 +171,12 @@ def invite(name: str, uses: int, lifetime: str, out: Path) -> None:
         hint = f"sgpu token revoke {made.id}, then give another --out"
         raise ServerProblem(f"{out} cannot be written: {error.strerror}", hint=hint) from None
     machines = "1 machine" if uses == 1 else f"{uses} machines"
-    say(f"{out} lets in {machines} until {format_moment(made.expires_ns)}; it is as secret as a password")
-    say(f"revoke it: sgpu token revoke {made.id}", err=True)
+    say(f"{out} admits {machines} until {format_moment(made.expires_ns)}; keep it as secret as a password")
+    say(f"sgpu: revoke it with: sgpu token revoke {made.id}", err=True)
 
 
 def join_address(home: Path) -> tuple[str, str]:
-    """Return the server and certificates for joining: the join file's, else this client's."""
+    """Return the server's address and certificates, from the join file or else from this client's profile."""
     own = home / "server" / "join.json"
     with contextlib.suppress(InvalidValue):
         file = load("serverless_gpu.engines.ray.pool_join").read_join_file(own)
@@ -188,14 +199,14 @@ def find_node(found: Sequence[NodeView], name: str) -> NodeView:
     for each in found:
         if name in (each.name, each.id):
             return each
-    names = ", ".join(each.name for each in found) or "none has joined"
+    names = ", ".join(each.name for each in found) or "no node has joined"
     raise InvalidValue(f"there is no node {name!r}", hint=f"nodes: {names}")
 
 
 def owner_text(view: NodeView) -> str:
-    """Return whose runs a node takes now, and until when."""
+    """Return whose runs a node accepts now, and until when."""
     calendar = view.rules.calendar
-    who = "all" if view.shared else calendar.owner or "nobody"
+    who = "all" if view.shared else calendar.owner or "none"
     until = f" until {format_soon(view.turns_ns)}" if view.turns_ns is not None else ""
     first = f", {calendar.owner} first" if view.shared and calendar.owner_first else ""
     return f"{who}{until}{first}"
@@ -203,23 +214,24 @@ def owner_text(view: NodeView) -> str:
 
 @node.command()
 @click.argument("name", shell_complete=complete_node)
-@click.option("--stop", is_flag=True, help="Stop what runs there, too; with resume it goes on elsewhere.")
-@click.option("--note", default="", metavar="TEXT", help="Why, for those who wait.")
-@click.option("--wait", "wait", metavar="DURATION", help="Wait until nothing runs there any more, this long at most.")
+@click.option("--stop", is_flag=True, help="Also stop running runs; runs with resume continue on another node.")
+@click.option("--note", default="", metavar="TEXT", help="Reason that waiting runs show.")
+@click.option("--wait", "wait", metavar="DURATION", help="Wait until no run is left on the node, at most this long.")
 def drain(name: str, stop: bool, note: str, wait: str | None) -> None:
     """Place no new runs on a node.
 
-    The drain lasts until `sgpu node resume`, also across restarts of the server. Running runs continue unless you add
-    --stop, which stops them at once with their grace.
+    The drain lasts until `sgpu node resume`, also across restarts of the server. Running runs continue. With --stop,
+    the
+    server stops them at once instead, with their grace period.
     """
     limit_s = duration_s("--wait", wait) if wait is not None else 0.0
     with server(patience_s=limit_s) as connection:
         view = _put_rule(
             connection, _fetch_node(connection, name), "drain", NodeDrainRequest(on=True, stop=stop, note=note)
         )
-        say(f"{view.name} is given nothing new; {_runs_text(view)}")
+        say(f"{view.name} gets no new runs; {_runs_text(view)}")
         if view.runs and view.rules.drain is not None and view.rules.drain.stop:
-            say("what runs there is asked to stop: with resume it goes on elsewhere, else it ends as drained")
+            say("the server stops these runs: runs with resume continue on another node, and others end as drained")
         clock, said = SystemClock(), len(view.runs)
         deadline_ns = clock.boottime_ns() + round(limit_s * 1e9)
         while view.runs and clock.boottime_ns() < deadline_ns:
@@ -229,7 +241,9 @@ def drain(name: str, stop: bool, note: str, wait: str | None) -> None:
                 said = len(view.runs)
                 say(_runs_text(view))
     if wait is not None and view.runs:
-        raise ServerProblem(f"{_runs_text(view)} on {view.name} still, after {wait}", hint="`sgpu runs` lists them")
+        raise ServerProblem(
+            f"{view.name} still has runs after {wait}: {_runs_text(view)}", hint="`sgpu runs` lists them"
+        )
 
 
 @node.command()
@@ -244,21 +258,30 @@ def resume(name: str) -> None:
 @node.command()
 @click.argument("name", shell_complete=complete_node)
 @click.option(
-    "--shared", multiple=True, metavar="TIMES", help='When others may use it: "mon-fri 19:00-07:00". Repeatable.'
+    "--shared",
+    multiple=True,
+    metavar="TIMES",
+    help='Times at which others may use the node: "mon-fri 19:00-07:00". Repeatable.',
 )
 @click.option(
-    "--zone", metavar="NAME", help='Whose time that is: "Europe/Berlin". This machine\'s where it is not said.'
+    "--zone", metavar="NAME", help='Time zone of --shared, for example "Europe/Berlin" (default: that of this machine).'
 )
-@click.option("--owner", metavar="NAME", help="Who may always use it.")
-@click.option("--owner-first/--no-owner-first", default=None, help="Others leave for the owner's runs at any time.")
-@click.option("--clear", is_flag=True, help="Begin with nothing: everybody may use it.")
+@click.option("--owner", metavar="NAME", help="User who may always use the node.")
+@click.option(
+    "--owner-first/--no-owner-first",
+    default=None,
+    help="Stop runs of others at any time when the owner's runs need the node.",
+)
+@click.option("--clear", is_flag=True, help="Remove the owner and the times first; all users may then use the node.")
 @json_option(NodeCalendar)
 def calendar(name: str, clear: bool, as_json: bool, **said: object) -> None:
     """Show or set a node's owner and calendar.
 
     Without options, the command shows both. Options that you leave out keep their value. Five minutes before others
-    lose the node, the server warns their runs. It then stops them with their grace; runs with resume continue
-    elsewhere.
+    lose
+    the node, the server warns their runs. It then stops them with their grace period. Runs with resume continue on
+    another
+    node.
     """
     given = {key: value for key, value in said.items() if value not in (None, ())}
     with server() as connection:
@@ -279,12 +302,12 @@ def calendar(name: str, clear: bool, as_json: bool, **said: object) -> None:
 @node.command()
 @click.argument("name", shell_complete=complete_node)
 @click.argument("gpu")
-@click.option("--note", default="", metavar="TEXT", help="Why.")
+@click.option("--note", default="", metavar="TEXT", help="Reason for the quarantine.")
 def quarantine(name: str, gpu: str, note: str) -> None:
     """Exclude a GPU of a node from new runs.
 
-    GPU is a number or a uuid. The quarantine lasts until `sgpu node release`. A run that has the GPU keeps it. Runs
-    that the machine starts without the server are not affected.
+    GPU is a number or a uuid. The quarantine lasts until `sgpu node release`. A run that has the GPU keeps it. The
+    quarantine does not affect runs that the machine starts without the server.
     """
     _set_quarantine(name, gpu, on=True, note=note)
 
@@ -300,21 +323,21 @@ def release(name: str, gpu: str) -> None:
 def calendar_lines(view: NodeView) -> list[str]:
     """Return a node's owner and sharing calendar as text."""
     asked = view.rules.calendar
-    whose = f"{view.name} is {asked.owner}'s" if asked.owner else f"{view.name} is nobody's in particular"
+    whose = f"{view.name} belongs to {asked.owner}" if asked.owner else f"{view.name} has no owner"
     if not asked.shared:
-        lines = [f"{whose}; everybody may use it at any time"]
+        lines = [f"{whose}; all users may use it at any time"]
     else:
         times = ", ".join(asked.shared)
         lines = [f"{whose}; others may use it {times} ({asked.zone or 'UTC'})"]
         now = "shared now" if view.shared else "not shared now"
         lines.append(now + (f", until {format_soon(view.turns_ns)}" if view.turns_ns is not None else ""))
     if asked.owner_first:
-        lines.append(f"runs of {asked.owner} come first: others leave for them")
+        lines.append(f"runs of {asked.owner} come first: the server stops runs of others for them")
     return lines
 
 
 def find_device(devices: Sequence[Device], asked: str, node: str) -> str:
-    """Return the uuid of a device by its number on the bus, its uuid or a unique beginning of that."""
+    """Return the uuid of a device, given its number on the bus, its uuid or a unique prefix of the uuid."""
     cards = [device for device in devices if device.type != CPU] or list(devices)
     if asked.isascii() and asked.isdigit():
         found = [device.uuid for device in cards if device.index == int(asked)]
@@ -351,11 +374,17 @@ def _set_quarantine(name: str, gpu: str, *, on: bool, note: str) -> None:
         uuid = gpu if not on and gpu in marked else find_device(view.devices, gpu, view.name)
         view = _put_rule(connection, view, "quarantine", QuarantineRequest(uuid=uuid, on=on, note=note))
     if on:
-        has = f"; {_runs_text(view)}, and whichever has it keeps it" if view.runs else ""
-        say(f"{uuid} of {view.name} is left out{has}")
+        has = f"; {_runs_text(view)}, and a run that has this GPU keeps it" if view.runs else ""
+        say(f"{uuid} of {view.name} is in quarantine{has}")
         return
     kept = uuid in view.unavailable
-    told = "was not left out" if uuid not in marked else "is left out no more" if kept else "is given to runs again"
+    told = (
+        "was not in quarantine"
+        if uuid not in marked
+        else "is no longer in quarantine"
+        if kept
+        else "is offered to runs again"
+    )
     say(f"{uuid} of {view.name} {told}{f'; {view.name} itself does not offer it now' if kept else ''}")
 
 
@@ -369,4 +398,4 @@ def _put_rule(connection: Connection, view: NodeView, what: str, body: Request) 
 
 def _runs_text(view: NodeView) -> str:
     count = len(view.runs)
-    return f"{count} {'run goes' if count == 1 else 'runs go'} on there" if count else "nothing runs there"
+    return f"{count} {'run is' if count == 1 else 'runs are'} running there" if count else "no runs are running there"

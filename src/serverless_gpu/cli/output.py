@@ -4,7 +4,7 @@
                               its width unless the command has --wide
     json_option(TYPE)         adds --json; `sgpu schema COMMAND` prints the JSON schema of TYPE
 
-Messages go to stderr and start with "sgpu: ". Colour never carries a meaning alone, and NO_COLOR turns it off.
+Messages go to stderr and start with "sgpu: ". The text repeats every meaning of a colour. NO_COLOR turns colours off.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from serverless_gpu.lazy_import import load
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 JSON_TYPE = "sgpu_json_type"
-"""Attribute of a command's function: the type of its JSON output, or the `JsonType` that says where it is."""
+"""Attribute of a command's function: the type of its JSON output, or a `JsonType` that names the type."""
 
 
 class JsonType(NamedTuple):
-    """Place of the type of a command's JSON output, which only `sgpu schema` imports."""
+    """Import path of the type of a command's JSON output. Only `sgpu schema` imports the type."""
 
-    place: str  # ``"module:name"`` below `serverless_gpu`
+    place: str  # Import path ``"module:name"`` below `serverless_gpu`.
     is_list: bool = False
 
 
 CELL_CHARACTERS_MIN = 8
-"""A cell is never cut below this."""
+"""Minimum width of a cut cell, in characters."""
 SHORT_ID_CHARACTERS = 8
-"""End of a run's identifier in a table on a terminal; commands accept it."""
+"""Displayed length of a run's identifier in a table on a terminal. Commands accept this end of an identifier as RUN."""
 _RUN_ID = re.compile(r"[0-9a-z]{26}\b")
 _MOMENT = re.compile(r"\b\d{4}-(\d\d-\d\d \d\d:\d\d):\d\d\b")
 _STATE_COLOURS = {
@@ -65,10 +65,10 @@ def print_json(value: object) -> None:
 
 
 def json_option(json_type: object, *, text: str = "Print JSON.") -> Callable[[Decorated], Decorated]:
-    """Return a decorator that adds `--json` (argument `as_json`) and records the type of what it prints.
+    """Return a decorator that adds `--json` (argument `as_json`) and records the type of the output.
 
     Args:
-        json_type: A type, or a `JsonType` where importing the type would slow the command down.
+        json_type: A type, or a `JsonType` if importing the type would slow the command down.
         text: Help of the option.
     """
 
@@ -81,28 +81,28 @@ def json_option(json_type: object, *, text: str = "Print JSON.") -> Callable[[De
 
 def wide_option(function: Decorated) -> Decorated:
     """Add `--wide` (argument `wide`) to a command that prints a table."""
-    return click.option("--wide", is_flag=True, help="Print whole cells, wider than the terminal.")(function)
+    return click.option("--wide", is_flag=True, help="Print whole cells, even if wider than the terminal.")(function)
 
 
 def say(line: str, *, err: bool = False) -> None:
-    """Print one line; on a terminal, escape names and foreign text that could move the cursor."""
+    """Print one line. On a terminal, escape characters of foreign text that could move the cursor."""
     click.echo(safe(line, tty=(sys.stderr if err else sys.stdout).isatty()), err=err)
 
 
 def say_lines(text: str, *, err: bool = False) -> None:
-    """Print text of several lines, each as `say` does."""
+    """Print text of several lines, each like `say`."""
     for line in text.split("\n"):
         say(line, err=err)
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines with aligned columns; the last column keeps its length."""
+    """Return rows as lines with aligned columns. The last column is not padded."""
     widths = _widths(rows)
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide: bool = False) -> None:
-    """Print a table under its head; a terminal gets colours, and cells cut to its width without `wide`."""
+    """Print a table. On a terminal, colour the states and, without `wide`, cut cells to the width."""
     if not sys.stdout.isatty():
         for line in columns([head, *rows]):
             click.echo(line)
@@ -123,12 +123,14 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide: boo
 
 
 def fit_table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
-    """Return the cells cut so that lines fit a width: identifiers of runs, then moments, then the widest columns.
+    """Return the cells of a table, cut so that its lines fit a width.
+
+    Identifiers of runs are cut first, then times, then the widest columns.
 
     Args:
-        head: The titles; they are never cut.
+        head: The titles of the columns, which are never cut.
         rows: The cells, without control characters.
-        width: Columns of the terminal.
+        width: Number of columns of the terminal.
     """
     cut = [[_RUN_ID.sub(lambda found: found[0][-SHORT_ID_CHARACTERS:], cell) for cell in row] for row in rows]
     if _excess(head, cut, width) > 0:

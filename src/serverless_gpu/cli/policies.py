@@ -1,4 +1,4 @@
-"""`sgpu policy`: usage policies, and whom they are attached to."""
+"""`sgpu policy`: manages usage policies and attaches them to principals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serverless_gpu.model.usage_policy import HOLDER_KINDS, UsagePolicy, describ
 from serverless_gpu.wire.access import PolicyList, PolicyView, policy_of, request_of
 
 ANY = "any"
-"""What an option says that takes a limit away."""
+"""Option value that removes a limit."""
 
 
 _COUNTS = {
@@ -28,7 +28,7 @@ _COUNTS = {
     "attempts": "attempts_max",
     "unsaved_attempts": "unsaved_max",
 }
-"""Options of `set` that take a number, and the field of a policy that each is."""
+"""Options of `set` that take a number, and the policy's field for each."""
 
 
 @click.group()
@@ -58,15 +58,18 @@ def my_policies(wide: bool, as_json: bool) -> None:
         return
     mandatory = [each.name for each in found if each.holders and each.mandatory]
     if mandatory:
-        say(f"{', '.join(mandatory)} {'applies' if len(mandatory) == 1 else 'apply'} to every run, beside the others")
+        say(
+            f"{', '.join(mandatory)} {'applies' if len(mandatory) == 1 else 'apply'} to every run, in addition to "
+            "others"
+        )
     attached = [each.name for each in found if each.holders and not each.mandatory]
     if not attached:
         other = "other " if mandatory else ""
-        say(f"no {other}policy is attached to you: runs are under none, or one of these that they name with policy=")
+        say(f"no {other}policy is attached to you; a run may name one of these with policy=")
     elif len(attached) == 1:
-        say(f"{attached[0]} applies by itself")
+        say(f"{attached[0]} applies automatically")
     else:
-        say("policy=, or SGPU_POLICY, says which; a run for a team is under yours and that team's")
+        say("choose one with policy= or SGPU_POLICY; policies of a run's team count too")
 
 
 @policy.command("show")
@@ -87,31 +90,49 @@ def show_policy(name: str, as_json: bool) -> None:
 
 @policy.command("set")
 @click.argument("name", shell_complete=complete_policy)
-@click.option("--pool", metavar="NAME", help="Where runs go that name no pool.", shell_complete=complete_pool)
+@click.option("--pool", metavar="NAME", help="Pool of runs that name none.", shell_complete=complete_pool)
 @click.option("--pools", metavar="A,B", help="Pools that runs may name.")
-@click.option("--require-tag", "required", multiple=True, metavar="KEY[=A,B]", help="A tag that runs have. Repeatable.")
-@click.option("--default-tag", "default", multiple=True, metavar="KEY=VALUE", help="A tag that is added. Repeatable.")
-@click.option("--gpu-types", metavar="A,B", help="GPU types that runs may ask for; the first one there is by itself.")
-@click.option("--gpus-per-run", metavar="N", help="The most GPUs of one run.")
-@click.option("--gpus-at-once", metavar="N", help="The most GPUs that the runs of one user have at the same time.")
-@click.option("--max-run", metavar="DURATION", help="The longest an attempt runs; with resume=True another follows.")
-@click.option("--attempts", metavar="N", help="The most attempts of a run whose code begins.")
-@click.option("--total-run", metavar="DURATION", help="For how long a run's code runs in all attempts together.")
-@click.option("--unsaved-attempts", metavar="N", help="Attempts in a row without a checkpoint that end resume=True; 3.")
-@click.option("--mandatory/--optional", default=None, help="Apply beside any other policy; or only where it is chosen.")
-@click.option("--idle", metavar="DURATION", help="Idle devices stop a run after this; users may say less.")
-@click.option("--timeout", metavar="DURATION", help="The time limit of a run that names none.")
+@click.option(
+    "--require-tag", "required", multiple=True, metavar="KEY[=A,B]", help="Tag that runs must have. Repeatable."
+)
+@click.option(
+    "--default-tag", "default", multiple=True, metavar="KEY=VALUE", help="Tag that runs get by default. Repeatable."
+)
+@click.option(
+    "--gpu-types", metavar="A,B", help="GPU types that runs may request; the first available one is the default."
+)
+@click.option("--gpus-per-run", metavar="N", help="Maximum GPUs of one run.")
+@click.option("--gpus-at-once", metavar="N", help="Maximum GPUs of all active runs of one user.")
+@click.option(
+    "--max-run", metavar="DURATION", help="Maximum time of an attempt; with resume=True another attempt follows."
+)
+@click.option("--attempts", metavar="N", help="Maximum attempts of a run that start its code.")
+@click.option("--total-run", metavar="DURATION", help="Maximum run time of a run's code in all attempts together.")
+@click.option(
+    "--unsaved-attempts",
+    metavar="N",
+    help="Consecutive attempts without a checkpoint that end resume=True (default: 3).",
+)
+@click.option(
+    "--mandatory/--optional", default=None, help="Apply in addition to other policies, or only to runs that choose it."
+)
+@click.option("--idle", metavar="DURATION", help="Stop a run after its devices idled this long; users may choose less.")
+@click.option("--timeout", metavar="DURATION", help="Time limit of runs that set none.")
 @click.option(
     "--team",
     metavar="NAME",
-    help="The team of a run that names none, if its owner is in it.",
+    help="Team of runs that name none, if their owner is a member.",
     shell_complete=complete_team,
 )
+@click.option("--require-team/--no-require-team", "team_required", default=None, help="Require that runs name a team.")
+@click.option("--priorities", metavar="A,B", help="Priority classes that runs may request; naming CRITICAL grants it.")
 @click.option(
-    "--require-team/--no-require-team", "team_required", default=None, help="Whether runs have to be for a team."
+    "--environment",
+    "environments",
+    multiple=True,
+    metavar="ADDRESS",
+    help="Captured environment whose packages runs may use. Repeatable.",
 )
-@click.option("--priorities", metavar="A,B", help="Classes that runs may ask for; grants CRITICAL.")
-@click.option("--environment", "environments", multiple=True, metavar="ADDRESS", help="Packages that may be installed.")
 def set_policy(name: str, **said: Any) -> None:
     """Create or change a usage policy.
 
@@ -131,9 +152,9 @@ def set_policy(name: str, **said: Any) -> None:
 
 @policy.command("attach")
 @click.argument("name", shell_complete=complete_policy)
-@click.option("--user", multiple=True, metavar="NAME", help="A user. Repeatable.", shell_complete=complete_user)
-@click.option("--service", multiple=True, metavar="NAME", help="A service. Repeatable.", shell_complete=complete_user)
-@click.option("--team", multiple=True, metavar="NAME", help="A team. Repeatable.", shell_complete=complete_team)
+@click.option("--user", multiple=True, metavar="NAME", help="User. Repeatable.", shell_complete=complete_user)
+@click.option("--service", multiple=True, metavar="NAME", help="Service. Repeatable.", shell_complete=complete_user)
+@click.option("--team", multiple=True, metavar="NAME", help="Team. Repeatable.", shell_complete=complete_team)
 def attach_policy(name: str, user: tuple[str, ...], service: tuple[str, ...], team: tuple[str, ...]) -> None:
     """Attach a usage policy to principals.
 
@@ -144,9 +165,9 @@ def attach_policy(name: str, user: tuple[str, ...], service: tuple[str, ...], te
 
 @policy.command("detach")
 @click.argument("name", shell_complete=complete_policy)
-@click.option("--user", multiple=True, metavar="NAME", help="A user. Repeatable.", shell_complete=complete_user)
-@click.option("--service", multiple=True, metavar="NAME", help="A service. Repeatable.", shell_complete=complete_user)
-@click.option("--team", multiple=True, metavar="NAME", help="A team. Repeatable.", shell_complete=complete_team)
+@click.option("--user", multiple=True, metavar="NAME", help="User. Repeatable.", shell_complete=complete_user)
+@click.option("--service", multiple=True, metavar="NAME", help="Service. Repeatable.", shell_complete=complete_user)
+@click.option("--team", multiple=True, metavar="NAME", help="Team. Repeatable.", shell_complete=complete_team)
 def detach_policy(name: str, user: tuple[str, ...], service: tuple[str, ...], team: tuple[str, ...]) -> None:
     """Detach a usage policy from principals.
 
@@ -164,7 +185,7 @@ def delete_policy(name: str) -> None:
     """
     with server() as connection:
         view = connection.ask("DELETE", _path(name), answer=PolicyView)
-    say(f"policy {view.name} is gone")
+    say(f"policy {view.name} is deleted")
 
 
 def _fetch_policies(*, mine: bool) -> tuple[PolicyView, ...]:
@@ -188,7 +209,7 @@ def _holders(view: PolicyView) -> str:
 def _change_holders(name: str, method: str, said: Mapping[str, tuple[str, ...]]) -> None:
     whom = [(kind, holder) for kind in HOLDER_KINDS for holder in said[kind]]
     if not whom:
-        raise click.UsageError("say whom: --user, --service or --team")
+        raise click.UsageError("name a holder: --user, --service or --team")
     with server() as connection:
         for kind, holder in whom:
             path = f"{_path(name)}/holders/{kind}/{quote(holder, safe='')}"
@@ -213,7 +234,7 @@ def _changes(said: Mapping[str, Any]) -> dict[str, object]:
             changes[option] = _parse_names(said[option])
     if "priorities" in changes:
         named = {each.value: each for each in Priority}
-        unknown = f"is none of {', '.join(named)}"
+        unknown = f"is not one of {', '.join(named)}"
         changes["priorities"] = tuple(
             named.get(name.upper()) or _refuse_option("priorities", f"{name!r} {unknown}")
             for name in _parse_names(said["priorities"])
@@ -232,7 +253,7 @@ def _changes(said: Mapping[str, Any]) -> dict[str, object]:
     if said["default"]:
         for text in _without_any(said["default"]):
             if "=" not in text:
-                _refuse_option("default_tag", f"{text!r} is not like team=search")
+                _refuse_option("default_tag", f"{text!r} is not KEY=VALUE, for example team=search")
         changes["default_tags"] = dict(text.split("=", 1) for text in _without_any(said["default"]))
     if said["environments"]:
         changes["environments"] = tuple(_without_any(said["environments"]))
@@ -252,7 +273,9 @@ def _count(option: str, text: str) -> int | None:
         return None
     what = "GPUs" if option.startswith("gpus") else "attempts"
     return (
-        int(text) if text.isascii() and text.isdecimal() else _refuse_option(option, f"{text!r} is no number of {what}")
+        int(text)
+        if text.isascii() and text.isdecimal()
+        else _refuse_option(option, f"{text!r} is not a number of {what}")
     )
 
 

@@ -35,7 +35,11 @@ _KIND = click.Choice(["team", "user"])
 
 @click.command()
 @click.option(
-    "--limit", type=click.IntRange(1, LIMIT_MAX), default=LIMIT_MAX, show_default=True, help="Those that are next."
+    "--limit",
+    type=click.IntRange(1, LIMIT_MAX),
+    default=LIMIT_MAX,
+    show_default=True,
+    help="Number of runs, from the front of the queue.",
 )
 @click.option("--mine", is_flag=True, help="Only your own runs.")
 @wide_option
@@ -43,8 +47,9 @@ _KIND = click.Choice(["team", "user"])
 def queue(limit: int, mine: bool, wide: bool, as_json: bool) -> None:
     """List waiting runs in their order.
 
-    PLACE is the position among visible runs that want the same kind of devices. A run without a place is not in the
-    queue yet.
+    PLACE is the position among visible runs that need the same kind of devices. A run without a place is not in the
+    queue
+    yet.
     """
     with server() as connection:
         query = {"limit": f"{limit}", "mine": f"{mine}".lower()}
@@ -53,7 +58,7 @@ def queue(limit: int, mine: bool, wide: bool, as_json: bool) -> None:
         print_json(found)
         return
     if not found.entries:
-        say("none of your runs waits" if mine else "nothing waits")
+        say("none of your runs are waiting" if mine else "no runs are waiting")
         return
     now_ns = SystemClock().wall_ns()
     rows = [queue_row(each, now_ns) for each in found.entries]
@@ -88,27 +93,35 @@ def list_pools(wide: bool, as_json: bool) -> None:
 @pool.command("set")
 @click.argument("name", default="default", shell_complete=complete_pool)
 @click.option(
-    "--reserved/--on-demand", "reserved", default=None, help="Whether only runs that name it, with pool=, may use it."
+    "--reserved/--on-demand",
+    "reserved",
+    default=None,
+    help="Accept only runs that name the pool with pool=, or all runs.",
 )
 @click.option(
     "--lend/--no-lend",
     "lends",
     default=None,
-    help="Whether idle devices of a reserved pool are lent to runs of BEST_EFFORT that can give them back.",
+    help="Lend idle devices of a reserved pool to BEST_EFFORT runs that can return them.",
 )
-@click.option("--return", "returned", metavar="DURATION", help="Within which the pool's own runs have them back; 5m.")
+@click.option(
+    "--return",
+    "returned",
+    metavar="DURATION",
+    help="Time in which lent devices return to the pool's own runs (default: 5m).",
+)
 @click.option(
     "--node",
     "members",
     multiple=True,
     metavar="NAME",
-    help="A machine that is moved into it. Repeatable.",
+    help="Move this node into the pool. Repeatable.",
     shell_complete=complete_node,
 )
 @click.option(
     "--isolation",
     type=click.Choice(["none", "unset"]),
-    help="none: accept that runs of several principals share one operating-system user. unset: take that back.",
+    help="Accept that runs of several principals share one operating-system user (none), or undo that (unset).",
 )
 def set_pool(
     name: str,
@@ -121,8 +134,9 @@ def set_pool(
     """Create or change a pool.
 
     Without NAME, the command changes the pool `default`. Options that you leave out keep their value. A new pool is
-    on-demand: every run that names no pool may use it. Its nodes run only the code of the server's first administrator;
-    runs of other principals wait with the reason `isolation`. --isolation none accepts that they share one
+    on-demand: every run that names no pool may use it. Its nodes run only code of the server's first administrator.
+    Runs of
+    other principals wait with the reason `isolation`. With --isolation none, you accept that these runs share one
     operating-system user.
     """
     asked = PoolRequest(
@@ -137,12 +151,12 @@ def set_pool(
     say(f"{view.name} ({_kind(view)}): {', '.join(view.nodes) or 'no nodes'}")
     if isolation == "none":
         say(
-            f"warning: in pool {view.name} the code of every run can now read secrets and results of other users; "
-            f"`{REVOKE.format(pool=view.name)}` takes that back",
+            f"sgpu: warning: in pool {view.name} the code of every run can now read secrets and results of other "
+            f"users; undo that with `{REVOKE.format(pool=view.name)}`",
             err=True,
         )
     elif isolation == "unset":
-        say("runs of other principals than the first administrator wait now; those that run go on")
+        say("runs of principals other than the first administrator now wait; running ones continue")
 
 
 @pool.command("delete")
@@ -172,9 +186,10 @@ def share() -> None:
 def list_shares(wide: bool, as_json: bool) -> None:
     """List weights and use of teams and users.
 
-    USED is the device time of their runs. The queue orders by COUNTED: the use, plus one minute for each device of
-    running runs. Both decay with age, so that everyone gets their share over time. A user of a team appears only if
-    their weight within the team was set.
+    USED is the device time of the runs of a team or user. The queue orders by COUNTED: the use, plus one minute for
+    each
+    device of running runs. Both decay with age, so that all teams and users get their share over time. The table has a
+    user of a team only if their weight within the team was set.
     """
     with server() as connection:
         found = connection.ask("GET", "/shares", answer=ShareList)
@@ -182,7 +197,7 @@ def list_shares(wide: bool, as_json: bool) -> None:
         print_json(found)
         return
     if not found.shares:
-        say("nobody has a share that was set, and nobody has used anything: all are equal")
+        say("no weight is set and no use is recorded, so all shares are equal")
         return
     rows = [["KIND", "NAME", "WEIGHT", "DUE", "USED", "OF ALL USE", "COUNTED"]]
     for each in found.shares:
@@ -192,7 +207,7 @@ def list_shares(wide: bool, as_json: bool) -> None:
     say(f"use counts half after {format_days_ms(round(found.half_life_s * 1000))}")
 
 
-# A weight that is below zero is an argument, and told what a weight is, instead of an option that there is not.
+# A negative weight must reach the argument and its error message. Otherwise click reports an unknown option.
 @share.command("set", context_settings={"ignore_unknown_options": True})
 @click.argument("kind", type=_KIND)
 @click.argument("name")
@@ -200,13 +215,13 @@ def list_shares(wide: bool, as_json: bool) -> None:
 def set_share(kind: str, name: str, weight: float) -> None:
     """Set the weight of a team or a user.
 
-    A team's weight counts among all teams, a user's weight within their team. The default weight is 1.
+    A team's weight counts among all teams. A user's weight counts within their team. The default weight is 1.
     """
-    if not math.isfinite(weight):  # JSON has no such number
-        raise InvalidValue(f"a share cannot be {weight}", hint="a number above 0")
+    if not math.isfinite(weight):  # JSON cannot represent infinity and NaN.
+        raise InvalidValue(f"a weight cannot be {weight}", hint="a number above 0")
     with server() as connection:
         view = connection.ask("PUT", _share(kind, name), ShareRequest(weight=weight), answer=ShareView)
-    say(f"{view.kind} {view.name} has {view.weight:g}")
+    say(f"{view.kind} {view.name} has weight {view.weight:g}")
 
 
 @share.command("delete")
@@ -216,11 +231,11 @@ def delete_share(kind: str, name: str) -> None:
     """Reset a weight to 1."""
     with server() as connection:
         view = connection.ask("DELETE", _share(kind, name), answer=ShareView)
-    say(f"{view.kind} {view.name} has {view.weight:g} again")
+    say(f"{view.kind} {view.name} has weight {view.weight:g} again")
 
 
 def queue_row(entry: QueueEntry, now_ns: int) -> list[str]:
-    """Return a run as a row; of an invisible run only its owner and demand."""
+    """Return an entry of the queue as a row. An invisible run has only an owner and a demand."""
     name = f"{entry.run} {entry.name}".rstrip() or "-"
     needs = f"{entry.gpus or 'every'} {entry.gpu_type or 'GPU'}" + (f" of {entry.pool}" if entry.pool else "")
     waits = format_duration_ms(max(0, now_ns - entry.since_ns) // 1_000_000)

@@ -1,4 +1,4 @@
-"""`sgpu price`: hourly prices of devices, cores and memory, by pool and start."""
+"""`sgpu price`: sets hourly prices of devices, cores and memory, by pool and start time."""
 
 from __future__ import annotations
 
@@ -28,10 +28,14 @@ def price() -> None:
 
 
 @price.command("list")
-@click.option("--all", "past", is_flag=True, help="Those that have ended, too.")
+@click.option("--all", "past", is_flag=True, help="Also list ended prices.")
 @wide_option
 @json_option(PriceList)
-@click.option("--records", is_flag=True, help="All, as CSV with the columns of Databricks' system.billing.list_prices.")
+@click.option(
+    "--records",
+    is_flag=True,
+    help="Print all prices as CSV with the columns of Databricks' system.billing.list_prices.",
+)
 def list_prices(past: bool, records: bool, wide: bool, as_json: bool) -> None:
     """List current and planned prices, in UTC."""
     if records:
@@ -44,7 +48,7 @@ def list_prices(past: bool, records: bool, wide: bool, as_json: bool) -> None:
         print_json(found)
         return
     if not found.prices:
-        say("nothing has a price: what is used is counted, and unpriced; sgpu price set H100 2.99")
+        say("no price is set, so all use is unpriced; set one, for example: sgpu price set H100 2.99")
         return
     rows = [["WHAT", "POOL", "PRICE", "DBU", "FROM", "UNTIL", "STATE"]]
     for each in found.prices:
@@ -63,12 +67,14 @@ def list_prices(past: bool, records: bool, wide: bool, as_json: bool) -> None:
     "--pool",
     default="",
     metavar="NAME",
-    help="Only in this pool; it goes before that of every pool.",
+    help="Set the price in this pool, which overrides the price for all pools.",
     shell_complete=complete_pool,
 )
-@click.option("--from", "since", metavar="TIME", help="From then on: 2026-12-01, 2026-12-01T08:00 (UTC); now.")
-@click.option("--dbu-per-gpu-hour", metavar="NUMBER", help="DBUs that one device takes in an hour.")
-@click.option("--usd-per-dbu", metavar="AMOUNT", help="What one DBU costs, in the server's currency.")
+@click.option(
+    "--from", "since", metavar="TIME", help="Start of the price: 2026-12-01 or 2026-12-01T08:00 in UTC (default: now)."
+)
+@click.option("--dbu-per-gpu-hour", metavar="NUMBER", help="DBUs that one device uses in an hour.")
+@click.option("--usd-per-dbu", metavar="AMOUNT", help="Price of one DBU in the server's currency.")
 @json_option(PriceSet)
 def set_price(
     resource: str,
@@ -80,16 +86,20 @@ def set_price(
 ) -> None:
     """Set the hourly price of a resource.
 
-    RESOURCE is a GPU type (H100), `core` or `memory` (one GiB). The price applies to attempts placed from then on and
-    ends the price before it; earlier attempts keep theirs. The price of a family (H100) also applies to its members
-    without a price of their own.
+    RESOURCE is a GPU type (H100), `core` or `memory` (one GiB). The price applies to attempts that the server places
+    after
+    its start. It ends the previous price, and earlier attempts keep theirs. The price of a family (H100) also applies
+    to
+    its members without a price of their own.
     """
     dbu_per_gpu_hour, usd_per_dbu = dbu["dbu_per_gpu_hour"], dbu["usd_per_dbu"]
     made = (dbu_per_gpu_hour, usd_per_dbu)
     if amount is not None and made != (None, None):
-        raise click.UsageError("two prices: say an AMOUNT for one hour, or --dbu-per-gpu-hour and --usd-per-dbu")
+        raise click.UsageError("give either AMOUNT for one hour, or --dbu-per-gpu-hour and --usd-per-dbu")
     if amount is None and None in made:
-        raise click.UsageError("how much? an AMOUNT for one hour, or --dbu-per-gpu-hour and --usd-per-dbu")
+        raise click.UsageError(
+            "the price is missing: give AMOUNT for one hour, or --dbu-per-gpu-hour and --usd-per-dbu"
+        )
     asked = PriceRequest(
         micros_per_hour=_micros("AMOUNT", amount),
         dbu_micros_per_hour=_micros("--dbu-per-gpu-hour", dbu_per_gpu_hour),
@@ -104,14 +114,17 @@ def set_price(
 
 @price.command("end")
 @click.argument("resource")
-@click.option("--pool", default="", metavar="NAME", help="The price of this pool.", shell_complete=complete_pool)
-@click.option("--at", "until", metavar="TIME", help="When: 2026-12-01, 2026-12-01T08:00 (UTC); now.")
+@click.option("--pool", default="", metavar="NAME", help="End the price of this pool.", shell_complete=complete_pool)
+@click.option(
+    "--at", "until", metavar="TIME", help="End of the price: 2026-12-01 or 2026-12-01T08:00 in UTC (default: now)."
+)
 @json_option(PriceSet)
 def end_price(resource: str, pool: str, until: str | None, as_json: bool) -> None:
     """End a price.
 
-    Attempts placed from then on use the price for all pools, if there is one. The command also withdraws prices that
-    are planned for later.
+    Attempts that the server places later use the price for all pools, if there is one. The command also withdraws
+    prices
+    that are planned for later.
     """
     query = {"pool": pool} if pool else {}
     until_ns = None if until is None else moment_ns("--at", until)
@@ -149,7 +162,7 @@ def _say(done: PriceSet, *, as_json: bool, until_ns: int | None = None) -> None:
 
 
 def _text(view: PriceView, currency: str) -> str:
-    """Return a price in words: ``H100 in pool lab: 2.99 USD for one device for one hour``."""
+    """Return a price as text: ``H100 in pool lab: 2.99 USD for one device for one hour``."""
     where = f" in pool {view.pool}" if view.pool else ""
     made = f", {_decimal(view.dbu_micros_per_hour)} DBU" if view.dbu_micros_per_hour else ""
     unit = _UNITS.get(view.resource, "device")
@@ -157,7 +170,7 @@ def _text(view: PriceView, currency: str) -> str:
 
 
 def _decimal(micros_: int) -> str:
-    """Return millionths with as many digits as they have, and at least two."""
+    """Return millionths as a decimal number with at least two decimal places."""
     whole, rest = divmod(micros_, MICROS_PER_UNIT)
     digits = f"{rest:06d}".rstrip("0")
     return f"{whole:,}.{digits.ljust(2, '0')}"

@@ -1,4 +1,4 @@
-"""`sgpu login`, `whoami`, `user`, `team`, `token`: the caller's identity on a server, its users, teams and tokens."""
+"""`sgpu login`, `logout`, `whoami`, `user`, `team`, `token`: users, teams and tokens of a server."""
 
 from __future__ import annotations
 
@@ -74,22 +74,24 @@ def list_tokens(wide: bool, as_json: bool) -> None:
 
 
 @token.command("create")
-@click.option("--label", default="", help="What it is for, to be recognised in the list.")
+@click.option("--label", default="", help="Description that the list of tokens shows.")
 @click.option(
     "--for",
     "principal",
     default="",
     metavar="NAME",
     shell_complete=complete_user,
-    help="Whose it is; yours without it.",
+    help="Owner of the token (default: you).",
 )
-@click.option("--scope", "scopes", multiple=True, metavar="SCOPE", help="Limit what it can be used for. Repeatable.")
-@click.option("--expires", metavar="DURATION", help="How long it is good for, for example 12h or 30d.")
+@click.option("--scope", "scopes", multiple=True, metavar="SCOPE", help="Limit the token to this scope. Repeatable.")
+@click.option(
+    "--expires", metavar="DURATION", help="Lifetime of the token, for example 12h or 30d (default: no limit)."
+)
 @json_option(TokenMade)
 def create_token(label: str, principal: str, scopes: tuple[str, ...], expires: str | None, as_json: bool) -> None:
     """Create a token.
 
-    The secret is printed once, alone on stdout. The server does not store it.
+    The command prints the secret once, alone on stdout. The server does not store the secret.
     """
     expires_s = None if expires is None else duration_s("--expires", expires)
     body = TokenRequest(label=label, principal=principal, scopes=scopes, expires_s=expires_s)
@@ -113,7 +115,7 @@ def revoke_token(identifier: str) -> None:
 def say_secret(made: TokenMade) -> None:
     """Print a new token's secret on stdout, for piping into a file, and its description on stderr."""
     until = "does not expire" if made.token.expires_ns is None else f"until {format_moment(made.token.expires_ns)}"
-    say(f"token {made.token.id} of {made.token.principal}, {until}; shown this once:", err=True)
+    say(f"sgpu: token {made.token.id} of {made.token.principal}, {until}; its secret is shown only once:", err=True)
     say(made.secret)
 
 
@@ -122,16 +124,16 @@ def say_secret(made: TokenMade) -> None:
 @click.option(
     "--token-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Read the token from a file; without it, from a prompt or from stdin.",
+    help="Read the token from this file (default: from a prompt or stdin).",
 )
 @click.option(
-    "--ca", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="File with the certificates to trust."
+    "--ca", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="File with the CA certificates to trust."
 )
 def login(url: str, token_file: Path | None, ca: Path | None) -> None:
     """Log in to a server.
 
     URL is the server's address. The command checks the token and stores both in this home, in a file that only you can
-    read. The token is never an argument, because every user of the machine can read those.
+    read. The token is never an argument, because every user of the machine can read arguments.
     """
     check_address(url)
     token = _read_token(token_file)
@@ -143,7 +145,7 @@ def login(url: str, token_file: Path | None, ca: Path | None) -> None:
     finally:
         connection.close()
     write_profile(
-        durable_home("the token is kept there").root,
+        durable_home("the command stores the token there").root,
         msgspec.structs.replace(profile, principal=me.name, machine=version.machine),
     )
     here = ", on this machine" if version.machine == machine() else ""
@@ -154,17 +156,17 @@ def login(url: str, token_file: Path | None, ca: Path | None) -> None:
 def logout() -> None:
     """Delete the server's address and token here.
 
-    The token stays valid; `sgpu token revoke` ends it. A server that runs on this home writes its address again when it
+    The token stays valid; `sgpu token revoke` ends it. A server that uses this home writes its address again when it
     starts.
     """
-    home = durable_home("the token is kept there").root
+    home = durable_home("the token is stored there").root
     profile = remove_profile(home)
     if profile is None:
         say(f"{home} has no server")
         return
     say(f"{home} no longer uses {profile.url}; the token stays valid until `sgpu token revoke`")
     if SERVER in os.environ:
-        say(f"sgpu: {SERVER} is set: commands still use {os.environ[SERVER]}; unset it", err=True)
+        say(f"sgpu: {SERVER} is set, so commands still use {os.environ[SERVER]}; unset it", err=True)
 
 
 @click.command()
@@ -203,10 +205,15 @@ def list_users(wide: bool, as_json: bool) -> None:
 
 @user.command("create")
 @click.argument("name")
-@click.option("--role", type=_ROLES, default="member", show_default=True, help="What they may do.")
-@click.option("--service", is_flag=True, help="It is a program, not a person.")
+@click.option("--role", type=_ROLES, default="member", show_default=True, help="Role of the user.")
+@click.option("--service", is_flag=True, help="Create a service, which is a program and not a person.")
 @click.option(
-    "--team", "teams", multiple=True, metavar="TEAM", help="A team to join. Repeatable.", shell_complete=complete_team
+    "--team",
+    "teams",
+    multiple=True,
+    metavar="TEAM",
+    help="Add the user to this team. Repeatable.",
+    shell_complete=complete_team,
 )
 @json_option(TokenMade)
 def create_user(name: str, role: Role, service: bool, teams: tuple[str, ...], as_json: bool) -> None:
@@ -227,31 +234,34 @@ def create_user(name: str, role: Role, service: bool, teams: tuple[str, ...], as
     closed = [pool.name for pool in pools if pool.isolation != "none"]
     shared = [pool.name for pool in pools if pool.isolation == "none"]
     for warning in sharing_warnings(principals=[name], closed=closed, shared=shared):
-        say(f"warning: {warning}", err=True)
+        say(f"sgpu: warning: {warning}", err=True)
 
 
 @user.command("set")
 @click.argument("name", shell_complete=complete_user)
-@click.option("--role", type=_ROLES, default=None, help="What they may do from now on.")
+@click.option("--role", type=_ROLES, default=None, help="New role of the user.")
 @click.option(
-    "--disable/--enable", "disabled", default=None, help="Disabling revokes every token; enabling brings none back."
+    "--disable/--enable",
+    "disabled",
+    default=None,
+    help="Disable the user and revoke every token, or enable the user without old tokens.",
 )
 @click.option(
     "--runs",
     type=click.Choice(get_args(OnDisabled)),
     default=None,
-    help="Whether the runs of somebody who may start none any more finish, or are stopped; the server's setting.",
+    help="What happens to runs of a user who may no longer start any (default: the server's setting).",
 )
 def set_user(name: str, role: Role | None, disabled: bool | None, runs: OnDisabled | None) -> None:
     """Change, disable or enable a user."""
     if role is None and disabled is None and runs is None:
-        raise click.UsageError("say what to change: --role, --disable, --enable or --runs")
+        raise click.UsageError("nothing to change; give --role, --disable, --enable or --runs")
     change = PrincipalChange(role=role, disabled=disabled, runs=runs)
     with server() as connection:
         changed = connection.ask("PATCH", f"/users/{name}", change, answer=PrincipalView)
     say(f"{changed.name} is {changed.role}, {_state(changed)}")
     if disabled is False:
-        say(f"tokens that were revoked stay so; a new one: sgpu token create --for {changed.name}")
+        say(f"revoked tokens stay revoked; create a new one with: sgpu token create --for {changed.name}")
 
 
 @user.command("delete")
@@ -293,7 +303,7 @@ def list_teams(wide: bool, as_json: bool) -> None:
 def create_team(name: str) -> None:
     """Create a team."""
     with server() as connection:
-        say(f"team {connection.ask('POST', '/teams', TeamRequest(name=name), answer=TeamView).name} is there")
+        say(f"team {connection.ask('POST', '/teams', TeamRequest(name=name), answer=TeamView).name} is created")
 
 
 @team.command("delete")
@@ -301,8 +311,9 @@ def create_team(name: str) -> None:
 def delete_team(name: str) -> None:
     """Delete a team.
 
-    The team must have no waiting or running runs, no secrets, and no budgets and policies that name it. Its ended runs
-    stay with their owners, and its use stays in reports.
+    The team must have no waiting or running runs and no secrets. No budget or policy may name it. Its ended runs stay
+    with
+    their owners, and its use stays in reports.
     """
     with server() as connection:
         gone = connection.ask("DELETE", f"/teams/{quote(name, safe='')}", answer=TeamView)
@@ -312,16 +323,19 @@ def delete_team(name: str) -> None:
 @team.command("set")
 @click.argument("name", shell_complete=complete_team)
 @click.option(
-    "--time-zone", metavar="ZONE", required=True, help="Of the periods of its budgets, as Europe/Berlin or UTC."
+    "--time-zone",
+    metavar="ZONE",
+    required=True,
+    help="Time zone of the team's budgets, for example Europe/Berlin or UTC.",
 )
 def set_team(name: str, time_zone: str) -> None:
     """Set the time zone of a team.
 
-    It applies to the periods of the team's budgets that have no time zone of their own.
+    The time zone applies to the periods of the team's budgets that have no time zone of their own.
     """
     with server() as connection:
         changed = connection.ask("PATCH", f"/teams/{name}", TeamChange(time_zone=time_zone), answer=TeamView)
-    say(f"team {changed.name}: budgets have periods of {changed.time_zone}")
+    say(f"team {changed.name}: periods of budgets use the time zone {changed.time_zone}")
 
 
 @team.command("join")
@@ -343,7 +357,7 @@ def remove_member(name: str, member: str) -> None:
 def _change_member(method: str, name: str, member: str) -> None:
     with server() as connection:
         changed = connection.ask(method, f"/teams/{name}/members/{member}", answer=TeamView)
-    say(f"{changed.name}: {', '.join(changed.members) or 'nobody'}")
+    say(f"{changed.name}: {', '.join(changed.members) or 'no members'}")
 
 
 def _state(view: PrincipalView) -> str:
@@ -359,5 +373,7 @@ def _read_token(path: Path | None) -> str:
         text = sys.stdin.readline(_TOKEN_BYTES_MAX)
     token = text.strip()
     if not token or not token.isascii() or not token.isprintable():
-        raise InvalidValue("that is no token", hint="`sgpu token create`, or whoever runs the server, makes one")
+        raise InvalidValue(
+            "this is not a token", hint="create one with `sgpu token create`, or ask the operator of the server"
+        )
     return token

@@ -1,6 +1,6 @@
-"""`sgpu`: the tables of its commands, and how it ends.
+"""`sgpu`: the tables of its commands, and the handling of errors and exit codes.
 
-Only `gpus` starts an agent: looking at things starts nothing.
+Only `sgpu gpus` starts an agent. Other commands that show something start nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RUN_COMMANDS = {
     "show": CommandEntry("runs.run_details:show", "Show everything about one run."),
     "submit": CommandEntry("submit:submit", "Run a script or a program on GPUs."),
 }
-"""Commands of `sgpu run`; most of them have a short name, too."""
+"""Commands of `sgpu run`. Most of them also have a short name."""
 
 run = LazyGroup(name="run", table=RUN_COMMANDS, help="List, show, follow and cancel runs.")
 
@@ -97,16 +97,17 @@ SECTIONS = {
 }
 
 RENAMED = {"nodes": "node list", "pools": "pool list"}
-"""Names of the release before, with the path of each command now."""
+"""Old names of commands, and the current path of each below `sgpu`."""
 
 
 class _Commands(LazyGroup):
-    """All commands; Ctrl-C ends each with exit code 130."""
+    """The group of all commands. Ctrl-C ends each command with exit code 130."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command; refuse one that needs Linux elsewhere."""
-        if cmd_name in _ON_LINUX and sys.platform not in ("linux", "win32"):  # Windows: see `load`
-            load("serverless_gpu.operating_system").require_linux(f"nodes and servers, which `sgpu {cmd_name}` is for,")
+        """Return a command. On other systems than Linux, refuse a command that needs Linux."""
+        # On Windows, `load` raises an error of its own.
+        if cmd_name in _ON_LINUX and sys.platform not in ("linux", "win32"):
+            load("serverless_gpu.operating_system").require_linux(f"nodes and servers (`sgpu {cmd_name}`)")
         return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -138,10 +139,10 @@ def sgpu(ctx: click.Context) -> None:
 
 
 def main() -> None:
-    """Run the command; an error of ours is a message and an exit code, not a traceback."""
+    """Run the command. Turn an error of this package into a message and an exit code, without a traceback."""
     try:
         status = sgpu.main(prog_name="sgpu", standalone_mode=False)
-    except (ServerlessGpuError, OSError) as error:  # OSError: a file or terminal that cannot be written to
+    except (ServerlessGpuError, OSError) as error:  # OSError means a file or terminal that cannot be written.
         _end(error)
     except click.exceptions.Abort:
         sys.exit(CANCELLED)
@@ -159,7 +160,7 @@ def main() -> None:
 
 
 def _refuse(error: click.ClickException) -> NoReturn:
-    """Print what is wrong with the command line, with the command that explains it."""
+    """Print an error of the command line, and the command that shows the help."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     lines = [f"sgpu: {error.format_message()}"]
     if context is not None:
@@ -171,6 +172,6 @@ def _refuse(error: click.ClickException) -> NoReturn:
 def _end(error: ServerlessGpuError | OSError) -> NoReturn:
     load("serverless_gpu.cli.output").say_lines(f"sgpu: {error}", err=True)
     if isinstance(error, OSError):
-        # Python flushes stdout again when it exits, and would exit with 120 if that fails once more.
+        # Python flushes stdout again at exit. If that failed again, Python would exit with 120.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(exit_code(error))

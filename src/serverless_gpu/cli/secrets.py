@@ -1,6 +1,7 @@
-"""`sgpu secret`: passwords and keys that runs get, of a server, or of this home for runs of this machine.
+"""`sgpu secret`: manages passwords and keys for runs, on a server or in this home.
 
-A value is typed, piped or read from a file, and never an argument: every user of the machine can read those.
+Users type or pipe a value, or read it from a file. A value is never an argument, because every user of the machine can
+read arguments.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from serverless_gpu.client.launch import local_secrets
 from serverless_gpu.model.secrets import VALUE_BYTES_MAX, check_name, check_value
 from serverless_gpu.wire.access import SecretList, SecretRequest, SecretView
 
-_LOCAL = click.option("--local", is_flag=True, help="Of this home, for runs of this machine.")
+_LOCAL = click.option("--local", is_flag=True, help="Use the secrets of this home, which runs of this machine get.")
 _TEAM = click.option(
     "--team",
     default="",
     metavar="NAME",
-    help="A team's, for runs with team=; yours without it.",
+    help="Team that owns the secret, for runs with team= (default: you).",
     shell_complete=complete_team,
 )
 
@@ -48,13 +49,14 @@ def secret() -> None:
 def set_secret(name: str, path: Path | None, team: str, local: bool) -> None:
     """Set a secret from a prompt, stdin or a file.
 
-    Attempts that start from now on get the new value. The command removes one line end from typed or piped values and
-    keeps files as they are.
+    Attempts that start from now on get the new value. The command removes one line end from a typed or piped value. It
+    does
+    not change a value from a file.
     """
     _refuse_both(team, local)
     value = check_value(check_name(name), _read_value(name, path))
     if local:
-        local_secrets.write(durable_home("secrets are kept there"), name, value)
+        local_secrets.write(durable_home("the command stores secrets there"), name, value)
         say(f"{name} is set for runs of this machine")
         return
     with server() as connection:
@@ -102,13 +104,13 @@ def delete_secret(name: str, team: str, local: bool) -> None:
     """
     _refuse_both(team, local)
     if local:
-        local_secrets.delete(durable_home("secrets are kept there"), name)
-        say(f"{name} is gone")
+        local_secrets.delete(durable_home("secrets are stored there"), name)
+        say(f"{name} is deleted")
         return
     with server() as connection:
         query = {"team": team} if team else {}
         view = connection.ask("DELETE", f"/secrets/{quote(name, safe='')}", answer=SecretView, query=query)
-    say(f"{view.name}{_team_suffix(view)} is gone")
+    say(f"{view.name}{_team_suffix(view)} is deleted")
 
 
 def _read_value(name: str, path: Path | None) -> bytes:
@@ -122,7 +124,7 @@ def _read_value(name: str, path: Path | None) -> bytes:
 
 def _refuse_both(team: str, local: bool) -> None:
     if team and local:
-        raise click.UsageError("--team is a server's, --local is this home's: say one of them")
+        raise click.UsageError("give only one of --team (a secret on a server) and --local (a secret in this home)")
 
 
 def _team_suffix(view: SecretView) -> str:

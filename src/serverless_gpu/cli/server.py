@@ -1,8 +1,9 @@
-"""`sgpu up` and `sgpu server`: runs the server in the foreground, and an operator's tasks on its machine.
+"""`sgpu up`, `down` and `server`: run the server in the foreground, and administer it.
 
-`sgpu server logs` reads the log of this home's server, also without a server: JSON lines in files that rotate at a size
-(`server/core/server_log.py`), in the order of writing. It shows a line that is cut or not JSON as it is, and reads a
-file that rotates while it is followed to its end first. Names and messages cannot steer the terminal.
+`sgpu server logs` reads the log of this home's server, even while the server is not running. The log consists of JSON
+lines in files that rotate at a size (`server/core/server_log.py`). The command prints lines in the order of writing. It
+prints a line unchanged if the line is cut or not JSON. When the server rotates the log, the command first reads the old
+file to its end. Control characters in names and messages cannot affect the terminal.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 _NEEDED = ("starlette", "uvicorn", "sqlalchemy", "alembic", "cryptography", "httptools", "prometheus_client")
 _LOOK_S = 0.5
-_HOME_REASON = "the server of this home is there"
+_HOME_REASON = "the server stores its files there"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _FOLLOW_LOOK_S = 0.2
 _LINE_BYTES_MAX = 1 << 20
@@ -54,63 +55,87 @@ _LOG_FIELDS = ("ts", "level", "logger", "msg", "traceback")
 
 
 @click.command()
-@click.option("--host", help="Address to listen on; loopback without it.")
-@click.option("--port", type=click.IntRange(0, 65535), help="Port; 7878 without it, or a free one that is remembered.")
-@click.option("--database", metavar="URL", help="postgresql://…; a file in this home without it.")
-@click.option("--store", metavar="URL", help="Where environments go: s3://…, gs://…, az://…, or a directory.")
-@click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="A further name it answers to. Repeatable.")
-@click.option("--tls-cert", metavar="FILE", help="The server's certificate and its chain, PEM: others use https://.")
-@click.option("--tls-key", metavar="FILE", help="The certificate's key; only you may read it.")
+@click.option("--host", help="Address to listen on (default: loopback).")
 @click.option(
-    "--behind-proxy", multiple=True, metavar="ADDRESS", help="A proxy that speaks TLS for this server. Repeatable."
+    "--port", type=click.IntRange(0, 65535), help="Port (default: 7878, or a free one that the server remembers)."
 )
-@click.option("--stop-within", metavar="DURATION", help="How long requests may take when it is to stop; 30s.")
-@click.option("--node/--no-node", default=None, help="Whether this machine's devices can be used through it.")
-@click.option("--partition-grace", metavar="DURATION", help="How long a run goes on when its node hears nothing; 15m.")
-@click.option("--retention", metavar="DURATION", help="How long ended runs are kept, with output and results; 30d.")
+@click.option("--database", metavar="URL", help="PostgreSQL database, postgresql://… (default: a file in this home).")
+@click.option("--store", metavar="URL", help="Store for environments: s3://…, gs://…, az://…, or a directory.")
 @click.option(
-    "--unsatisfiable-after", metavar="DURATION", help="How long a run waits for what nothing can ever serve; 24h."
+    "--allow-host", "hosts", multiple=True, metavar="NAME", help="Additional host name of the server. Repeatable."
 )
-@click.option("--max-run", metavar="DURATION", help="The longest an attempt runs where no usage policy says it; 7d.")
-@click.option("--logs-gib", type=float, metavar="GIB", help="What the output of all runs may take; 100.")
+@click.option("--tls-cert", metavar="FILE", help="PEM file of the server's certificate and chain, for https://.")
+@click.option("--tls-key", metavar="FILE", help="Key of the certificate, readable by you alone.")
 @click.option(
-    "--nearby-gib", type=float, metavar="GIB", help="What copies of environments in a bucket take here; 20. 0: none."
+    "--behind-proxy", multiple=True, metavar="ADDRESS", help="Proxy that terminates TLS for this server. Repeatable."
+)
+@click.option("--stop-within", metavar="DURATION", help="Time for open requests when the server stops (default: 30s).")
+@click.option("--node/--no-node", default=None, help="Offer this machine's devices to runs of the server.")
+@click.option(
+    "--partition-grace",
+    metavar="DURATION",
+    help="Time for which a run continues while its node cannot reach the server (default: 15m).",
+)
+@click.option(
+    "--retention",
+    metavar="DURATION",
+    help="Time for which the server keeps ended runs, their output and results (default: 30d).",
+)
+@click.option(
+    "--unsatisfiable-after",
+    metavar="DURATION",
+    help="Waiting time of a run that no node can ever serve (default: 24h).",
+)
+@click.option(
+    "--max-run", metavar="DURATION", help="Maximum time of an attempt without a limit of a usage policy (default: 7d)."
+)
+@click.option("--logs-gib", type=float, metavar="GIB", help="Maximum size of the output of all runs (default: 100).")
+@click.option(
+    "--nearby-gib",
+    type=float,
+    metavar="GIB",
+    help="Maximum size of local copies of environments in a bucket (default: 20; 0 for none).",
 )
 @click.option(
     "--on-owner-disabled",
     type=click.Choice(["finish", "stop"]),
-    help="Runs of somebody who may start none any more; finish.",
+    help="Runs of a user who may no longer start any (default: finish).",
 )
-@click.option("--currency", metavar="CODE", help="Of prices, and of what is charged; USD.")
-@click.option("--mlflow/--no-mlflow", default=None, help="Start an MLflow server, too; remote runs are tracked there.")
+@click.option("--currency", metavar="CODE", help="Currency of prices and charges (default: USD).")
+@click.option("--mlflow/--no-mlflow", default=None, help="Also start an MLflow server, which tracks remote runs.")
 @click.option(
-    "--mlflow-store", metavar="URL", help="Where MLflow keeps them: postgresql://…; the home's own without it."
+    "--mlflow-store", metavar="URL", help="Store of MLflow, for example postgresql://… (default: one in this home)."
 )
-@click.option("--mlflow-url", metavar="URL", help="Where other machines find MLflow: a proxy in front of its port.")
-@click.option("--webhook", metavar="URL", help="Who is told of budgets that are nearly used up, and of alarms.")
+@click.option("--mlflow-url", metavar="URL", help="Address of MLflow for other machines, such as that of a proxy.")
+@click.option("--webhook", metavar="URL", help="Address that receives budget notices and alarms.")
 @click.option(
-    "--engine", type=click.Choice(["local", "ray"]), help="ray: one pool of this machine and those that join; local."
+    "--engine",
+    type=click.Choice(["local", "ray"]),
+    help="Engine (default: local); ray makes one pool of this machine and those that join.",
 )
-@click.option("--ray-port", type=int, metavar="PORT", help="The first of the hundred ports that Ray uses here; 7900.")
-@click.option("--node-address", metavar="IP", help="Of this machine, for those that join.")
-@click.option("--ray-address", metavar="HOST:PORT", help="A Ray cluster that is there already, in place of our own.")
-@click.option("--ray-token-file", metavar="FILE", help="With that one's token; only you may read it.")
-@click.option("--tls-ca", metavar="FILE", help="Who issued the certificate, for machines that join and do not know it.")
-@click.option("--key-lost", is_flag=True, default=None, help="Start without the key of unended runs and secrets.")
 @click.option(
-    "--accept-rollback", is_flag=True, default=None, help="Go on with a database that lost what was acknowledged."
+    "--ray-port", type=int, metavar="PORT", help="First of the hundred ports that Ray uses here (default: 7900)."
+)
+@click.option("--node-address", metavar="IP", help="Address of this machine for machines that join.")
+@click.option("--ray-address", metavar="HOST:PORT", help="Existing Ray cluster to use instead of starting one.")
+@click.option("--ray-token-file", metavar="FILE", help="Token of that Ray cluster, in a file that only you can read.")
+@click.option("--tls-ca", metavar="FILE", help="Certificate of the issuer, for machines that join and do not trust it.")
+@click.option("--key-lost", is_flag=True, default=None, help="Start without the lost key of secrets and unended runs.")
+@click.option(
+    "--accept-rollback", is_flag=True, default=None, help="Continue with a database that lost acknowledged changes."
 )
 def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> None:
     """Start a server in the foreground.
 
     Without options the server uses a database in this home, this machine's devices and a loopback address. It writes
-    its token to a file that only you can read. Scripts and notebooks of this home use it with @distributed(...,
-    remote=True). Settings can also come from variables (SGPU_PORT, ...) and from server.toml in the home; `sgpu server
+    its
+    token to a file that only you can read. Scripts and notebooks of this home use the server with @distributed(...,
+    remote=True). Settings can also come from variables (SGPU_PORT, ...) and from server.toml in the home. `sgpu server
     config` shows the effective values.
     """
     refuse_incomplete()
     if faults.named():
-        say(f"warning: {faults.warning()}", err=True)
+        say(f"sgpu: warning: {faults.warning()}", err=True)
     home = durable_home("a server keeps its database, keys and tokens there")
     settings_module = load("serverless_gpu.server.core.settings")
     settings = settings_module.read_settings(
@@ -119,7 +144,7 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
         environ=os.environ,
     )
     for problem in (*settings_module.unknown_variables(os.environ), *disk_warnings(home)):
-        say(f"warning: {problem}", err=True)
+        say(f"sgpu: warning: {problem}", err=True)
 
     sidecars = load("serverless_gpu.server.operations.sidecars")
     sidecars.refuse_ray(settings)
@@ -135,7 +160,7 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
         for line in (*_address_lines(url, home, mlflow), *_outside_lines(settings, running), *joining):
             say(line)
         for warning in running.warnings:
-            say(f"warning: {warning}", err=True)
+            say(f"sgpu: warning: {warning}", err=True)
 
     try:
         with sidecars.mlflow_sidecar(settings) as complete:
@@ -155,22 +180,22 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
         raise storage_error(error, settings.directory) from error
     grace = format_duration_ms(round(settings.partition_grace_s * 1000))
     if settings.ray is not None:
-        say("Ray goes on for ten minutes, for a server that is started again; `sgpu stop` ends it")
-    say(f"the server has stopped; runs go on for up to {grace}, until `sgpu up` starts it again")
+        say("Ray continues for ten minutes in case the server starts again; `sgpu stop` ends it")
+    say(f"the server has stopped; runs continue for up to {grace} until `sgpu up` starts it again")
 
 
 def decide_sharing(found: Exposure) -> bool | None:
-    """Warn of principals that share a uid; on a terminal, ask the operator to decide an open question."""
+    """Warn if several principals share a uid. On a terminal, ask the operator to decide an open question."""
     warnings = sharing_warnings(principals=found.principals, closed=found.closed, shared=found.shared)
     for warning in warnings:
-        say(f"warning: {warning}", err=True)
+        say(f"sgpu: warning: {warning}", err=True)
     if not found.undecided:
         return None
     if found.had_runs:
         say(
-            f"warning: {', '.join(first_few(found.had_runs))} ran code here already: it could read the server's key, "
-            "tokens and secrets; to replace them: Ctrl-C, `sgpu server rotate`, then change the secrets at their "
-            "source",
+            f"sgpu: warning: {', '.join(first_few(found.had_runs))} ran code here already, which could read the "
+            "server's key, tokens and secrets; to replace them, press Ctrl-C, run `sgpu server rotate`, and "
+            "change the secrets at their source",
             err=True,
         )
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -182,32 +207,38 @@ def decide_sharing(found: Exposure) -> bool | None:
 def _address_lines(url: str, home: Home, mlflow: str) -> list[str]:
     return [
         f"serverless-gpu {__version__} at {url}",
-        *([f"MLflow at {mlflow}, in some seconds: remote runs are tracked there"] if mlflow else []),
-        "your scripts and notebooks find it by themselves: @distributed(..., remote=True)",
+        *([f"MLflow at {mlflow} tracks remote runs; it answers in some seconds"] if mlflow else []),
+        "scripts and notebooks of this home use this server with @distributed(..., remote=True)",
         f"files: {home.root / 'server'}",
-        "Ctrl-C stops the server; runs go on",
+        "Ctrl-C stops the server; runs continue",
     ]
 
 
 def disk_warnings(home: Home) -> list[str]:
-    """Return warnings about a disk that limits the server."""
+    """Return warnings if the disk has too little space for the server."""
     space, reserve = load("serverless_gpu.server.core.disk_space"), load("serverless_gpu.server.db.disk_reserve")
     free, needed = space.free_bytes(home.root), max(space.KEPT_FREE_BYTES, reserve.LOW_BYTES + reserve.BYTES)
     if free is None or free > needed:
         return []
     return [
-        f"the disk of {home.root} has {format_bytes(free)} left: output, results and environments are taken while it "
-        f"has more than {format_bytes(space.KEPT_FREE_BYTES)}, new runs more than {format_bytes(reserve.LOW_BYTES)}"
+        f"the disk of {home.root} has only {format_bytes(free)} left: the server accepts output, results and "
+        f"environments above {format_bytes(space.KEPT_FREE_BYTES)} and new runs above "
+        f"{format_bytes(reserve.LOW_BYTES)}"
     ]
 
 
 def _outside_lines(settings: Settings, running: UvicornServer) -> list[str]:
     if running.certificate:
         others = f"others: https://…:{running.port}; {running.certificate}"
-        ended = "warning: the certificate has ended, so no other machine reaches this server: renew it, then SIGHUP"
+        ended = (
+            "warning: the certificate has expired, so other machines cannot reach this server; renew it, then "
+            "send SIGHUP"
+        )
         return [others, ended] if running.is_certificate_over else [others]
     if settings.behind_proxy:
-        return [f"others: by the proxy at {', '.join(settings.behind_proxy)}, which asks port {running.port}"]
+        return [
+            f"others: through the proxy at {', '.join(settings.behind_proxy)}, which connects to port {running.port}"
+        ]
     return []
 
 
@@ -222,11 +253,13 @@ def refuse_incomplete() -> None:
 
 
 @click.command()
-@click.option("--wait", default="2m", show_default=True, metavar="DURATION", help="Wait at most this long for its end.")
+@click.option(
+    "--wait", default="2m", show_default=True, metavar="DURATION", help="Wait at most this long until the server stops."
+)
 def down(wait: str) -> None:
     """Stop the server of this home.
 
-    The server finishes open requests first. Running runs continue, and report when a server starts again.
+    The server finishes open requests first. Running runs continue. They report when a server starts again.
     """
     limit_s = duration_s("--wait", wait)
     directory = durable_home(_HOME_REASON).root / "server"
@@ -288,7 +321,7 @@ def unit() -> None:
         command=(sys.executable, "-m", "serverless_gpu.cli", "up"),
         user=getpass.getuser(),
         home=home.root,
-        node=settings.node or settings.ray is not None,  # Ray needs what the sandbox takes away
+        node=settings.node or settings.ray is not None,  # Ray needs permissions that the sandbox removes.
         tls=bool(settings.tls_cert),
         stopping_s=settings.stopping_s,
     )
@@ -296,18 +329,19 @@ def unit() -> None:
 
 
 @server_group.command()
-@click.option("--note", default="", metavar="TEXT", help="Why, for those who wait.")
-@click.option("--wait", "wait", metavar="DURATION", help="Wait until nothing runs any more, this long at most.")
+@click.option("--note", default="", metavar="TEXT", help="Reason that waiting runs show.")
+@click.option("--wait", "wait", metavar="DURATION", help="Wait until no run is left, at most this long.")
 def drain(note: str, wait: str | None) -> None:
     """Start no new runs on the server.
 
     The drain lasts until `sgpu server resume`, also across restarts. Running runs continue. The server accepts new
-    runs, which wait and show who drains it and why.
+    runs.
+    They wait and show who drains the server and why.
     """
     limit_s = duration_s("--wait", wait) if wait is not None else 0.0
     with server(patience_s=limit_s) as connection:
         view = connection.ask("PUT", "/drain", DrainRequest(on=True, note=note), answer=DrainView)
-        say(f"nothing new is started; {_drain_text(view)}")
+        say(f"no new runs start; {_drain_text(view)}")
         clock, said = SystemClock(), view.going
         deadline_ns = clock.boottime_ns() + round(limit_s * 1e9)
         while view.going and clock.boottime_ns() < deadline_ns:
@@ -317,7 +351,7 @@ def drain(note: str, wait: str | None) -> None:
                 said = view.going
                 say(_drain_text(view))
     if wait is not None and view.going:
-        raise ServerProblem(f"{view.going} runs still go on after {wait}", hint="`sgpu runs` lists them")
+        raise ServerProblem(f"{view.going} runs are still running after {wait}", hint="`sgpu runs` lists them")
 
 
 @server_group.command()
@@ -325,7 +359,7 @@ def resume() -> None:
     """Start waiting runs again after a drain."""
     with server() as connection:
         view = connection.ask("PUT", "/drain", DrainRequest(on=False), answer=DrainView)
-    say(f"what waits is started again; {_drain_text(view)}")
+    say(f"waiting runs start again; {_drain_text(view)}")
 
 
 @server_group.command()
@@ -333,9 +367,9 @@ def resume() -> None:
 def backup(directory: Path) -> None:
     """Back up the server into DIRECTORY.
 
-    The server may run meanwhile. The backup has the database, the key, tokens, output of ranks, parts and environments:
-    keep it as safe as the server. Files that did not change are links to the backup before. A PostgreSQL database is
-    not included: dump it first.
+    The server may run at the same time. The backup has the database, the key, tokens, output of ranks, parts and
+    environments. Keep it as safe as the server. Unchanged files are links to the previous backup. Dump a PostgreSQL
+    database first, because the backup does not include it.
     """
     refuse_incomplete()
     settings = load("serverless_gpu.server.core.settings").read_settings(
@@ -345,11 +379,11 @@ def backup(directory: Path) -> None:
     made = load("serverless_gpu.server.operations.backup").back_up(settings, directory.absolute(), clock=SystemClock())
     files = made.manifest.files
     size = format_bytes(sum(entry.size for entry in files.values()))
-    say(f"{made.path}: {len(files)} files, {size}; {made.linked} of them as in the backup before")
+    say(f"{made.path}: {len(files)} files, {size}; {made.linked} of them unchanged since the previous backup")
     if made.manifest.database != "sqlite":
-        say("without the database, which is to be dumped before: pg_dump --format=custom --file=… DATABASE")
+        say("the backup does not include the database; dump it first: pg_dump --format=custom --file=… DATABASE")
     if "://" in settings.store:
-        say("without environments and parts, which are in the bucket")
+        say("the backup does not include environments and parts, which are in the bucket")
 
 
 @server_group.command()
@@ -357,8 +391,8 @@ def backup(directory: Path) -> None:
 def check(as_json: bool) -> None:
     """Check the invariants of the database.
 
-    The check only reads, also while the server runs. It exits with 1 and prints each violation, a database that was
-    rolled back, and files of runs that the database does not have.
+    The command only reads, and the server may run at the same time. It exits with 1 and prints each violation. It also
+    reports a database that was rolled back, and files of runs that the database does not have.
     """
     refuse_incomplete()
     settings = load("serverless_gpu.server.core.settings").read_settings(
@@ -367,7 +401,7 @@ def check(as_json: bool) -> None:
     database_module = load("serverless_gpu.server.db.database")
     path = settings.database.partition("sqlite:///")[2]
     if path and not Path(path).exists():
-        raise ServerProblem(f"there is no server in this home: {path} is not there", hint="`sgpu up` starts one")
+        raise ServerProblem(f"there is no server in this home: {path} does not exist", hint="`sgpu up` starts one")
     rollback = load("serverless_gpu.server.operations.backup")
     with contextlib.closing(database_module.Database(settings.database, clock=SystemClock())) as database:
         lost = rollback.rollback_evidence(settings, database.read)
@@ -380,7 +414,7 @@ def check(as_json: bool) -> None:
         for violation in checked.violations:
             click.echo(f"{violation}")
         for what in checked.skipped:
-            click.echo(f"too much to be looked at: {what}")
+            click.echo(f"too large to check: {what}")
         click.echo(f"{len(checked.violations)} violations in {checked.runs} runs")
     if checked.violations or lost:
         sys.exit(1)
@@ -392,42 +426,51 @@ def verify(backup: Path) -> None:
     """Verify the files of a backup."""
     refuse_incomplete()
     manifest = load("serverless_gpu.server.operations.backup").verify(backup)
-    say(f"{backup} is whole: {len(manifest.files)} files")
+    say(f"{backup} is intact: {len(manifest.files)} files")
 
 
 @server_group.command()
 @click.argument("backup", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
-    "--nothing-ran-since", is_flag=True, help="The server did not run after the backup: what waits is started."
+    "--nothing-ran-since",
+    is_flag=True,
+    help="Confirm that the server did not run after the backup, so that waiting runs start.",
 )
 def restore(backup: Path, nothing_ran_since: bool) -> None:
     """Restore a server from BACKUP.
 
-    The home must have no server; `sgpu up` starts the restored one. Runs that wait in the backup may have run since, so
-    they become LOST and their owners submit them again. Running runs continue if their node still has them. Tokens that
-    were revoked since the backup are valid again, and deleted secrets are back: revoke and delete them again.
+    The home must have no server; `sgpu up` starts the restored one. Runs that wait in the backup may have run since.
+    Therefore they become LOST, and their owners submit them again. Running runs continue if their node still has them.
+    Tokens that were revoked since the backup are valid again, and deleted secrets are back. Revoke and delete them
+    again.
     """
     refuse_incomplete()
     home = durable_home(_HOME_REASON)
     manifest = load("serverless_gpu.server.operations.backup").restore(
         home, backup, nothing_ran_since=nothing_ran_since
     )
-    say(f"{home.root / 'server'}: {len(manifest.files)} files, each as it was")
+    say(f"{home.root / 'server'}: {len(manifest.files)} files restored")
     if manifest.database != "sqlite":
-        say("without the database, which is to be there before `sgpu up`: pg_restore --dbname=DATABASE …")
+        say("the backup does not include the database; restore it before `sgpu up`: pg_restore --dbname=DATABASE …")
     if not nothing_ran_since:
-        say("at its start, runs that wait in it become LOST: they may have run since; `sgpu audit list` counts them")
+        say(
+            "when the server starts, waiting runs become LOST, because they may have run since; `sgpu audit list` "
+            "counts them"
+        )
 
 
 @server_group.command()
-@click.option("--yes", "certain", is_flag=True, help="Do not ask.")
+@click.option("--yes", "certain", is_flag=True, help="Do not ask for confirmation.")
 def rotate(certain: bool) -> None:
     """Replace the server's key and all tokens.
 
-    Use it when code of several principals shared one operating-system user, or when others could read the server's
-    directory. Stop the server first. The command seals secrets and variables of unended runs with the new key. It keeps
-    the values of secrets: change them at their source. It revokes every token and makes new ones for this machine's
-    administrator and node. If it is killed, start it again; until then `sgpu up` refuses to start.
+    Use this command if code of several principals shared one operating-system user. Use it also if others could read
+    the
+    server's directory. Stop the server first. The command seals secrets and variables of unended runs with the new key.
+    It
+    does not change the values of secrets; change them at their source. It revokes every token and makes new ones for
+    this
+    machine's administrator and node. If the command is killed, run it again. Until then `sgpu up` refuses to start.
     """
     refuse_incomplete()
     settings = load("serverless_gpu.server.core.settings").read_settings(
@@ -437,18 +480,18 @@ def rotate(certain: bool) -> None:
         click.confirm("Revoke every token of this server, and replace its key?", abort=True, err=True)
     login = load("serverless_gpu.server.startup").login()
     rotated = load("serverless_gpu.server.operations.rotation").rotate(settings, clock=SystemClock(), login=login)
-    sealed = f"{_count_text(len(rotated.secrets), 'secret')} and variables of unended runs are sealed with it"
-    say(f"the server's key is new; {sealed}")
+    sealed = f"{_count_text(len(rotated.secrets), 'secret')} and variables of unended runs are sealed with the new key"
+    say(f"the server has a new key; {sealed}")
     say(f"new tokens of this machine are in {settings.directory}; `sgpu up` gives them to this home and its node")
     for name, count in rotated.revoked:
-        say(f"{name}: {_count_text(count, 'token')} revoked; a new one: sgpu token create --for {name}")
+        say(f"{name}: {_count_text(count, 'token')} revoked; create a new one with: sgpu token create --for {name}")
     for node in rotated.nodes:
-        say(f"node {node}: its token is revoked; join again with a new one, within the partition grace of its runs")
+        say(f"node {node}: its token is revoked; join again with a new token within the partition grace of its runs")
     for secret in rotated.secrets:
         of = f"team {secret.team}" if secret.team else secret.owner
         say(f"secret {secret.name} of {of}: change it at its source, then: sgpu secret set {secret.name}")
     if rotated.is_ray_given:
-        say("Ray's token is that of --ray-token-file: change it where that cluster is started")
+        say("Ray uses the token of --ray-token-file; change it where you start that cluster")
     say("change at their source: passwords and keys in server.toml, SGPU_* variables and the file of --tls-key")
 
 
@@ -457,7 +500,7 @@ def _count_text(count: int, noun: str) -> str:
 
 
 def _drain_text(view: DrainView) -> str:
-    return f"{view.going} runs go on, {view.waiting} wait"
+    return f"{view.going} running, {view.waiting} waiting"
 
 
 def _setting_text(value: object) -> str:
@@ -469,18 +512,36 @@ def _setting_text(value: object) -> str:
 
 
 @server_group.command("logs")
-@click.option("-f", "--follow", is_flag=True, help="Go on with what is written from now on, until Ctrl-C.")
-@click.option("--run", "run_id", default="", metavar="RUN", help="Lines about this run; the beginning of it is enough.")
+@click.option("-f", "--follow", is_flag=True, help="Continue with new lines until Ctrl-C.")
 @click.option(
-    "--level", type=click.Choice(_LEVELS, case_sensitive=False), default="DEBUG", help="This level and those above it."
+    "--run",
+    "run_id",
+    default="",
+    metavar="RUN",
+    help="Only lines about this run; a prefix of its identifier is enough.",
 )
-@click.option("-n", "--lines", type=click.IntRange(0), default=200, show_default=True, help="The last so many lines.")
-@json_option(JsonType("cli.json_types:LogLine"), text="Print the lines of the file as they are, one JSON object each.")
+@click.option(
+    "--level",
+    type=click.Choice(_LEVELS, case_sensitive=False),
+    default="DEBUG",
+    help="Only lines of this level and above.",
+)
+@click.option(
+    "-n",
+    "--lines",
+    type=click.IntRange(0),
+    default=200,
+    show_default=True,
+    help="Number of lines, from the end of the log.",
+)
+@json_option(JsonType("cli.json_types:LogLine"), text="Print the lines of the file unchanged, one JSON object each.")
 def server_logs(follow: bool, run_id: str, level: str, lines: int, as_json: bool) -> None:
     """Print the log of this home's server."""
-    path = durable_home("the log of its server is there").root / "server" / "server.log"
+    path = durable_home("the server stores its log there").root / "server" / "server.log"
     if not path.exists():
-        raise NotFound(f"there is no log of a server at {path}", hint="`sgpu up` starts one; it writes there")
+        raise NotFound(
+            f"there is no log of a server at {path}", hint="start a server with `sgpu up`; it writes its log there"
+        )
 
     def is_wanted(line: bytes) -> bool:
         found = _parse_line(line)
@@ -499,8 +560,8 @@ def server_logs(follow: bool, run_id: str, level: str, lines: int, as_json: bool
         show(line)
     if run_id and lines and level.upper() == _LEVELS[0] and not kept and not follow:
         raise NotFound(
-            f"no line of {path} is about a run {run_id}",
-            hint=f"its oldest lines go as it grows; `sgpu show {run_id}` says what became of a run",
+            f"{path} has no line about run {run_id}",
+            hint=f"the server deletes the oldest lines; `sgpu show {run_id}` shows the run",
         )
     while follow:
         for line in filter(is_wanted, followed.more()):
@@ -509,7 +570,7 @@ def server_logs(follow: bool, run_id: str, level: str, lines: int, as_json: bool
 
 
 class FollowedFile:
-    """The file that is written now, read on from where it was read to."""
+    """Follows the current log file from the last read position, also after a rotation."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -517,18 +578,18 @@ class FollowedFile:
         self._held = b""
 
     def more(self) -> Iterator[bytes]:
-        """Yield whole lines that were not yielded yet."""
+        """Yield the complete lines that were written since the last call."""
         while True:
             if self._fd < 0 and not self._open():
                 return
             yield from self._lines()
             try:
                 is_same = os.fstat(self._fd).st_ino == self._path.stat().st_ino
-            except FileNotFoundError:  # between two names
+            except FileNotFoundError:  # The server is renaming the file.
                 return
             if is_same:
                 return
-            yield from self._lines()  # the lines before it are in rotated files
+            yield from self._lines()  # The rest of the old file, which the server has rotated away.
             os.close(self._fd)
             self._fd, self._held = -1, b""
 
@@ -548,7 +609,7 @@ class FollowedFile:
 
 
 def _kept_lines(path: Path, followed: FollowedFile) -> Iterator[bytes]:
-    """Yield the lines of all files, the oldest first; the follower reads the last file."""
+    """Yield the lines of all files, the oldest first. The follower reads the current file."""
     for number in range(KEPT, 0, -1):
         try:
             with open(f"{path}.{number}", "rb") as file:
@@ -570,8 +631,10 @@ def _log_line_text(line: bytes) -> str:
     found = _parse_line(line)
     if not found:
         return line.decode("utf-8", "replace").rstrip("\n")
-    said = (*_LOG_FIELDS, "method", "route") if found.get("logger") == "access" else _LOG_FIELDS  # its message has them
+    # The message of an access line contains these fields.
+    said = (*_LOG_FIELDS, "method", "route") if found.get("logger") == "access" else _LOG_FIELDS
     about = " ".join(f"{name}={value}" for name, value in found.items() if name not in said)
     told = f"{found.get('ts', '')} {found.get('level', '')!s:<7} {found.get('logger', '')}: {found.get('msg', '')}"
-    told = (told + (f"  ({about})" if about else "")).replace("\n", "⏎")  # a message is no other line
+    # A line break in a message must not begin another line.
+    told = (told + (f"  ({about})" if about else "")).replace("\n", "⏎")
     return "\n    ".join([told, *str(found.get("traceback", "")).splitlines()])

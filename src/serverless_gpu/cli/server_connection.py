@@ -1,10 +1,10 @@
-"""The server that commands speak with, and how long they wait for one that is away.
+"""Connections to the server, and the time that commands wait for an unreachable one.
 
     about one run (attach, cancel, show, logs, result, metrics, run preempt)   wait as `sgpu submit` does
-    everything else                                                            ends at once
+    all other commands                                                         fail at once
 
-Both end with exit code 75 (`exit_codes.py`). `SERVERLESS_GPU_PATIENCE` bounds the wait. While a command waits, it reads
-the server's address and token again: a restarted server may have others.
+Both fail with exit code 75 (`exit_codes.py`). `SERVERLESS_GPU_PATIENCE` limits the wait. A waiting command reads the
+server's address and token again, because a restarted server may have new ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 def connect(profile: ServerProfile, *, patience_s: float = 0.0, home: Path | None = None) -> Connection:
-    """Return a connection, importing HTTP (60 ms) here; `home` names the file to re-read while waiting."""
+    """Return a connection. `home` names the file to read again while the connection waits.
+
+    The function imports the HTTP client, which takes 60 ms.
+    """
     latest = _latest(profile, home)
     connection: Connection = load("serverless_gpu.wire.connection").Connection(
         lambda: latest().url,
@@ -43,7 +46,7 @@ def connect(profile: ServerProfile, *, patience_s: float = 0.0, home: Path | Non
 
 
 def connect_briefly(profile: ServerProfile) -> BriefConnection:
-    """Return a connection for a question or two of a command that is to be quick; it waits for nothing."""
+    """Return a connection for one or two requests of a quick command. The connection never waits."""
     connection: BriefConnection = load("serverless_gpu.wire.http_client").BriefConnection(
         profile.url, profile.token, ca=profile.ca
     )
@@ -51,7 +54,7 @@ def connect_briefly(profile: ServerProfile) -> BriefConnection:
 
 
 def _latest(profile: ServerProfile, home: Path | None) -> Callable[[], ServerProfile]:
-    """Return the function that re-reads the server's address and token."""
+    """Return a function that reads the server's address and token again."""
     known = profile
 
     def latest() -> ServerProfile:
@@ -65,7 +68,7 @@ def _latest(profile: ServerProfile, home: Path | None) -> Callable[[], ServerPro
 
 @contextlib.contextmanager
 def patient_server(home: Path) -> Iterator[Connection]:
-    """Yield a connection for a command about one run: it waits for a server that is away."""
+    """Yield a connection for a command about one run. It waits for an unreachable server."""
     connection = connect(find_profile(home, os.environ), patience_s=configured_patience_s(os.environ), home=home)
     try:
         yield connection
@@ -75,7 +78,7 @@ def patient_server(home: Path) -> Iterator[Connection]:
 
 @contextlib.contextmanager
 def server(*, patience_s: float = 0.0) -> Iterator[Connection]:
-    """Yield a connection to this user's server, waiting `patience_s` seconds for one that is away."""
+    """Yield a connection to this user's server. It waits `patience_s` seconds for an unreachable server."""
     home = remote_home(os.environ).root
     connection = connect(_profile(home), patience_s=patience_s, home=home)
     try:

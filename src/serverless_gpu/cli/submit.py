@@ -1,16 +1,17 @@
-"""`sgpu submit`: a script or a program as a run, watched until it ends or left to itself.
+"""`sgpu submit`: submits a script or a program as a run, and follows the run unless it is detached.
 
     sgpu submit --gpus 2 train.py --lr 1     a script: this Python runs it
     sgpu submit -m pkg.train --lr 1          a module: `python -m`, found in the working directory first
     sgpu submit job.sh                       a file of the working directory, or a program of PATH
 
-Usage errors, before anything is queued: a mistyped option before the program, a program that begins with a dash, a
-missing script or module, and a program that ranks could not find, where that can be seen here.
+The command checks the command line before it submits anything. It refuses a mistyped option before the program, a
+program that begins with a dash, and a missing script or module. It also refuses a program that ranks could not find, if
+this machine can know that.
 
-`--dry-run` shows the request, its server, start and cost, and sends only an estimate request. A refusal of the run
-refuses the dry run with the same message and exit code, after all that is known was printed. A run that no node can
-ever serve starts never, with the exit code that it would end with. A server that is away refuses nothing: the start is
-unknown then, and the line says why.
+`--dry-run` prints the request, its server, start and cost, and sends only an estimate request. If the run would be
+refused, the dry run prints what it knows. It then fails with the same message and exit code. A run that no node can
+ever serve never starts, and the dry run has the exit code of that run. If the server is unreachable, the start is
+unknown, and the output says why.
 """
 
 from __future__ import annotations
@@ -55,15 +56,15 @@ _OPTIONS = ("cpus", "memory", "pool", "team", "policy", "priority", "retries", "
 _RANKS_ALL = "all"
 _SUBMITTING = "serverless_gpu.client.remote.submission"
 _SHORT = 12
-_NEVER = 1  # as of a run that ends because nothing can serve it
+_NEVER = 1  # Exit code of a run that no node can serve.
 _ENVIRONMENT_TEXTS = {
-    "live": "this machine's files, where they lie",
-    "auto": "this machine's files if the server is its own and has no other, else a snapshot of them",
+    "live": "the files of this machine, in place",
+    "auto": "the files of this machine if it is the server's only node, else a snapshot of them",
 }
 MODULE = "-m"
 _HEAD_BYTES = 256
 _SHELL = "/bin/sh"
-# What launchers of neighbours call it.
+# Names of options in other launchers.
 _KNOWN_ELSEWHERE = {
     "nproc-per-node": "--gpus",
     "nproc": "--gpus",
@@ -91,10 +92,10 @@ _KNOWN_ELSEWHERE = {
 
 
 class SubmitCommand(click.Command):
-    """A command whose options end at the program, or at `-m`."""
+    """A command whose options end at the program or at `-m`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the options; an unknown option is a usage error that suggests the nearest one."""
+        """Parse the options. An unknown option raises a usage error that suggests the nearest option."""
         end = self._end_of_options(ctx, args)
         try:
             return super().parse_args(
@@ -104,7 +105,7 @@ class SubmitCommand(click.Command):
             raise click.UsageError(self._unknown(error.option_name), ctx) from None
 
     def _end_of_options(self, ctx: click.Context, args: Sequence[str]) -> int:
-        """Return the index of the first word that is no option of ours, and no value of one."""
+        """Return the index of the first argument that is neither an option of sgpu nor an option's value."""
         takes_value = {
             name
             for parameter in self.get_params(ctx)
@@ -124,52 +125,78 @@ class SubmitCommand(click.Command):
         known = _KNOWN_ELSEWHERE.get(bare)
         close = [known] if known else difflib.get_close_matches(f"--{bare}", options, n=1)
         meant = f"did you mean {close[0]}? " if close else ""
-        return f"there is no option {name}: {meant}Options of sgpu come before the program, the program's after it"
+        return (
+            f"there is no option {name}: {meant}Put options of sgpu before the program, and options of the "
+            "program after it"
+        )
 
 
 @click.command(cls=SubmitCommand, context_settings={"allow_interspersed_args": False})
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs, one rank each.")
-@click.option("--gpu-type", help="For example H100, or CPU for CPU slots.")
-@click.option("--same-node", is_flag=True, help="Wait for one node with all of them; never several.")
-@click.option("--per-node", is_flag=True, help="Start the program once per node, not once per rank: for torchrun.")
-@click.option("--name", help="What the run is called; the program's name without it.")
-@click.option("--tag", "tags", multiple=True, metavar="KEY=VALUE", help="Repeatable.")
-@click.option("--timeout", type=Seconds(), metavar="DURATION", help="Time limit from the first line on: 300, 5m, 2h.")
-@click.option("--idle-timeout", type=Seconds(), metavar="DURATION", help="Stop it when its devices idled so long.")
-@click.option("--grace", type=Seconds(), metavar="DURATION", help="Between SIGTERM and SIGKILL when it is stopped.")
-@click.option("--retries", type=click.IntRange(min=0), help="New attempts after a failure.")
-@click.option("--retry-on-infra", is_flag=True, help="New attempts, up to 3, after a GPU or a node failed.")
+@click.option(
+    "--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="Number of GPUs, with one rank each."
+)
+@click.option("--gpu-type", help="GPU type, for example H100, or CPU for CPU slots.")
+@click.option("--same-node", is_flag=True, help="Wait for one node with all GPUs, and never use several.")
+@click.option("--per-node", is_flag=True, help="Start the program once per node, not once per rank, as torchrun needs.")
+@click.option("--name", help="Name of the run (default: the program's name).")
+@click.option("--tag", "tags", multiple=True, metavar="KEY=VALUE", help="Tag of the run. Repeatable.")
+@click.option(
+    "--timeout",
+    type=Seconds(),
+    metavar="DURATION",
+    help="Time limit from the first line of the program on: 300, 5m, 2h.",
+)
+@click.option(
+    "--idle-timeout", type=Seconds(), metavar="DURATION", help="Stop the run after its devices idled this long."
+)
+@click.option(
+    "--grace", type=Seconds(), metavar="DURATION", help="Time between SIGTERM and SIGKILL when the run is stopped."
+)
+@click.option("--retries", type=click.IntRange(min=0), help="Maximum number of new attempts after a failure.")
+@click.option("--retry-on-infra", is_flag=True, help="Start up to 3 new attempts after a failure of a GPU or node.")
 @click.option("--resume", is_flag=True, help="Continue as a new attempt after a preemption or the loss of a node.")
-@click.option("--cpus", type=click.IntRange(min=1), help="Cores of the gang.")
+@click.option("--cpus", type=click.IntRange(min=1), help="CPU cores of the gang.")
 @click.option("--memory", metavar="SIZE", help="Host memory limit of the gang, for example 64GiB.")
-@click.option("--pool", help="Which nodes.", shell_complete=complete_pool)
-@click.option("--team", help="Whose run it is, beside yours.", shell_complete=complete_team)
-@click.option("--policy", help="Which usage policy, where several apply.", shell_complete=complete_policy)
-@click.option("--workdir", type=click.Path(exists=True, file_okay=False), help="Where it runs; default: here.")
-@click.option("--env-var", "variables", multiple=True, metavar="KEY=VALUE", help="A variable it gets. Repeatable.")
-@click.option("--secret", "secrets", multiple=True, metavar="NAME[=VARIABLE]", help="A secret it gets. Repeatable.")
+@click.option("--pool", help="Pool of the run.", shell_complete=complete_pool)
+@click.option("--team", help="Team that the run belongs to, in addition to you.", shell_complete=complete_team)
+@click.option("--policy", help="Usage policy, if several apply.", shell_complete=complete_policy)
+@click.option(
+    "--workdir", type=click.Path(exists=True, file_okay=False), help="Working directory (default: the current one)."
+)
+@click.option(
+    "--env-var", "variables", multiple=True, metavar="KEY=VALUE", help="Environment variable of the ranks. Repeatable."
+)
+@click.option("--secret", "secrets", multiple=True, metavar="NAME[=VARIABLE]", help="Secret for the ranks. Repeatable.")
 @click.option("--priority", type=click.Choice([each.value for each in Priority], case_sensitive=False))
-@click.option("--env", type=click.Choice(["live", "snapshot"]), help="What it imports; the server's place decides.")
-@click.option("--ranks-log", default="0", show_default=True, metavar="N,…|all", help="Ranks whose output is shown.")
-@click.option("--wait", is_flag=True, help="Queue it although no node known could ever serve it.")
-@click.option("--local", is_flag=True, help="On this machine, without a server.")
-@click.option("--detach", is_flag=True, help="Print the run's identifier, alone on stdout, and leave it to itself.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be asked for, and when it would start.")
+@click.option(
+    "--env", type=click.Choice(["live", "snapshot"]), help="Environment of the ranks (default: depends on the server)."
+)
+@click.option(
+    "--ranks-log", default="0", show_default=True, metavar="N,…|all", help="Ranks whose output the command prints."
+)
+@click.option("--wait", is_flag=True, help="Queue the run even if no known node could ever serve it.")
+@click.option("--local", is_flag=True, help="Run on this machine, without a server.")
+@click.option("--detach", is_flag=True, help="Print the run's identifier, alone on stdout, and exit.")
+@click.option("--dry-run", is_flag=True, help="Only print the request and its expected start.")
 @json_option(JsonType("cli.json_types:DryRun"), text="With --dry-run, print JSON.")
 def submit(program: str, arguments: Sequence[str], local: bool, detach: bool, **options: Any) -> None:
     """Run a script or a program on GPUs.
 
     PROGRAM is a Python script (its name ends in .py), a module (-m NAME) or a program. All arguments after PROGRAM go
-    to it, without a first --. The command prints the output until the run ends.
+    to
+    it, without a first --. The command prints the output until the run ends.
 
-    The exit code is 0 for success, or the program's own exit code. It is 124 after a timeout, 130 after a cancel, 137
-    if a signal or a lack of memory ended a rank, 75 if the run, its node or the server is lost, and 1 otherwise.
+    The exit code is 0 for success, or the program's own exit code. It is 124 after a timeout and 130 after a cancel. It
+    is
+    137 if a signal or a lack of memory ended a rank. It is 75 if the run, its node or the server is lost. It is 1 after
+    any
+    other failure.
     """
     dry_run, as_json = options.pop("dry_run"), options.pop("as_json")
     if as_json and not dry_run:
-        raise click.UsageError("--json goes with --dry-run; `sgpu show --json` has a run's own")
+        raise click.UsageError("--json needs --dry-run; for a submitted run, use `sgpu show --json`")
     _enter(options.pop("workdir"), options.pop("variables"), is_here=local)
     spec = _spec(program, arguments, remote=not local, options=options)
     if dry_run:
@@ -193,7 +220,7 @@ def _launch(spec: RunSpec, program: str, *, watch: bool) -> Run[None]:
 
 @contextlib.contextmanager
 def _command_line_syntax(program: str) -> Iterator[None]:
-    """Let a refusal name options as they are typed after `sgpu submit`."""
+    """Let errors name options in the syntax of `sgpu submit`."""
     try:
         yield
     except NoSuitableNode as error:
@@ -225,14 +252,14 @@ def _spec(program: str, arguments: Sequence[str], *, remote: bool, options: Mapp
 
 
 def _enter(workdir: str | None, variables: Sequence[str], *, is_here: bool) -> None:
-    """Enter the ranks' working directory and variables in this process, which ranks inherit."""
+    """Set the ranks' working directory and variables in this process, because ranks inherit them."""
     for pair in variables:
         name, equals, value = pair.partition("=")
         if not name or not equals:
             raise click.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--env-var")
         if not is_here and not variables_elsewhere({name: value}):
             raise click.BadParameter(
-                f"{name} does not travel to other machines; set it in the program", param_hint="--env-var"
+                f"{name} is not passed to other machines; set it in the program", param_hint="--env-var"
             )
         os.environ[name] = value
     if workdir is not None:
@@ -246,27 +273,27 @@ def _ranks(text: str) -> str | tuple[int, ...]:
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError:
-        raise click.BadParameter(f"{text!r} is neither 'all' nor ranks", param_hint="--ranks-log") from None
+        raise click.BadParameter(f"{text!r} is neither 'all' nor a list of ranks", param_hint="--ranks-log") from None
 
 
 class _RankEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """The environment of ranks."""
+    """The Python environment of the ranks."""
 
-    environment: str  # ``"live"``, ``"snapshot"``, or ``"auto"`` where only the server decides
-    snapshot: str = ""  # address of an existing one; "" where it is captured first
+    environment: str  # ``"live"``, ``"snapshot"``, or ``"auto"`` if only the server can decide.
+    snapshot: str = ""  # Address of an existing snapshot, or "" if the run captures one.
 
     @property
     def text(self) -> str:
-        """Return it in words."""
+        """Return a description of the environment."""
         if self.environment in _ENVIRONMENT_TEXTS:
             return _ENVIRONMENT_TEXTS[self.environment]
         if self.snapshot:
-            return f"snapshot {self.snapshot[:_SHORT]} of this environment, which is there already"
-        return "a snapshot of this environment, which is captured first"
+            return f"existing snapshot {self.snapshot[:_SHORT]} of this environment"
+        return "a new snapshot of this environment"
 
 
 def print_dry_run(spec: RunSpec, *, as_json: bool) -> None:
-    """Print the request and its start; raise what would refuse the run."""
+    """Print the request and its expected start. Raise the error that would refuse the run."""
     command = spec.payload
     assert isinstance(command, Command)
     check_command(command)
@@ -287,7 +314,7 @@ def print_dry_run(spec: RunSpec, *, as_json: bool) -> None:
 
 
 def _resolve(home: Home, spec: RunSpec) -> tuple[RunSpec, _RankEnvironment]:
-    """Return the request after variables and server defaults, without waiting for a server that is away."""
+    """Return the request with variables and server defaults, without waiting for an unreachable server."""
     if not spec.remote:
         return spec, _rank_environment(home, spec.environment, None)
     server = load("serverless_gpu.client.remote.server").server_of(home.root, os.environ)
@@ -304,7 +331,7 @@ def _rank_environment(home: Home, environment: str, store: StoreLocation | None)
     """Return the ranks' environment without capturing it."""
     if environment != "snapshot":
         return _RankEnvironment(environment=environment)
-    with contextlib.suppress(EnvironmentProblem):  # the run itself would say it
+    with contextlib.suppress(EnvironmentProblem):  # The run itself would report this problem.
         recognition = snapshot_environment.Recognition(home, capture=False, store=store)
         try:
             wanted = recognition.wanted()
@@ -315,14 +342,14 @@ def _rank_environment(home: Home, environment: str, store: StoreLocation | None)
 
 
 def _request_lines(spec: RunSpec, command: Command, url: str, imported: _RankEnvironment) -> Iterator[str]:
-    """Yield the lines of the request, with defaults that decide something."""
+    """Yield the lines of the request, including defaults that matter."""
     resources = spec.resources
     per = "process per node" if command.per == "node" else "process per GPU"
     yield f"would run: {shlex.join(command.argv)}"
     yield f"called: {spec.name}"
     some = "GPU" if resources.gpus == 1 else "GPUs"
     place = ", all on one node" if resources.same_node else ""
-    yield f"on: {resources.gpus} {resources.gpu_type or f'{some} of the only type there is'}, one {per}{place}"
+    yield f"on: {resources.gpus} {resources.gpu_type or f'{some} of the only available type'}, one {per}{place}"
     yield f"where: {url}, pool {spec.pool or 'any on-demand one'}" if spec.remote else "where: this machine"
     if spec.remote:
         policy = f", policy {spec.policy}" if spec.policy else ""
@@ -337,7 +364,7 @@ def _request_lines(spec: RunSpec, command: Command, url: str, imported: _RankEnv
 
 
 def _estimate_lines(estimate: Estimate) -> Iterator[str]:
-    """Yield the lines of the estimate by a server or this machine."""
+    """Yield the lines of an estimate from the server or this machine."""
     yield f"would start: {estimate.start_text()}"
     if estimate.policy:
         yield f"under policy: {estimate.policy}"
@@ -371,12 +398,14 @@ def _as_json(spec: RunSpec, url: str, imported: _RankEnvironment, estimate: Esti
 
 
 def command_of(program: str, arguments: Sequence[str], *, is_here: bool) -> tuple[tuple[str, ...], str]:
-    """Return the command and its name; `is_here` also refuses a program that is not on this machine."""
+    """Return the command and its name. `is_here` also refuses a program that this machine lacks."""
     if program == MODULE:
         return _module_command(arguments)
     rest = tuple(arguments[1:] if arguments[:1] == ("--",) else arguments)
     if program.startswith("-"):
-        raise click.UsageError(f"a program cannot begin with a dash: {program}. For a file of that name: ./{program}")
+        raise click.UsageError(
+            f"a program cannot begin with a dash: {program}; for a file of that name, write ./{program}"
+        )
     if program.endswith(".py"):
         if not Path(program).is_file():
             raise click.UsageError(f"there is no file {program!r}")
@@ -393,13 +422,13 @@ def _module_command(arguments: Sequence[str]) -> tuple[tuple[str, ...], str]:
     module = arguments[0]
     if not _has_module(module):
         raise click.UsageError(
-            f"there is no module {module!r} that python -m could run, in {os.getcwd()} or installed here"
+            f"there is no module {module!r} for python -m, neither in {os.getcwd()} nor installed here"
         )
     return (sys.executable, MODULE, *arguments), module
 
 
 def _has_module(name: str) -> bool:
-    """Return whether `python -m` finds a module, without importing it."""
+    """Return True if `python -m` finds a module. The function does not import the module."""
     first, *inner = name.split(".")
     spec = PathFinder.find_spec(first, [os.getcwd()]) or _find_installed(first)
     for position in range(1, len(inner) + 1):
@@ -415,17 +444,17 @@ def _has_module(name: str) -> bool:
 def _find_installed(name: str) -> ModuleSpec | None:
     try:
         return find_spec(name)
-    except (ImportError, ValueError):  # ValueError: not a valid name, or a module without a spec
+    except (ImportError, ValueError):  # ValueError means an invalid name, or a module without a spec.
         return None
 
 
 def _program(program: str, *, is_here: bool) -> tuple[str, ...]:
-    """Return a program's start: a name in the ranks' PATH, or a file of the working directory by path."""
+    """Return the start of a program's command: a name in the ranks' PATH, or a path in this directory."""
     path = program_path(os.environ.get("PATH", os.defpath), sys.executable)
     if os.sep not in program and shutil.which(program, path=path) is not None:
         return (program,)
     if not Path(program).is_file():
-        is_ours = os.sep in program and not os.path.isabs(program)  # on another machine it is a copy of this directory
+        is_ours = os.sep in program and not os.path.isabs(program)  # Other machines get a copy of this directory.
         if is_here or is_ours:
             raise click.UsageError(f"there is no program {program!r} in PATH, and no such file in {os.getcwd()}")
         return (program,)
@@ -436,7 +465,7 @@ def _program(program: str, *, is_here: bool) -> tuple[str, ...]:
 
 
 def _interpreter(path: str) -> tuple[str, ...]:
-    """Return the interpreter of a non-executable script: its first line's, else the shell."""
+    """Return the interpreter of a script that is not executable: that of its first line, or the shell."""
     with open(path, "rb") as file:
         line = file.read(_HEAD_BYTES).partition(b"\n")[0]
     if line.startswith(b"#!"):

@@ -1,4 +1,4 @@
-"""`sgpu status`, `sgpu gpus`, `sgpu stop`: the agent of this machine, its devices, its servers; `sgpu mlflow`."""
+"""`sgpu status`, `gpus`, `stop` and `mlflow`: the agent, devices and MLflow servers of this machine."""
 
 from __future__ import annotations
 
@@ -161,49 +161,49 @@ def stop() -> None:
     ended = stop_agent(home.root)
     say("stopped" if ended else "no agent is running")
     if stop_ray(home.root):
-        say("Ray has ended here; runs go on")
+        say("Ray has stopped here; runs continue")
     if said := stop_mlflow(home):
         say_lines(said)
 
 
 class ServerState(msgspec.Struct, frozen=True, kw_only=True):
-    """State of the server."""
+    """The state of the server."""
 
     url: str
     ok: bool
-    problem: str = ""  # why it is unusable, or ""
-    principal: str = ""  # the caller's; "" where unknown
+    problem: str = ""  # Reason why the server is unusable, or "".
+    principal: str = ""  # Name and role of the caller; "" if unknown.
     version: str = ""
-    waiting: int = 0  # visible queued runs
-    going: int = 0  # visible running runs
-    waits: tuple[str, ...] = ()  # sentences of a few of the caller's queued runs, oldest first
-    nodes: dict[str, int] | None = None  # by state; None where the caller may not see them
-    draining: str = ""  # who drains it and why, or ""
-    unwell: tuple[str, ...] = ()  # its own complaints although it answers
-    checks: dict[str, float] = {}  # milliseconds by part
+    waiting: int = 0  # Number of visible queued runs.
+    going: int = 0  # Number of visible running runs.
+    waits: tuple[str, ...] = ()  # Messages of a few of the caller's queued runs, oldest first.
+    nodes: dict[str, int] | None = None  # Counts by state. None if the caller may not see nodes.
+    draining: str = ""  # Who drains the server and why, or "".
+    unwell: tuple[str, ...] = ()  # Problems that the server itself reports.
+    checks: dict[str, float] = {}  # Milliseconds by name of the health check.
 
     def lines(self) -> Iterator[str]:
-        """Yield the state as text."""
+        """Yield the state as lines of text."""
         if not self.ok:
-            yield f"server: {self.url or 'cannot be used'}: {self.problem}; `sgpu doctor` looks"
+            yield f"server: {self.url or 'cannot be used'}: {self.problem}; run `sgpu doctor`"
             return
         how = "unwell" if self.unwell else "ok"
         yield f"server: {self.url} · {how} · {self.version} · you are {self.principal}"
         for problem in self.unwell:
-            yield f"  {problem}; `sgpu server logs` there says more"
+            yield f"  {problem}; see `sgpu server logs` on its machine"
         if looked := [f"{name} {ms:.0f} ms" for name, ms in self.checks.items() if ms]:
             yield f"health: {', '.join(looked)}"
-        yield f"queue: {self.going} going on, {self.waiting} waiting"
+        yield f"queue: {self.going} running, {self.waiting} waiting"
         yield from (f"  {wait}" for wait in self.waits)
         if self.nodes is not None:
             counts = ", ".join(f"{count} {state}" for state, count in sorted(self.nodes.items()))
             yield f"nodes: {counts or 'none has joined'}"
         if self.draining:
-            yield f"drained by {self.draining}: nothing new is started until `sgpu server resume`"
+            yield f"drained by {self.draining}: no new runs start until `sgpu server resume`"
 
 
 def server_status(home: Path) -> ServerState | None:
-    """Return the state of a home's server without waiting for it; None without a server."""
+    """Return the state of a home's server without waiting for the server. Return None without one."""
     url = ""
     try:
         profile = find_profile(home, os.environ)
@@ -238,7 +238,7 @@ def server_status(home: Path) -> ServerState | None:
     own = [run for run in reversed(queued) if run.owner == me.name]
     waits = [f"{run.name or run.id} waits: {sentence_of(run)}" for run in own[:_WAITS_MAX]]
     if len(own) > _WAITS_MAX:
-        waits.append(f"and {len(own) - _WAITS_MAX} more of yours: `sgpu runs --state QUEUED`")
+        waits.append(f"and {len(own) - _WAITS_MAX} more of your runs: `sgpu runs --state QUEUED`")
     return ServerState(
         url=url,
         ok=True,
@@ -261,13 +261,14 @@ _RUNS_LOOKED_AT = 200
 
 @click.command()
 @click.argument("store", required=False, default="")
-@click.option("--stop", "is_end", is_flag=True, help="End the server, or all of them without STORE.")
+@click.option("--stop", "is_end", is_flag=True, help="Stop the server, or all of them without STORE.")
 @json_option(JsonType("cli.json_types:MlflowState"))
 def mlflow(store: str, is_end: bool, as_json: bool) -> None:
     """Start MLflow's server and print its address.
 
-    A running server is left as it is. STORE is a store of your own (sqlite:////path/mlflow.db, or a directory), which
-    gets a server too.
+    The command leaves a running server as it is. STORE is your own store (sqlite:////path/mlflow.db, or a directory),
+    which
+    gets a server of its own.
     """
     home = durable_home("the MLflow server keeps its runs there")
     if store and ":" not in store:
@@ -279,7 +280,7 @@ def mlflow(store: str, is_end: bool, as_json: bool) -> None:
     elsewhere = os.environ.get("MLFLOW_TRACKING_URI", "")
     if elsewhere and not store:
         shown = without_password(elsewhere)
-        say(f"sgpu: MLFLOW_TRACKING_URI is set: runs of this shell are tracked at {shown}", err=True)
+        say(f"sgpu: MLFLOW_TRACKING_URI is set, so MLflow tracks runs of this shell at {shown}", err=True)
     _start(home, store)
     found = look(place_of(home, store), SystemClock())
     if as_json:
@@ -300,7 +301,7 @@ def mlflow_lines(found: list[MlflowServer]) -> Iterator[str]:
         if each.problem:
             parts += [f"{each.stage}: {each.problem}"]
         elif each.pid is None:
-            parts += ["not running; the next run that is tracked starts it, or `sgpu mlflow`"]
+            parts += ["not running; the next tracked run or `sgpu mlflow` starts it"]
         else:
             parts += [each.stage, f"MLflow {each.version}" if each.version else "", f"pid {each.pid}"]
             parts += [format_bytes(each.memory_bytes), f"used {format_duration_ms(round(each.used_s * 1000))} ago"]
@@ -308,7 +309,7 @@ def mlflow_lines(found: list[MlflowServer]) -> Iterator[str]:
 
 
 def as_builtins(server: MlflowServer) -> dict[str, object]:
-    """Return a server for machines."""
+    """Return an MLflow server as JSON values."""
     return {
         "uri": server.uri,
         "ready": server.stage == "ready",
@@ -325,27 +326,27 @@ def as_builtins(server: MlflowServer) -> dict[str, object]:
 
 
 def stop_mlflow(home: Home) -> str:
-    """End a home's MLflow servers unless running attempts may log to them; return a summary."""
+    """Stop a home's MLflow servers unless running attempts may log to them. Return a message."""
     running = [server for server in servers(home) if server.pid is not None]
     if not running:
         return ""
     if any(is_live(path) for each in run_ids(home.runs)[:_RUNS_LOOKED_AT] for path in (home.runs / each).glob("*")):
-        return "MLflow's server stays: runs go on that may log to it; `sgpu mlflow --stop` ends it"
+        return "MLflow's server keeps running, because running runs may log to it; `sgpu mlflow --stop` stops it"
     stop_servers(home)
     return "MLflow's server has stopped"
 
 
 def _start(home: Home, store: str) -> None:
-    """Start a server unless one answers, and announce a slow start."""
+    """Start a server unless one answers. Print a notice if the start takes time."""
     clock = SystemClock()
     python = _python(home, store)
     deadline_ns = clock.boottime_ns() + int(_START_S * 1e9)
     serving = ensure_server(home, python, store, environ=os.environ, now=True)
     if not serving.ready and (serving.is_restarting or not serving.problem):
-        say("sgpu: MLflow's server starts, which takes it some seconds", err=True)
+        say("sgpu: starting MLflow's server, which takes some seconds", err=True)
     while not serving.ready:
         if serving.problem and not serving.is_restarting:
-            raise ServerProblem(serving.problem, hint=f"what it wrote: {place_of(home, store).log}")
+            raise ServerProblem(serving.problem, hint=f"read its log: {place_of(home, store).log}")
         if clock.boottime_ns() > deadline_ns:
             raise ServerProblem(f"MLflow's server did not answer within {_START_S:.0f} s")
         select.select([], [], [], _LOOK_S)
@@ -353,7 +354,7 @@ def _start(home: Home, store: str) -> None:
 
 
 def _python(home: Home, store: str) -> str:
-    """Return an interpreter that has MLflow: this one, or the one that served last."""
+    """Return an interpreter that has MLflow: this one, or that of the previous server."""
     if importlib.util.find_spec("mlflow") is not None:
         return sys.executable
     before = look(place_of(home, store), SystemClock())

@@ -1,16 +1,16 @@
-"""`sgpu top`: this node live, or one frame of it.
+"""`sgpu top`: shows this node live, or prints one frame.
 
     monitor ─▶ Feed ─▶ tabulate ─▶ draw (`top_table.py`) ─▶ Terminal
 
-`Feed` has the monitor's frames; device locks name the runs of other homes and users. Failure cases: the monitor cannot
-be started, ends repeatedly (tried every few seconds) or is silent for a while: `problem` says so.
+`Feed` reads the monitor's frames. Device locks name the runs of other homes and users. Failure cases: The monitor
+cannot start, ends repeatedly (`Feed` retries every few seconds), or is silent. `problem` reports each of them.
 
-    with Terminal() as terminal:   other screen on, cursor off, no echo   ─▶   restored on every way out
-        terminal.show(lines)       only what fits, without a flicker
-        terminal.wait(fds, 1.0)    until one can be read, a key was pressed or the window has another size
+    with Terminal() as terminal:   alternate screen on, cursor off, no echo   ─▶   restored on every exit
+        terminal.show(lines)       only lines that fit, without flicker
+        terminal.wait(fds, 1.0)    until a descriptor is readable, a key is pressed or the window is resized
 
-Ctrl-Z gives the screen back until `fg`. SIGTERM and a closed window end the command. A window may have no size, and
-stdin may be no terminal (no keys, but Ctrl-C).
+Ctrl-Z restores the screen until `fg`. SIGTERM and a closed window end the command. A window may have no size. If stdin
+is not a terminal, only Ctrl-C works.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ _KEYS = {
 
 
 @click.command()
-@click.option("--once", is_flag=True, help="Print one frame and end; so it is when stdout is no terminal.")
+@click.option("--once", is_flag=True, help="Print one frame and exit; the default if stdout is not a terminal.")
 @json_option(JsonType("cli.json_types:TopFrame"), text="Print one frame as JSON.")
 def top(once: bool, as_json: bool) -> None:
     """Show GPUs, runs and ranks, live.
 
-    The table shows each GPU with its owner, and each run with its ranks. It is redrawn once a second.
+    The table shows each GPU with its owner, and each run with its ranks. The command redraws the table once a second.
     """
     home = this_home()
     if starting_is_needed(home):
-        say("sgpu: no monitor runs on this node yet; it is started", err=True)
+        say("sgpu: starting the monitor of this node", err=True)
     feed = Feed(lambda: start_stop.ensure(home, os.environ), os.environ.get("SERVERLESS_GPU_FAKE", ""), SystemClock())
     feed.open()
     try:
@@ -90,7 +90,7 @@ def top(once: bool, as_json: bool) -> None:
 
 
 def starting_is_needed(home: Home) -> bool:
-    """Return whether the monitor is down."""
+    """Return True if no monitor is running."""
     channel = start_stop.connect(home.sockets())
     if channel is not None:
         channel.close()
@@ -98,7 +98,7 @@ def starting_is_needed(home: Home) -> bool:
 
 
 def visible(lines: list[str], *, rows: int, columns: int, offset: int, status: str) -> tuple[list[str], int]:
-    """Return the lines that fit below `offset`, with the status last, and the corrected offset."""
+    """Return the lines that fit below `offset`, with the status as last line, and the corrected offset."""
     room = max(1, rows - 1)
     offset = max(0, min(offset, len(lines) - room))
     below = len(lines) - offset - room
@@ -121,7 +121,7 @@ def _table(feed: Feed, home: Home) -> TopTable | None:
 
 
 def _first_table(feed: Feed, home: Home) -> TopTable:
-    """Return the first frame with loads, which takes two samples; raise AgentUnavailable without one."""
+    """Return the first frame with loads, which needs two samples. Raise AgentUnavailable without one."""
     clock = SystemClock()
     deadline_ns = clock.boottime_ns() + int(_FIRST_S * 1e9)
     while (left_ns := deadline_ns - clock.boottime_ns()) > 0:
@@ -131,7 +131,7 @@ def _first_table(feed: Feed, home: Home) -> TopTable:
             break
     table = _table(feed, home)
     if table is None:
-        raise AgentUnavailable(feed.problem or "the monitor shows nothing", hint=f"what it wrote: {home.monitor_log}")
+        raise AgentUnavailable(feed.problem or "the monitor sends no frames", hint=f"read its log: {home.monitor_log}")
     return table
 
 
@@ -154,11 +154,11 @@ def _live(feed: Feed, home: Home) -> None:
                 terminal.show(shown)
                 terminal.wait(feed.fds(), _FRAME_S)
     except KeyboardInterrupt:
-        pass  # that is how it is ended
+        pass  # Ctrl-C is the usual end of the command.
 
 
 class Feed:
-    """Frames of the monitor; `connect` returns a connection to it, started if needed."""
+    """Frames of the monitor. `connect` starts the monitor if needed and returns a connection."""
 
     def __init__(self, connect: Callable[[], Channel], fakes: str, clock: Clock) -> None:
         self._connect = connect
@@ -167,24 +167,24 @@ class Feed:
         self._channel: Channel | None = None
         self._heard_ns = self._tried_ns = clock.boottime_ns()
         self._failure = ""
-        self._is_same = False  # whether the last frame is of the monitor that is connected: counters start again
+        self._is_same = False  # True if the connected monitor sent the last frame. A new monitor counts from the start.
         self.frame: messages.NodeFrame | None = None
         self.before: messages.NodeFrame | None = None
 
     @property
     def problem(self) -> str:
-        """Return why there is nothing new, or ""."""
+        """Return the reason why no new frames arrive, or ""."""
         if self._channel is None:
             return self._failure
         silent_ns = self._clock.boottime_ns() - self._heard_ns
-        return f"the monitor has said nothing for {silent_ns // 10**9} s" if silent_ns > _SILENT_NS else ""
+        return f"the monitor has sent nothing for {silent_ns // 10**9} s" if silent_ns > _SILENT_NS else ""
 
     def fds(self) -> list[int]:
-        """Return the descriptors that are readable when there is news."""
+        """Return the descriptors that become readable when frames arrive."""
         return [] if self._channel is None else [self._channel.fileno()]
 
     def open(self) -> None:
-        """Subscribe to the monitor's frames; raises OSError when it has just ended."""
+        """Subscribe to the monitor's frames. Raise OSError if the monitor has just ended."""
         channel = self._connect()
         try:
             messages.send(channel, messages.WatchNode(fakes=self._fakes))
@@ -196,7 +196,7 @@ class Feed:
         self._heard_ns = self._clock.boottime_ns()
 
     def take(self) -> bool:
-        """Read frames, reconnecting to a monitor that has ended; return whether there is a new frame."""
+        """Read frames, and reconnect to a monitor that has ended. Return True if there is a new frame."""
         if self._channel is None:
             self._open_again()
         new = False
@@ -209,7 +209,7 @@ class Feed:
                 word = None
             if word is None:
                 self.close()
-                self._failure = "the monitor has ended; it is started again"
+                self._failure = "the monitor has ended; sgpu starts it again"
             elif isinstance(word, messages.NodeFrame):
                 self.before = self.frame if self._is_same else None
                 self.frame, self._is_same, new = word, True, True
@@ -217,7 +217,7 @@ class Feed:
         return new
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -236,14 +236,15 @@ class Feed:
 
 
 def look_around(devices: Iterable[Device], home: Path, environ: Mapping[str, str]) -> Around:
-    """Return names, lock holders and quarantined devices, which a frame lacks."""
+    """Return the names, lock holders and quarantined devices, which a frame lacks."""
     holders: dict[str, DeviceOwner] = {}
     quarantined: dict[str, str] = {}
     by_kind: dict[DeviceKind, list[str]] = {}
     for device in devices:
         by_kind.setdefault(device.kind, []).append(device.uuid)
     for kind, uuids in by_kind.items():
-        with contextlib.suppress(StorageError):  # no locks yet, or none that can be read: nothing is known
+        # The locks do not exist yet or are not readable, so owners are unknown.
+        with contextlib.suppress(StorageError):
             directory = lock_directory(kind, home)
             notes = DeviceLocks(directory).quarantined()
             quarantined |= {uuid: notes[uuid].reason for uuid in uuids if uuid in notes}
@@ -252,7 +253,7 @@ def look_around(devices: Iterable[Device], home: Path, environ: Mapping[str, str
 
 
 def user_name(environ: Mapping[str, str]) -> str:
-    """Return this user's name, or the number in a container without names."""
+    """Return this user's name, or the uid in a container without user names."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -265,13 +266,13 @@ def _holder(directory: Path, uuid: str) -> DeviceOwner | None:
         return None
     try:
         holder = from_json(note, LockHolder)
-    except msgspec.MsgspecError:  # taken this moment, or not by us
+    except msgspec.MsgspecError:  # The holder has just taken the lock, or is not a process of this package.
         return DeviceOwner(run_id="", name="", rank=None, user="")
     return DeviceOwner(run_id=holder.run_id, name="(session)" if holder.session else "", rank=None, user=holder.user)
 
 
 class Terminal:
-    """The terminal of this command, which is stdout's."""
+    """The terminal of this command's stdout."""
 
     def __init__(self) -> None:
         self._out = sys.stdout.fileno()
@@ -283,7 +284,7 @@ class Terminal:
 
     @property
     def size(self) -> os.terminal_size:
-        """Return how many columns and lines there are; a terminal that does not know is taken for a usual one."""
+        """Return the columns and lines of the terminal, or the usual size if it reports none."""
         try:
             size = os.get_terminal_size(self._out)
         except OSError:
@@ -305,12 +306,12 @@ class Terminal:
         os.close(self._woken)
 
     def show(self, lines: Sequence[str]) -> None:
-        """Replace the screen with lines; raises OSError when the terminal is gone."""
+        """Replace the screen with lines. Raise OSError if the terminal is gone."""
         text = "\r\n".join(f"{line}\x1b[K" for line in lines[: self.size.lines])
         self._write(f"\x1b[H{text}\x1b[J")
 
     def wait(self, fds: Sequence[int], timeout_s: float) -> bool:
-        """Wait for input on a descriptor, a key or a resize; return whether a descriptor is readable."""
+        """Wait for a descriptor, a key or a resize. Return True if a descriptor is readable."""
         own = [fd for fd in (self._in, self._woken) if fd >= 0]
         readable, _, _ = select.select([*fds, *own], [], [], timeout_s)
         if self._woken in readable:
@@ -322,7 +323,7 @@ class Terminal:
         if self._in < 0 or not select.select([self._in], [], [], 0)[0]:
             return []
         pressed = os.read(self._in, 1024)
-        if not pressed:  # its window is gone
+        if not pressed:  # The window is closed.
             return ["quit"]
         return [_KEYS[key] for key in _KEY.findall(pressed) if key in _KEYS]
 
@@ -346,7 +347,7 @@ class Terminal:
             sys.exit(_TERMINATED)
         if number == signal.SIGTSTP:
             self._give()
-            os.kill(os.getpid(), signal.SIGSTOP)  # goes on here after `fg`
+            os.kill(os.getpid(), signal.SIGSTOP)  # Execution continues here after `fg`.
             self._take()
         os.eventfd_write(self._woken, 1)
 

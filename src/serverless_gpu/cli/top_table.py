@@ -1,4 +1,4 @@
-"""Turns a monitor frame into a table, and the table into lines that fit a terminal of any size. Pure.
+"""Turns a monitor frame into a table, and the table into lines for a terminal of any size.
 
     node-7 · cpu 37 % · memory 61.2/251.0 GB · disk 412.0 GB free · network ↓ 12.0 MB/s ↑ 3.1 MB/s
     8 H100: 6 lent, 2 free · 4.2 kW
@@ -9,8 +9,8 @@
     run 01kaqw3e5r7t9y2u4i6o8p0a1s · train · RUNNING · 12 min 03 s
       rank 0: cpu 101 %, 3.1 GB, GPU 57.1 GiB   rank 1: cpu 99 %, 3.1 GB, GPU 57.1 GiB
 
-Memory of GPUs is in GiB, as nvidia-smi has it. Free CPU slots have no line. What does not fit is left out from the
-least important column on, then bars become shorter, then lines are cut.
+GPU memory is in GiB, as in nvidia-smi. Free CPU slots have no line. On a narrow terminal, the least important columns
+disappear first. Then bars become shorter, and then lines are cut. All functions of this module are pure.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from serverless_gpu.units import format_bytes, format_duration_ms, format_gpu_me
 _BAR_MIN, _BAR_MAX = 4, 18
 _NAME_MAX = 24
 _LAST_MAX = 23
-_BARS_KEEP = 6  # columns that stay longer than bars do
+_BARS_KEEP = 6  # Columns with at least this `keep` stay longer than bars.
 _ID_SHOWN = 8
 _BOLD, _DIM, _GOOD, _WARN, _BAD = "1", "2", "36", "33", "31"
 
 
 class DeviceOwner(msgspec.Struct, frozen=True, kw_only=True):
-    """Owner of a device."""
+    """The owner of a device."""
 
-    run_id: str  # the run or session, or "" where unknown
+    run_id: str  # Identifier of the run or session, or "" if unknown.
     name: str  # or ""
-    rank: int | None  # global rank that uses the device, or None
+    rank: int | None  # Global rank that uses the device, or None.
     user: str
 
 
 class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One device now; `owner` None is free, `quarantined` is why it is not lent, or ""."""
+    """One device now. `owner` is None for a free device. `quarantined` is the reason, or ""."""
 
     device: Device
     now: GpuSample
@@ -53,7 +53,7 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt now; `began_ns` is nanoseconds since 1970, 0 before its ranks began."""
+    """One attempt now. `began_ns` is in nanoseconds since 1970, and 0 before the ranks start."""
 
     run_id: str
     fence: int
@@ -66,14 +66,14 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NetworkRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Network traffic in bytes per second; None where unknown."""
+    """Network traffic in bytes per second. None means unknown."""
 
     receive: float | None = None
     transmit: float | None = None
 
 
 class TopTable(msgspec.Struct, frozen=True, kw_only=True):
-    """The node at `at_ns`, nanoseconds since 1970."""
+    """The state of the node at `at_ns`, in nanoseconds since 1970."""
 
     at_ns: int
     node: str
@@ -84,16 +84,16 @@ class TopTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Around(msgspec.Struct, frozen=True, kw_only=True):
-    """Context of a frame."""
+    """Facts about the node that a frame lacks."""
 
-    node: str  # the machine's name
-    user: str  # owner of this home
-    holders: Mapping[str, DeviceOwner] = {}  # by device, from its lock; also runs of other homes and users
-    quarantined: Mapping[str, str] = {}  # reasons by device
+    node: str  # Host name of the machine.
+    user: str  # User who owns this home.
+    holders: Mapping[str, DeviceOwner] = {}  # Keyed by device, from its lock. Includes runs of other homes and users.
+    quarantined: Mapping[str, str] = {}  # Reasons, keyed by device.
 
 
 def tabulate(frame: NodeFrame, before: NodeFrame | None, around: Around) -> TopTable:
-    """Return a frame as a table; the frame before gives network rates."""
+    """Return a frame as a table. The previous frame gives the network rates."""
     owners = {**around.holders, **_owners(frame.attempts, around.user)}
     gpus = frame.sample.gpus
     rows = tuple(
@@ -150,19 +150,19 @@ def _as_dict(value: msgspec.Struct) -> dict[str, object]:
 
 
 def _owners(attempts: Sequence[WatchedAttempt], user: str) -> dict[str, DeviceOwner]:
-    """Return the owner of each device; an attempt's devices are in the order of its ranks here."""
+    """Return the owner of each device. An attempt lists its devices in the order of its ranks here."""
     owners: dict[str, DeviceOwner] = {}
     for attempt in attempts:
         ranks = sorted(attempt.pids)
         for place, uuid in enumerate(attempt.devices):
-            # One process for all devices of a node, as a program per node has: it has each of them.
+            # A program per node has one process on this node, which uses all devices of the attempt.
             rank = ranks[place] if len(ranks) == len(attempt.devices) else ranks[0] if len(ranks) == 1 else None
             owners[uuid] = DeviceOwner(run_id=attempt.run_id, name=attempt.name, rank=rank, user=user)
     return owners
 
 
 def _ranks(attempts: Sequence[WatchedAttempt], samples: Sequence[RankSample]) -> list[tuple[RankSample, ...]]:
-    """Return the samples of each attempt's ranks; they come in order, and one that is gone is left out."""
+    """Return the samples of each attempt's ranks. Samples are in order of the ranks, without ended ranks."""
     left = list(samples)
     found: list[tuple[RankSample, ...]] = []
     for attempt in attempts:
@@ -189,25 +189,25 @@ def _rate(now: int | None, then: int | None, seconds: float) -> float | None:
 
 
 class Style(NamedTuple):
-    """Capabilities of a terminal."""
+    """The capabilities of a terminal."""
 
     colour: bool
     unicode: bool
 
     def paint(self, text: str, code: str) -> str:
-        """Return text in a colour or weight, where there are any."""
+        """Return text in a colour or weight if the terminal has colours."""
         return f"\x1b[{code}m{text}\x1b[0m" if self.colour and text.strip() else text
 
 
 class _Cell(NamedTuple):
-    """Text, and how it is to look: the text alone counts for widths."""
+    """Text and its colour or weight. Only the text counts for widths."""
 
     text: str
     code: str = ""
 
 
 class _Column(NamedTuple):
-    """One column: when room is scarce, a larger `keep` stays longer."""
+    """One column. If space is scarce, a column with a larger `keep` stays longer."""
 
     head: str
     keep: int
@@ -215,7 +215,7 @@ class _Column(NamedTuple):
 
 
 def draw(table: TopTable, *, columns: int, style: Style, user: str = "") -> list[str]:
-    """Return the lines of a frame that fit so many columns; `user` marks devices that need no owner."""
+    """Return the lines of a frame for a number of columns. Devices of `user` show no owner."""
     lines = [*_head(table, columns, style), ""]
     lines += _devices(table, columns, style, user)
     lines += [*([""] if lines[-1] else []), *_runs(table, columns, style)]
@@ -244,7 +244,7 @@ def _head(table: TopTable, columns: int, style: Style) -> list[str]:
 
 
 def _summary(table: TopTable) -> list[str]:
-    """Return the counts of devices, lent and free, and their power."""
+    """Return the number of devices, lent and free, and their power."""
     parts: list[str] = []
     for name in dict.fromkeys(_type_name(row) for row in table.devices):
         rows = [row for row in table.devices if _type_name(row) == name]
@@ -323,7 +323,7 @@ def _widths(rows: Sequence[DeviceRow], shown: Sequence[_Column], bar: int) -> li
     plain = Style(colour=False, unicode=True)
     table = [_cells(row, shown, bar, plain) for row in rows]
     widths = [max([len(column.head), *(len(cells[at].text) for cells in table)]) for at, column in enumerate(shown)]
-    return [*widths[:-1], min(widths[-1], _LAST_MAX)]  # the last one is cut where there is no room
+    return [*widths[:-1], min(widths[-1], _LAST_MAX)]  # The last column is cut if space is scarce.
 
 
 def _align(rows: Sequence[DeviceRow], shown: Sequence[_Column], bar: int, style: Style) -> list[str]:
@@ -402,7 +402,7 @@ def _bar(share: float, width: int, style: Style) -> str:
 
 
 def _ratio_text(used: int, total: int, form: Callable[[int], str]) -> str:
-    """Return as ``61.3/79.6 GiB``: both in the unit of the larger."""
+    """Return text such as ``61.3/79.6 GiB``, in the unit of the total."""
     whole, unit = form(total).split(" ")
     scale = total / float(whole) if float(whole) else 1.0
     return f"{used / scale:.1f}/{whole} {unit}"
@@ -426,13 +426,13 @@ def _run(run: RunRow, now_ns: int, columns: int, style: Style) -> list[str]:
     name = _clean(run.name)[:_NAME_MAX]
     lines = _wrap([part for part in (f"run {run.run_id}", name, run.state, took, attempt) if part], columns, style)
     link = f"  MLflow: {_clean(run.tracked)}"
-    if run.tracked and len(link) <= columns:  # a part of it is of no use
+    if run.tracked and len(link) <= columns:  # A part of a link would be useless.
         lines.append(link)
     return lines + [f"  {line}" for line in _rank_lines(run.ranks, columns - 2)]
 
 
 def _rank_lines(ranks: Sequence[RankSample], columns: int) -> list[str]:
-    """Return the load of each rank, as many per line as fit."""
+    """Return the load of each rank, with as many ranks per line as fit."""
     texts = [_rank_text(rank) for rank in ranks]
     if not texts:
         return []
@@ -452,5 +452,5 @@ def _rank_text(rank: RankSample) -> str:
 
 
 def _clean(text: str) -> str:
-    """Return text of others without anything that could move the cursor or change colours."""
+    """Return foreign text without characters that could move the cursor or change colours."""
     return "".join(letter if letter.isprintable() else "?" for letter in safe(text, tty=True))

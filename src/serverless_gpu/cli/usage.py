@@ -1,7 +1,7 @@
-"""`sgpu usage`: use and cost by user, team, tag, month …; chargeback; rows for billing tables, as CSV and Parquet.
+"""`sgpu usage`: reports use and cost, chargeback, and rows for billing tables as CSV or Parquet.
 
-A file is written beside its place and put there whole. Numbers in it are exact: money and quantities are decimals.
-Parquet needs PyArrow, which the package does not.
+The command writes a file beside its final path and then renames it. Money and quantities in the file are exact
+decimals. Parquet needs PyArrow, which this package does not install.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 FORMULAS = (
     "BUSY = device time with work / device time that telemetry saw",
-    "IDLE = (device time seen without work + held by sessions for no run) / (device time seen + held for no run)",
+    "IDLE = (device time seen without work + time of sessions without a run) / (device time seen + time of "
+    "sessions without a run)",
 )
 _DAYS = 30
 _SEGMENTS = (
@@ -58,37 +59,51 @@ _OF_SHARES = ("gpu_ms", "billed_ms", "unpriced_ms")
 
 
 @click.command("usage")
-@click.option("--by", metavar="FIELDS", help="user (without it), team, pool, … or tag:KEY, with commas.")
-@click.option("--from", "first", metavar="DAY", help="The first day: 2026-11-01. Days are of UTC.")
-@click.option("--to", "last", metavar="DAY", help="The last day, which is among them; today without it.")
-@click.option("--last", "lately", metavar="DURATION", help="So many days until today: 30d, which is the default.")
-@click.option("--month", "in_month", metavar="MONTH", help="A month: 2026-11.")
-@click.option("--where", multiple=True, metavar="FIELD=VALUE", help="Only what is so: team=search, tag:stage=eval.")
-@click.option("--limit", type=click.IntRange(1, GROUPS_MAX), default=GROUPS_DEFAULT, show_default=True, help="Lines.")
-@click.option("--chargeback", metavar="MONTH", help="Who pays what of a month: teams, and users without one.")
-@click.option("--records", is_flag=True, help="Rows with the columns of Databricks' system.billing.usage.")
+@click.option(
+    "--by", metavar="FIELDS", help="Fields to group by, with commas: user (default), team, pool, … or tag:KEY."
+)
+@click.option("--from", "first", metavar="DAY", help="First day in UTC, for example 2026-11-01.")
+@click.option("--to", "last", metavar="DAY", help="Last day in UTC, inclusive (default: today).")
+@click.option("--last", "lately", metavar="DURATION", help="Number of days until today (default: 30d).")
+@click.option("--month", "in_month", metavar="MONTH", help="Month, for example 2026-11.")
+@click.option(
+    "--where",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="Only use with this value: team=search, tag:stage=eval. Repeatable.",
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(1, GROUPS_MAX),
+    default=GROUPS_DEFAULT,
+    show_default=True,
+    help="Maximum number of lines.",
+)
+@click.option("--chargeback", metavar="MONTH", help="Report the costs of a month by team, and by user without a team.")
+@click.option("--records", is_flag=True, help="Print rows with the columns of Databricks' system.billing.usage.")
 @json_option(JsonType("cli.json_types:UsageReport"), text="Print JSON; with --records, one object on each line.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV.")
 @click.option("--parquet", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write Parquet.")
 def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> None:
     """Report use and cost.
 
-    You see your own use and that of your teams; an operator sees all. FIELDS: user, team, pool, policy, gpu_type, name,
+    You see your own use and that of your teams. An operator sees all use. FIELDS: user, team, pool, policy, gpu_type,
+    name,
     workload, environment, run, day, week, month, tag:KEY.
     """
     if sum((as_json, as_csv, parquet is not None)) > 1:
-        raise click.UsageError("one of --json, --csv, --parquet")
+        raise click.UsageError("give only one of --json, --csv and --parquet")
     if asked["chargeback"] and (asked["records"] or asked["in_month"]):
-        raise click.UsageError("--chargeback is a report of its own: it names its month, and has no --records")
+        raise click.UsageError("--chargeback excludes --month and --records")
     if asked["by"] is not None and (asked["chargeback"] or asked["records"]):
         raise click.UsageError(
-            "--by goes with neither --chargeback, which is by team and user, nor --records, all rows"
+            "--by excludes --chargeback, which is by team and user, and --records, which prints all rows"
         )
     window = _window(asked)
     where = _parse_filters(asked["where"])
     if asked["records"]:
         if where:
-            raise click.UsageError("--where does not go with --records, which are all rows; --from and --to do")
+            raise click.UsageError("--records prints all rows and excludes --where; use --from and --to")
         with server() as connection:
             records = _records(connection, window)
             if as_json:
@@ -130,11 +145,11 @@ def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> No
 
 
 def _window(asked: dict[str, Any]) -> DayRange:
-    """Return the requested days, by default the last 30: a month would be empty on its first day."""
+    """Return the requested days, by default the last 30. A month would be empty on its first day."""
     ways = [name for name in ("lately", "in_month", "chargeback") if asked[name]]
     ways += ["first"] if asked["first"] or asked["last"] else []
     if len(ways) > 1:
-        raise click.UsageError("which days? one of --last, --month, or --from and --to")
+        raise click.UsageError("give only one of --last, --month, or --from and --to")
     if asked["in_month"] or asked["chargeback"]:
         return usage_report.month(asked["in_month"] or asked["chargeback"])
     today = SystemClock().wall_ns() // calendars.DAY_NS
@@ -145,7 +160,7 @@ def _window(asked: dict[str, Any]) -> DayRange:
     if asked["lately"]:
         seconds = duration_s("--last", asked["lately"])
         if seconds < 86_400 or seconds % 86_400:
-            raise click.BadParameter("the ledger is by whole days: 1d, 30d, 4w", param_hint="--last")
+            raise click.BadParameter("the ledger has whole days; write for example 1d, 30d or 4w", param_hint="--last")
         length = round(seconds / 86_400)
     return usage_report.checked(DayRange(max(0, until - length), until))
 
@@ -153,19 +168,19 @@ def _window(asked: dict[str, Any]) -> DayRange:
 def _parse_filters(texts: Sequence[str]) -> dict[str, str]:
     where: dict[str, str] = {}
     for text in texts:
-        # A tag's key may have anything in it but this: what is before the first = is the field.
+        # A tag's key may contain any character except =, so the field ends at the first =.
         field, equals, value = text.partition("=")
         if not equals:
-            raise click.BadParameter(f"{text!r} has no field and value: team=search", param_hint="--where")
+            raise click.BadParameter(f"{text!r} is not FIELD=VALUE, for example team=search", param_hint="--where")
         if field in where:
-            raise click.BadParameter(f"{field} is there twice", param_hint="--where")
+            raise click.BadParameter(f"{field} is given twice", param_hint="--where")
         usage_report.refuse_unknown(field)
         where[field] = value
     return where
 
 
 def _records(connection: Connection, window: DayRange) -> Iterator[BillingRow]:
-    """Return the ledger's rows, page by page; the first page is fetched at once to fail early."""
+    """Return the ledger's rows, page by page. The function fetches the first page at once to fail early."""
 
     def page(after: int) -> RecordPage:
         query = {"after": str(after), "from_day": str(window.from_day), "until_day": str(window.until_day)}
@@ -184,12 +199,12 @@ def _records(connection: Connection, window: DayRange) -> Iterator[BillingRow]:
 
 
 def _lines(view: UsageView) -> list[str]:
-    """Return a report for a terminal; columns in which there is nothing are left out."""
+    """Return a report for a terminal, without empty columns."""
     key = ("all", *[""] * (len(view.by) - 1))
     totals = [ReportRow(key=key, currency=total.currency, amounts=total.amounts) for total in view.totals]
     shown = [*(view.groups if view.by else ()), *totals]
     if not view.totals:
-        return ["nothing was used in these days, as far as you may see"]
+        return ["no use that you can see in these days"]
     has = {name: any(getattr(each.amounts, name) for each in shown) for name in Amounts.__struct_fields__}
     segments = [(title, name) for title, name in _SEGMENTS if has[name] or name in ("run_ms", "gpu_ms", "billed_ms")]
     head = [*(field.upper() for field in view.by or ("",)), "RUNS", *(title for title, _ in segments)]
@@ -213,7 +228,7 @@ def _lines(view: UsageView) -> list[str]:
 def _chargeback_lines(view: UsageView) -> list[str]:
     shares = usage_report.chargeback(view.groups)
     if not shares:
-        return ["nothing was used in this month, as far as you may see"]
+        return ["no use that you can see in this month"]
     unit = _unit(view, _OF_SHARES)
     rows = [["WHO", "", "RUNS", "USED", "BILLED", "UNPRICED", "COST", "PART"]]
     exact = is_any_below_cent(group.amounts.micros for group in (*(share.group for share in shares), *view.totals))
@@ -235,7 +250,7 @@ def _chargeback_lines(view: UsageView) -> list[str]:
 
 
 def _remarks(view: UsageView) -> list[str]:
-    """Return remarks on cut rows, missing prices, provisional amounts and rows not in the ledger yet."""
+    """Return remarks on cut rows, missing prices, provisional amounts and use not in the ledger yet."""
     found = []
     word = _device_unit(view)
     shown = {total.currency: total.amounts for total in usage_report.totals(view.groups)}
@@ -244,20 +259,22 @@ def _remarks(view: UsageView) -> list[str]:
         rest_ms = total.amounts.gpu_ms - part.gpu_ms
         money = (total.amounts.micros or 0) - (part.micros or 0)
         used = f"{format_gpu_ms(rest_ms, unit=word)} for {format_micros(money, total.currency)}"
-        found.append(f"cut: others used {used}; --limit shows more")
+        found.append(f"cut: other rows have {used}; a larger --limit shows more")
     for total in view.totals:
         amounts = total.amounts
         if amounts.unpriced_ms:
             used = format_gpu_ms(amounts.unpriced_ms, unit=word)
-            found.append(f"{used} have no price and are in no cost: `sgpu price set` gives what comes one")
+            found.append(f"{used} have no price and no cost; `sgpu price set` sets a price for later attempts")
         if amounts.provisional_ms:
             used = format_gpu_ms(amounts.provisional_ms, unit=word)
-            found.append(f"{used} may still change: their nodes fell silent before they said how it ended")
+            found.append(
+                f"{used} may still change, because their nodes became unreachable before they reported the end"
+            )
         if amounts.going_ms:
             used = format_gpu_ms(amounts.going_ms, unit=word)
-            found.append(f"{used} are not in the ledger yet: what goes on, up to the last sign of life")
+            found.append(f"{used} are not in the ledger yet: running attempts, up to their last report")
     if view.is_going_cut:
-        found.append(f"more than {view.going} attempts go on; what the others use is not in this")
+        found.append(f"more than {view.going} attempts are running; this report lacks the use of the others")
     return found
 
 
@@ -292,7 +309,7 @@ def _cost(group: ReportRow, *, exact: bool) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a user-given name as a cell; tags may hold line breaks."""
+    """Return a user-given name as a cell. Tags may contain line breaks."""
     clean = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
     return clean or "-"
 
@@ -303,7 +320,7 @@ def _percent(part: float | None) -> str:
 
 Kind = Literal["text", "whole", "money", "part"]
 AT_ONCE = 10_000
-"""Rows of a group in a Parquet file of records: they are never all in memory."""
+"""Number of rows in a group of a Parquet file. Only one group is in memory at a time."""
 _PARTS = ("busy", "seen", "idle")
 
 
@@ -311,11 +328,11 @@ class UsageTable(msgspec.Struct, frozen=True, kw_only=True):
     """A report as columns."""
 
     names: tuple[str, ...]
-    kinds: tuple[Kind, ...]  # texts, whole numbers, money (a decimal with six digits), parts of 1
-    lines: tuple[tuple[Any, ...], ...]  # rows; None is empty, such as a cost without a price
+    kinds: tuple[Kind, ...]  # Text, integer, money (a decimal with six digits), or a fraction of 1.
+    lines: tuple[tuple[Any, ...], ...]  # Rows. None is an empty cell, such as a cost without a price.
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return each row by the names of its columns."""
+        """Return each row as a mapping from column names to cells."""
         return [dict(zip(self.names, line, strict=True)) for line in self.lines]
 
 
@@ -362,7 +379,7 @@ def amounts_of(group: ReportRow) -> dict[str, Any]:
 
 
 def put(table: UsageTable, path: Path | None) -> None:
-    """Write a report: as Parquet into a file, or as CSV to the output."""
+    """Write a report as Parquet into a file, or print it as CSV."""
     if path is None:
         _say_csv(table.names, iter(table.lines))
         return
@@ -378,7 +395,7 @@ def put(table: UsageTable, path: Path | None) -> None:
 
 
 def put_records(records: Iterator[BillingRow], path: Path | None) -> None:
-    """Write ledger rows in billing columns: Parquet into a file, or CSV with JSON cells to stdout."""
+    """Write ledger rows in billing columns: as Parquet into a file, or as CSV with JSON cells to stdout."""
     if path is None:
         _say_csv(BillingRow.__struct_fields__, (_csv_cells(record) for record in records))
         return
@@ -394,7 +411,7 @@ def put_prices(found: ListPrices, *, as_json: bool) -> None:
     else:
         _say_csv(ListPrice.__struct_fields__, (_csv_cells(price) for price in found.prices))
     if found.is_cut:
-        say("sgpu: cut: more was used than is shown", err=True)
+        say("sgpu: cut: the server has more prices than it sent", err=True)
 
 
 # --- CSV --------------------------------------------------------------------------------------------------------------
@@ -427,7 +444,7 @@ def _pyarrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        message = "--parquet writes with pyarrow, which this Python does not have"
+        message = "--parquet needs PyArrow, which is not installed"
         raise ServerlessGpuError(message, hint="pip install 'serverless-gpu[simulate]', or --csv") from None
     return pyarrow
 
@@ -481,8 +498,8 @@ def _write_parquet(path: Path, schema: Any, portions: Iterable[list[dict[str, An
                 count += len(rows)
     except OSError as error:
         message = f"{path} cannot be written: {error.strerror or error}"
-        raise StorageError(message, hint="give the path of a file in a directory you can write to") from None
-    say(f"{path}: {count:,} rows", err=True)
+        raise StorageError(message, hint="name a file in a directory that you can write to") from None
+    say(f"sgpu: {path}: {count:,} rows", err=True)
 
 
 def _table(by: Sequence[str], groups: Iterable[tuple[tuple[str, ...], ReportRow]]) -> UsageTable:

@@ -1,9 +1,9 @@
-"""The doctor: finds what is wrong with this machine or environment, and names the command that mends it.
+"""Finds problems of this machine and environment, and names the command that fixes each.
 
     probes/ ──Facts──▶ checks: one table, each row judges facts ──Findings──▶ examination.py: text, JSON
                        └────────────────────────────────────────▶ docs/troubleshooting.md (the same table)
 
-Gathering is thin and bounded: each area has a time limit and runs beside the others, and what may hang or crash (NVML,
-importing packages) runs in processes of its own. Judging is pure: tests give it facts. Nothing is changed, no agent is
-started, none of the caller's own files is run. Evidence that cannot be had is "unknown", never a pass.
+The probes gather facts within a time limit for each area, and all areas run in parallel. Probes that may hang or crash
+(NVML, package imports) run in separate processes. The checks are pure functions, so tests give them facts. The doctor
+changes nothing, starts no agent and runs no file of the caller. A check without evidence reports "unknown", never "ok".
 """

@@ -1,7 +1,7 @@
-"""Checks of the Python environment: what is imported, what clashes, what hides what.
+"""Checks the Python environment: imports, incompatible packages, and files that hide modules.
 
-What importing a package did is one set of facts for several rows: each takes the failures whose text it knows, and
-`imports` takes those that no other row explains.
+Several rows share the facts about package imports. Each row reports the failures whose text it knows. The row `imports`
+reports the failures that no other row explains.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _interpreter(facts: MachineFacts) -> list[Finding]:
         active = facts.environ.get(name)
         if active and active.rstrip("/") not in (found.prefix, found.base_prefix):
             python = shlex.quote(f"{active}/bin/python")
-            mend = f"{python} -m serverless_gpu.cli doctor   (install serverless-gpu there if it is not)"
+            mend = f"{python} -m serverless_gpu.cli doctor   (first install serverless-gpu there if it is missing)"
             return warning(f"{sentence}; but the active environment is {active} ({name})", mend)
     if "PYTHONHOME" in facts.environ:
         return warning(f"{sentence}; PYTHONHOME={facts.environ['PYTHONHOME']}", "unset PYTHONHOME")
@@ -64,7 +64,7 @@ def _imports(facts: MachineFacts, imports: ImportFacts) -> list[Finding]:
     for name, imported in imports.modules.items():
         if imported.outcome == "hung":
             trace = f"{facts.python_command} -X importtime -c 'import {name}'   (or: {_MORE_TIME})"
-            found += unknown(f"import {name} did not end: {imported.error}", trace)
+            found += unknown(f"import {name} did not finish: {imported.error}", trace)
         elif imported.outcome in _TROUBLE and not any(pattern.search(_text(imported)) for pattern in _KNOWN):
             last = imported.written.strip().rpartition("\n")[2] if imported.outcome == "crashed" else ""
             wrote = f"; it wrote: {_short(last)}" if last else ""
@@ -88,17 +88,17 @@ def _requirements(facts: MachineFacts, found: InterpreterFacts) -> list[Finding]
         has = f"{broken.found} is installed" if broken.found else "it is not installed"
         sentence = f"{broken.package} {broken.version} requires {broken.requirement}, and {has}"
         findings += warning(sentence, f"{facts.python_command} -m pip install '{broken.requirement}'")
-    return findings or ok("those of torch's family are met")
+    return findings or ok("torch and its related packages have all requirements")
 
 
 @about(lambda facts: facts.interpreter)
 def _shadowed(facts: MachineFacts, found: InterpreterFacts) -> list[Finding]:
     if not facts.cwd:
-        return warning("the working directory does not exist any more; calls from here are refused", "cd")
+        return warning("the working directory no longer exists, so calls from it are refused", "cd")
     findings = []
     for shadow in found.shadows:
         whose = f"the standard library's {shadow.name}" if shadow.is_stdlib else shadow.other
-        mend = f"give {shadow.file} another name"
+        mend = f"rename {shadow.file}"
         sentence = f"{shadow.file} hides {whose}"
         findings += failed(sentence, mend) if shadow.name in TORCH_FAMILY else warning(sentence, mend)
     return findings or ok(f"no file in {facts.cwd} has the name of an installed module")
@@ -109,9 +109,9 @@ def _openmp(facts: MachineFacts, imports: ImportFacts) -> list[Finding]:
     intel = [path for path in imports.openmp if re.search(r"libi?omp\d*[-.]", path.rpartition("/")[2])]
     gnu = [path for path in imports.openmp if path not in intel]
     if len(intel) > 1 or (intel and gnu):
-        return warning(f"several OpenMP runtimes meet in one process: {', '.join(imports.openmp)}")
+        return warning(f"one process loads several OpenMP runtimes: {', '.join(imports.openmp)}")
     if not imports.openmp:
-        return ok("no OpenMP runtime was loaded")
+        return ok("no package loaded an OpenMP runtime")
     copies = f", {len(gnu)} copies of GNU's (harmless)" if len(gnu) > 1 else ""
     return ok(f"{imports.openmp[0].rpartition('/')[2]}{copies}")
 
@@ -125,7 +125,9 @@ def _pythonpath(facts: MachineFacts) -> list[Finding]:
     for entry in value.split(":"):
         other = re.search(r"python(\d\.\d+)", entry)
         if other and version and not version.startswith(other[1] + "."):
-            findings += failed(f"PYTHONPATH puts packages of Python {other[1]} before those of {version}: {entry}")
+            findings += failed(
+                f"PYTHONPATH puts packages of Python {other[1]} before those of Python {version}: {entry}"
+            )
         elif "site-packages" in entry or "dist-packages" in entry:
             findings += warning(f"PYTHONPATH puts the packages of another environment first: {entry}")
     return findings or ok(value)
@@ -141,15 +143,15 @@ def _hf_transfer(facts: MachineFacts) -> list[Finding]:
     if not hub:
         return []
     if not hub.startswith("0."):
-        return ok(f"huggingface_hub {hub} does not look at HF_HUB_ENABLE_HF_TRANSFER any more")
+        return ok(f"huggingface_hub {hub} ignores HF_HUB_ENABLE_HF_TRANSFER")
     if "hf-transfer" in packages:
         return ok("hf_transfer is installed")
     mend = f"{facts.python_command} -m pip install hf_transfer   (or: export HF_HUB_ENABLE_HF_TRANSFER=0)"
-    return failed("HF_HUB_ENABLE_HF_TRANSFER=1, and the package hf_transfer is not installed", mend)
+    return failed("HF_HUB_ENABLE_HF_TRANSFER=1, but the package hf_transfer is not installed", mend)
 
 
 def _matching(facts: MachineFacts, pattern: re.Pattern[str], fine: str, mend: _Mend, only: str = "") -> list[Finding]:
-    """Return a failure for each module whose import failed with such a text, and a warning where it only wrote it."""
+    """Return a failure for each import that failed with a matching text, a warning if it only printed one."""
     imports = facts.imports
     if isinstance(imports, UnknownFact):
         return unknown(imports.why)
@@ -169,14 +171,14 @@ def _matching(facts: MachineFacts, pattern: re.Pattern[str], fine: str, mend: _M
     if all(imported.outcome == "absent" for imported in asked):
         return []
     if not any(imported.outcome == "ok" for imported in asked):
-        return unknown(f"{only or 'the usual packages'} could not be imported")
+        return unknown(f"Python could not import {only or 'the usual packages'}")
     return ok(fine)
 
 
 def _mend_numpy(facts: MachineFacts, name: str) -> str:
     text = _text(facts.imports.modules[name]) if isinstance(facts.imports, ImportFacts) else ""
     older = (
-        f"   (or, while there is no newer one: {facts.python_command} -m pip install 'numpy<2')"
+        f"   (or, if there is no newer version: {facts.python_command} -m pip install 'numpy<2')"
         if "NumPy 1" in text
         else ""
     )
@@ -205,51 +207,53 @@ CHECKS = (
             "ModuleNotFoundError: No module named 'serverless_gpu'",
             "ModuleNotFoundError: No module named 'torch'",
         ),
-        cause="Ranks use the interpreter that calls. A terminal, a notebook kernel and `sgpu` may have different ones.",
-        mend="install into the environment the caller uses: python -m pip install …, with that environment's python",
+        cause="Ranks use the caller's interpreter. A terminal, a notebook kernel and `sgpu` may use different "
+        "interpreters.",
+        mend="install into the caller's environment, with the Python of that environment: python -m pip install …",
         probe=_interpreter,
     ),
     Check(
         code="imports",
         group=CheckGroup.ENVIRONMENT,
         title="Importing the usual packages",
-        symptoms=("ImportError: … undefined symbol: …", "a rank that dies of SIGSEGV or SIGILL while importing"),
-        cause="A package is broken, half upgraded, or built for another processor or another torch.",
+        symptoms=("ImportError: … undefined symbol: …", "a rank dies of SIGSEGV or SIGILL during an import"),
+        cause="A package is broken, incompletely upgraded, or built for another processor or another version of torch.",
         mend="python -m pip install --force-reinstall <package>",
         probe=_imports,
     ),
     Check(
         code="numpy-abi",
         group=CheckGroup.ENVIRONMENT,
-        title="NumPy and what is compiled against it",
+        title="NumPy and packages compiled against it",
         symptoms=(
             "ValueError: numpy.dtype size changed, may indicate binary incompatibility. "
             "Expected 96 from C header, got 88 from PyObject",
             "A module that was compiled using NumPy 1.x cannot be run in NumPy 2.… as it may crash.",
         ),
-        cause="Installing a package changed NumPy's version, and others were compiled against the one before.",
+        cause="The installation of a package changed NumPy's version, but other packages were compiled against "
+        "the old version.",
         mend="python -m pip install --upgrade --force-reinstall numpy <package>",
         probe=lambda facts: _matching(
             facts,
             _NUMPY_ABI,
-            "NumPy and what is compiled against it fit",
+            "the compiled packages match NumPy",
             lambda name: _mend_numpy(facts, name),
         ),
     ),
     Check(
         code="torchvision",
         group=CheckGroup.ENVIRONMENT,
-        title="torchvision against torch",
+        title="torchvision and torch versions",
         symptoms=("RuntimeError: operator torchvision::nms does not exist",),
-        cause="torch was upgraded and torchvision was not, or they come from different indexes (CPU and CUDA).",
-        mend="python -m pip install --upgrade --force-reinstall torch torchvision   (both, from the same index)",
+        cause="Only torch was upgraded, or torch and torchvision come from different indexes (CPU and CUDA).",
+        mend="python -m pip install --upgrade --force-reinstall torch torchvision   (both from the same index)",
         probe=lambda facts: _matching(
             facts,
             _TORCHVISION,
-            "torchvision fits torch",
+            "torchvision matches torch",
             lambda _: (
-                f"{facts.python_command} -m pip install --upgrade --force-reinstall torch torchvision"
-                "   (both, from the same index)"
+                f"{facts.python_command} -m pip install --upgrade --force-reinstall torch torchvision   (both "
+                "from the same index)"
             ),
             only="torchvision",
         ),
@@ -259,7 +263,8 @@ CHECKS = (
         group=CheckGroup.ENVIRONMENT,
         title="CUDA libraries of torch",
         symptoms=("ImportError: libcudnn.so.9: cannot open shared object file: No such file or directory",),
-        cause="torch looks for cuDNN, NCCL and the like beside itself; another installation replaced or removed them.",
+        cause="torch loads cuDNN, NCCL and other libraries from its own directory. Another installation replaced "
+        "or removed them.",
         mend="python -m pip install --force-reinstall torch",
         probe=lambda facts: _matching(
             facts,
@@ -272,9 +277,9 @@ CHECKS = (
     Check(
         code="libstdcxx",
         group=CheckGroup.ENVIRONMENT,
-        title="An old C++ runtime",
+        title="A C++ runtime that is too old",
         symptoms=("ImportError: …/libstdc++.so.6: version `GLIBCXX_3.4.29' not found",),
-        cause="LD_LIBRARY_PATH or an old distribution brings a C++ runtime that is older than the package needs.",
+        cause="LD_LIBRARY_PATH or an old distribution provides an older C++ runtime than the package needs.",
         mend="unset LD_LIBRARY_PATH; with conda: conda install -c conda-forge libstdcxx-ng",
         probe=lambda facts: _matching(
             facts,
@@ -289,10 +294,10 @@ CHECKS = (
     Check(
         code="requirements",
         group=CheckGroup.ENVIRONMENT,
-        title="Requirements of torch's family",
+        title="Requirements of torch and related packages",
         symptoms=("pip: … requires torch==…, but you have torch … which is incompatible",),
-        cause="pip installs what it was asked for last, also when that breaks what was there.",
-        mend="python -m pip check, then install what it names",
+        cause="pip installs the most recently requested package even if that breaks an installed one.",
+        mend="run `python -m pip check` and install the packages that it names",
         probe=_requirements,
     ),
     Check(
@@ -304,8 +309,9 @@ CHECKS = (
             "(most likely due to a circular import)",
             "ImportError: cannot import name … from 'utils' (…/utils.py)",
         ),
-        cause="Python looks beside the program and in PYTHONPATH first; a file there called like a module hides it.",
-        mend="give the file another name (and delete its __pycache__)",
+        cause="Python first searches the program's directory and PYTHONPATH. A file there with a module's name "
+        "hides the module.",
+        mend="rename the file and delete its __pycache__",
         probe=_shadowed,
     ),
     Check(
@@ -314,30 +320,33 @@ CHECKS = (
         title="Two OpenMP runtimes",
         symptoms=(
             "OMP: Error #15: Initializing libiomp5.so, but found libiomp5.so already initialized.",
-            "a rank that hangs or crashes in its first matrix product",
+            "a rank hangs or crashes in its first matrix product",
         ),
-        cause="Packages from different sources (pip, conda, MKL) bring an OpenMP runtime each into one process.",
-        mend="install torch, numpy and scikit-learn from one source; conda: conda install nomkl",
+        cause="Packages from different sources (pip, conda, MKL) each load their own OpenMP runtime into one process.",
+        mend="install torch, numpy and scikit-learn from one source; with conda: conda install nomkl",
         probe=_openmp,
     ),
     Check(
         code="pythonpath",
         group=CheckGroup.ENVIRONMENT,
         title="PYTHONPATH",
-        symptoms=("a package of another version than `pip show` says", "SyntaxError in a package of another Python"),
-        cause="PYTHONPATH comes before the environment's own packages, in ranks as in the caller.",
+        symptoms=(
+            "a package has another version than `pip show` reports",
+            "SyntaxError in a package for another version of Python",
+        ),
+        cause="PYTHONPATH precedes the environment's own packages, in ranks and in the caller.",
         mend="unset PYTHONPATH",
         probe=_pythonpath,
     ),
     Check(
         code="hf-transfer",
         group=CheckGroup.ENVIRONMENT,
-        title="Downloads from the Hugging Face hub",
+        title="Downloads from the Hugging Face Hub",
         symptoms=(
             "ValueError: Fast download using 'hf_transfer' is enabled (HF_HUB_ENABLE_HF_TRANSFER=1) but 'hf_transfer' "
             "package is not available in your environment.",
         ),
-        cause="The variable asks for a package that is not installed.",
+        cause="The variable requires a package that is not installed.",
         mend="python -m pip install hf_transfer   (or: export HF_HUB_ENABLE_HF_TRANSFER=0)",
         probe=_hf_transfer,
     ),

@@ -1,6 +1,6 @@
-"""The examination: gathers facts, judges them by the table of all checks, and writes the report as text or JSON.
+"""Runs all checks: gathers facts, judges them and writes the report as text or JSON.
 
-`sgpu doctor` loads it when the command runs.
+`sgpu doctor` imports this module when the command runs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _CODE = 16
 
 
 def examine(limit_s: float, *, as_json: bool, paint: Paint) -> tuple[Iterable[str], bool]:
-    """Return the report, line by line, and whether a check failed.
+    """Return the lines of the report, and True if a check failed.
 
-    `limit_s` is for each look; `paint` colours a word by its outcome.
+    `limit_s` limits each probe. `paint` colours a word by its outcome.
     """
     facts = gather(os.environ, limit_s)
     judged = judge(facts)
@@ -47,18 +47,18 @@ TABLE: tuple[Check, ...] = (
 
 
 def judge(facts: MachineFacts) -> list[tuple[Check, tuple[Finding, ...]]]:
-    """Return what each check that applies here found, in the order of the table."""
+    """Return the findings of each check that applies, in the order of the table."""
     judged = [(check, tuple(check.probe(facts))) for check in TABLE if check.probe is not None]
     return [(check, findings) for check, findings in judged if findings]
 
 
 def has_failed(judged: Judged) -> bool:
-    """Return whether a check found what keeps runs from working."""
+    """Return True if a check found a problem that prevents runs."""
     return any(finding.outcome is CheckOutcome.FAILED for _, findings in judged for finding in findings)
 
 
 def lines(judged: Judged, paint: Paint) -> Iterator[str]:
-    """Yield the report: one line for each check that is fine, up to three for each finding that is not."""
+    """Yield the report: one line for each ok finding, up to three lines for any other finding."""
     group = None
     unseen = _unseen(judged)
     for check, findings in judged:
@@ -70,7 +70,7 @@ def lines(judged: Judged, paint: Paint) -> Iterator[str]:
         for finding in findings:
             codes = unseen.get((check.group, finding.sentence), [check.code])
             if finding.outcome is CheckOutcome.UNKNOWN and codes[0] != check.code:
-                continue  # said with the first of them
+                continue  # The line of the first check lists all checks with this reason.
             word = paint(f"{finding.outcome:<{_WORD}}", finding.outcome)
             named = ", ".join(codes if finding.outcome is CheckOutcome.UNKNOWN else [check.code])
             yield f"  {word}  {named:<{_CODE}}  {_one_line(finding.sentence)}"
@@ -85,7 +85,7 @@ def lines(judged: Judged, paint: Paint) -> Iterator[str]:
 
 
 def _unseen(judged: Judged) -> dict[tuple[CheckGroup, str], list[str]]:
-    """Return which checks of a group could not see anything, by the reason: those that have one share a line."""
+    """Return the unknown checks of each group by reason. Checks with the same reason share a line."""
     codes: dict[tuple[CheckGroup, str], list[str]] = {}
     for check, findings in judged:
         for finding in findings:
@@ -95,7 +95,7 @@ def _unseen(judged: Judged) -> dict[tuple[CheckGroup, str], list[str]]:
 
 
 def as_builtins(judged: Judged, python: str) -> dict[str, object]:
-    """Return the report for machines."""
+    """Return the report as JSON-compatible values."""
     return {
         "version": __version__,
         "python": python,
@@ -121,7 +121,7 @@ def as_builtins(judged: Judged, python: str) -> dict[str, object]:
 
 
 def _mend(check: Check, finding: Finding) -> str:
-    """Return what helps; where nothing could be seen, the row's own advice would be a guess."""
+    """Return the remedy of a finding. For an unknown finding, the row's remedy would be a guess."""
     general = check.mend if finding.outcome in (CheckOutcome.WARNING, CheckOutcome.FAILED) else ""
     return finding.mend or general
 
@@ -139,6 +139,6 @@ def _summary(judged: Judged) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return text without line breaks and control characters: much of it comes from others."""
+    """Return text without line breaks and control characters. Other programs wrote much of this text."""
     joined = "; ".join(line.strip() for line in text.splitlines() if line.strip())
     return "".join(letter if letter.isprintable() else "?" for letter in joined)

@@ -1,7 +1,7 @@
-"""Values of a diagnosis: facts that were seen on this machine, checks that judge them, and what a check found.
+"""Values of a diagnosis: facts about this machine, checks that judge them, and their findings.
 
-Probes gather facts, and tests write them by hand. An area that could not be looked at is `UnknownFact`, with the
-reason; so is every area that was not gathered.
+Probes gather facts, and tests write them by hand. An area is `UnknownFact`, with a reason, if its probe failed or did
+not run.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from serverless_gpu.model.hardware import Device
 from serverless_gpu.node.base.protocol import ZygoteStatus
 from serverless_gpu.node.devices.nvml import Unavailable, Usage
 
-NO_HOME = "there is no home to look at"
+NO_HOME = "no home directory is available"
 
 
 class UnknownFact(msgspec.Struct, frozen=True):
-    """Why an area could not be looked at."""
+    """The reason why a probe returned no facts about an area."""
 
-    why: str = "it was not looked at"
+    why: str = "no probe has run"
 
 
 class Disk(msgspec.Struct, frozen=True):
-    """A file system at one place; `files` is how many inodes it has, 0 where it counts none."""
+    """A file system at one path. `files` is the number of its inodes, 0 if it does not count them."""
 
     place: str
     total_bytes: int
@@ -40,29 +40,29 @@ class Disk(msgspec.Struct, frozen=True):
 class HomeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The home directory."""
 
-    root: str = ""  # where it is; "" if missing
+    root: str = ""  # The path of the home; "" if no home is usable.
     problem: str = ""
     hint: str = ""
-    note: str = ""  # why it is not the one that was asked for
+    note: str = ""  # The reason if the home is not the requested directory.
     filesystem: str = ""
     is_noexec: bool = False
-    flock_refusal: str = ""  # why files cannot be locked there, or ""
-    record_lock_refusal: str = ""  # why SQLite cannot lock its files there, or ""
+    flock_refusal: str = ""  # The reason if the file system refuses file locks, or "".
+    record_lock_refusal: str = ""  # The reason if the file system refuses SQLite's locks, or "".
     configuration_problem: str = ""
-    temporary_problem: str = ""  # why temporary files cannot be made, or ""
+    temporary_problem: str = ""  # The reason if temporary files cannot be created, or "".
     sockets: str = ""
     sockets_problem: str = ""
     disks: tuple[Disk, ...] = ()
 
 
 class RunsFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The run directories."""
+    """The run directories of the home."""
 
     count: int = 0
     size_bytes: int = 0
-    days: float | None = None  # runs are deleted after that many; None for never
-    size_bytes_max: int | None = None  # ended runs take at most this; None for no limit
-    last_run: str = ""  # the latest run with a receipt; with whether it started warm, and why not
+    days: float | None = None  # Retention of runs in days; None means forever.
+    size_bytes_max: int | None = None  # Maximum size of all ended runs; None means no limit.
+    last_run: str = ""  # The latest run that has a receipt.
     warm: bool = False
     warm_reason: str = ""
 
@@ -70,10 +70,10 @@ class RunsFacts(msgspec.Struct, frozen=True, kw_only=True):
 class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The agent of this home."""
 
-    pid: int | None = None  # None when none runs
+    pid: int | None = None  # None if no agent runs.
     version: str = ""
     python: str = ""
-    problem: str = ""  # why it does not answer
+    problem: str = ""  # The reason if the agent does not answer.
     hint: str = ""
     zygotes: tuple[ZygoteStatus, ...] = ()
     attempts: int = 0
@@ -82,55 +82,57 @@ class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerNode(msgspec.Struct, frozen=True, kw_only=True):
-    """One machine of the server."""
+    """One node of the server."""
 
     name: str
     state: str
     sentence: str = ""
-    # How long ago it was heard of, in seconds of the server's clock; None where that is not known.
+    # Seconds since the last message of the node, by the server's clock; None if unknown.
     silent_s: float | None = None
-    clock: str = ""  # how far its clock is off, in words that follow its name; "" where it is not
-    drained: bool = False  # whether an operator drained it: it gets nothing new
+    clock: str = ""  # The clock difference as a text that follows the node's name; "" if the clocks agree.
+    drained: bool = False  # True if an operator drained the node, so that it starts no new runs.
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The server that remote calls go to."""
+    """The server that runs remote calls."""
 
-    url: str = ""  # where it is; "" where none is configured
-    profile: str = ""  # the file that says so; "" where variables do
-    embedded: bool = False  # whether `sgpu up` of this home wrote it
-    problem: str = ""  # why what is configured cannot be used
+    url: str = ""  # The address of the server; "" if none is configured.
+    profile: str = ""  # The file that names the server; "" if environment variables do.
+    embedded: bool = False  # True if `sgpu up` of this home wrote the file.
+    problem: str = ""  # The reason if the configuration is not usable.
     hint: str = ""
-    is_private: bool = True  # whether only this user can read the token
-    away: str = ""  # why it does not answer
-    unwell: tuple[str, ...] = ()  # what its `/health` says is wrong
-    version: str = ""  # its version of this package
-    protocol: int = 0  # what it speaks; `protocols` are all that it takes, `own_protocol` is what we speak
+    is_private: bool = True  # True if only this user can read the token.
+    away: str = ""  # The reason if the server does not answer.
+    unwell: tuple[str, ...] = ()  # The problems that `/health` of the server reports.
+    version: str = ""  # The server's version of this package.
+    # `protocol` is the server's own protocol, `protocols` are all that it accepts, and `own_protocol` is the client's.
+    protocol: int = 0
     protocols: tuple[int, ...] = ()
     own_protocol: int = 0
-    clock_ahead_s: int | None = None  # how much its clock is ahead of ours, in whole seconds; None where it did not say
-    principal: str = ""  # whose the token is
-    token_problem: str = ""  # why the token is not taken
-    nodes: tuple[ServerNode, ...] | None = None  # its machines; None where one may not look at them
-    # Those that run the code of its first administrator only; None where one may not look at pools.
+    # Seconds by which the server's clock is ahead of this machine; None if the server sent no time.
+    clock_ahead_s: int | None = None
+    principal: str = ""  # The owner of the token.
+    token_problem: str = ""  # The reason if the server rejects the token.
+    nodes: tuple[ServerNode, ...] | None = None  # The server's nodes; None without permission to list them.
+    # Pools that run only the code of the first administrator; None without permission to list pools.
     closed_pools: tuple[str, ...] | None = None
-    shared_pools: tuple[str, ...] = ()  # those where several principals share one operating-system user
-    principals: int | None = None  # how many principals may start runs; None where one may not look at them
-    # How long its certificate is good, in seconds; negative once it has ended; None where it has none, or that could
-    # not be seen.
+    shared_pools: tuple[str, ...] = ()  # Pools in which several principals share one operating-system user.
+    principals: int | None = None  # The number of principals that may start runs; None without permission to list them.
+    # Seconds until the certificate expires, negative after that. None without a certificate, or if the doctor cannot
+    # read it.
     certificate_left_s: float | None = None
 
 
 class CgroupFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """How process trees are ended and limited."""
+    """The cgroup that ends and limits the process trees of runs."""
 
-    path: str = ""  # the v2 directory, or ""
+    path: str = ""  # The cgroup v2 directory, or "".
     problem: str = ""
     controllers: tuple[str, ...] = ()
 
 
 class LimitFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of this process, which ranks inherit; None is unlimited."""
+    """The limits of this process, which ranks inherit. None means unlimited."""
 
     descriptors: int | None = None
     descriptors_hard: int | None = None
@@ -140,7 +142,7 @@ class LimitFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Linux: its release, why processes cannot be followed by pidfd, or "", and what helps then."""
+    """The kernel release, and the reason and remedy if pidfds do not work."""
 
     release: str = ""
     pidfd_refusal: str = ""
@@ -159,14 +161,14 @@ class NetworkFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MountFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Why restored environments cannot be mounted here, or "", and whether it was root who tried."""
+    """The reason if restored environments cannot be mounted here, or "". `is_root` is True if root tried."""
 
     problem: str = ""
     is_root: bool = False
 
 
 class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """What a card says about its own memory, and what it can run; None where it does not say."""
+    """The memory errors and capability that a GPU reports; None for values that it does not report."""
 
     capability: tuple[int, int] | None = None
     uncorrected_errors: int | None = None
@@ -177,24 +179,24 @@ class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
 class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The GPUs of this machine."""
 
-    on_bus: int = 0  # NVIDIA display controllers on the PCI bus
-    device_files: int = 0  # how many `/dev/nvidia<n>` there are
-    binding_problem: str = ""  # why NVML cannot even be loaded
-    driver: str = ""  # its version; "" if missing
-    cuda: tuple[int, int] | None = None  # the newest CUDA the driver can run
+    on_bus: int = 0  # The number of NVIDIA display controllers on the PCI bus.
+    device_files: int = 0  # The number of `/dev/nvidia<n>` files.
+    binding_problem: str = ""  # The reason if the NVML binding cannot be loaded.
+    driver: str = ""  # The driver version; "" without a driver.
+    cuda: tuple[int, int] | None = None  # The newest CUDA version that the driver supports.
     devices: tuple[Device, ...] = ()
     unavailable: tuple[Unavailable, ...] = ()
     usage: dict[str, Usage] = {}
     health: dict[str, GpuHealth] = {}
-    held: dict[str, str] = {}  # who holds which device: run by uuid
-    quarantined: dict[str, tuple[str, str]] = {}  # why, by uuid, and the note's file
-    # Why the kernel's log cannot be read, where the driver tells of GPUs that fail; "" where it can.
+    held: dict[str, str] = {}  # The run that holds each device, by device UUID.
+    quarantined: dict[str, tuple[str, str]] = {}  # The reason and the note's file, by device UUID.
+    # The reason if the kernel log, in which the driver reports failing GPUs, cannot be read; else "".
     kernel_log: str = ""
-    suspects: tuple[str, ...] = ()  # GPUs that are suspected of being broken, a sentence each
+    suspects: tuple[str, ...] = ()  # One message for each GPU that is probably broken.
 
 
 class Shadow(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that is found before another module of the same name."""
+    """A file that hides another module of the same name."""
 
     name: str
     file: str
@@ -203,7 +205,7 @@ class Shadow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True):
-    """An installed package whose requirement is not met; `found` is "" where it is not installed."""
+    """An installed package with an unmet requirement; `found` is "" if the required one is missing."""
 
     package: str
     version: str
@@ -212,7 +214,7 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InterpreterFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The interpreter and what is installed for it."""
+    """The interpreter and its installed packages."""
 
     executable: str = ""
     version: str = ""
@@ -222,19 +224,19 @@ class InterpreterFacts(msgspec.Struct, frozen=True, kw_only=True):
     packages: dict[str, str] = {}
     shadows: tuple[Shadow, ...] = ()
     broken: tuple[Broken, ...] = ()
-    broken_problem: str = ""  # why requirements could not be compared
+    broken_problem: str = ""  # The reason if requirements cannot be compared.
 
 
 class Imported(msgspec.Struct, frozen=True, kw_only=True):
-    """What importing one module did."""
+    """The outcome of importing one module."""
 
-    outcome: str  # ``"ok"``, ``"absent"``, ``"raised"``, ``"crashed"``, ``"hung"`` or ``"untried"``
+    outcome: str  # One of ``"ok"``, ``"absent"``, ``"raised"``, ``"crashed"``, ``"hung"`` and ``"untried"``.
     error: str = ""
     written: str = ""
 
 
 class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What torch says about itself; `devices` is None where it could not be asked."""
+    """The build and devices that torch reports. `devices` is None if torch did not answer."""
 
     version: str = ""
     cuda: str = ""
@@ -245,7 +247,7 @@ class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImportFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What importing the usual packages did, and the OpenMP runtimes they brought, by package."""
+    """The outcome of importing the usual packages, and the paths of the OpenMP runtimes that they loaded."""
 
     modules: dict[str, Imported] = {}
     torch: TorchFacts | None = None
@@ -257,28 +259,28 @@ class TrackingServer(msgspec.Struct, frozen=True, kw_only=True):
 
     uri: str
     stage: str
-    store: str = ""  # whose it is, as may be shown; "" for the home's own
+    store: str = ""  # The server's store without credentials; "" for the home's own store.
     database: str = ""
-    file: str = ""  # path of the database, where it is a file of this machine, else ""
+    file: str = ""  # The path of a database in a local file; else "".
     python: str = ""
     version: str = ""
     problem: str = ""
     pid: int | None = None
-    away: str = ""  # why it does not answer, although it is reported as ready
+    away: str = ""  # The reason if a server in the stage "ready" does not answer.
 
 
 class TrackingFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where runs would be tracked."""
+    """The tracking destination of new runs, and the MLflow servers of this home."""
 
     off: str = ""
     installed: bool = False
-    uri: str = ""  # of MLFLOW_TRACKING_URI, without credentials
-    away: str | None = None  # why that does not answer; None where it is no server
+    uri: str = ""  # MLFLOW_TRACKING_URI without credentials.
+    away: str | None = None  # The reason if the URI does not answer; None if the URI is not an HTTP address.
     servers: tuple[TrackingServer, ...] = ()
 
 
 class ListeningPort(msgspec.Struct, frozen=True, kw_only=True, order=True):
-    """A port that a process listens on; `address` is "*" for all."""
+    """A port on which a process listens. An `address` of "*" means all addresses."""
 
     port: int
     address: str
@@ -286,21 +288,21 @@ class ListeningPort(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 class PoolFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The Ray of the pool that this home is in."""
+    """The Ray cluster of this home's pool."""
 
-    directory: str = ""  # of its files; "" if missing
+    directory: str = ""  # The directory of the pool's files; "" without a pool.
     address: str = ""
     version: str = ""
-    without_token: tuple[str, ...] = ()  # processes that do not ask for one
-    token_problem: str = ""  # who else can read the token, or ""
+    without_token: tuple[str, ...] = ()  # Ray processes that require no token.
+    token_problem: str = ""  # The other users who can read the token, or "".
     listeners: tuple[ListeningPort, ...] = ()
     addresses: tuple[str, ...] = ()
-    unfenced: str = ""  # why ranks could end it, or ""
+    unfenced: str = ""  # The reason if ranks could end Ray, or "".
     processes: int = 0
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that was seen; `cwd` is where the caller stands, "" when that place does not exist any more."""
+    """All facts. `cwd` is the caller's working directory, or "" if it no longer exists."""
 
     environ: Mapping[str, str] = {}
     python: str = ""
@@ -322,12 +324,12 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def python_command(self) -> str:
-        """Return the interpreter as a word of a command line that a person copies into a shell."""
+        """Return the interpreter, quoted for a shell command line."""
         return shlex.quote(self.python)
 
 
 class CheckOutcome(StrEnum):
-    """What a check says."""
+    """The outcome of a check."""
 
     OK = "ok"
     WARNING = "warning"
@@ -336,7 +338,7 @@ class CheckOutcome(StrEnum):
 
 
 class CheckGroup(StrEnum):
-    """Where a check looks, in the order of the report."""
+    """The area of a check, in the order of the report."""
 
     MACHINE = "machine"
     AGENT = "agent"
@@ -348,7 +350,7 @@ class CheckGroup(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing a check saw; `mend` is the command or sentence that helps, where the row's own is not exact enough."""
+    """One result of a check. `mend` is a more specific remedy than that of the check, or ""."""
 
     outcome: CheckOutcome
     sentence: str
@@ -360,22 +362,22 @@ A = TypeVar("A")
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One row: a trouble people have, why, and what mends it."""
+    """One row of the table: a common problem, its cause and its remedy."""
 
-    code: str  # stable name
-    group: CheckGroup  # where it looks
-    title: str  # what it is about, in a few words
-    symptoms: tuple[str, ...]  # what a person sees, verbatim where there is a text
-    cause: str  # why, in a sentence
-    mend: str  # what to do, a command or a sentence
-    # Judges the facts; None for what only a run can show. No finding means that it does not apply here.
+    code: str  # The stable name.
+    group: CheckGroup  # The area of the check.
+    title: str  # A short title.
+    symptoms: tuple[str, ...]  # Symptoms that users see, verbatim where possible.
+    cause: str  # The cause, in one or two sentences.
+    mend: str  # The remedy: a command or a sentence.
+    # Judges the facts. None for a problem that only a run can show. A check without findings does not apply.
     probe: Probe | None = None
 
 
 def about(
     look: Callable[[MachineFacts], A | UnknownFact],
 ) -> Callable[[Callable[[MachineFacts, A], Sequence[Finding]]], Probe]:
-    """Return a decorator for a probe that judges one area: where that could not be looked at, nothing is known."""
+    """Return a decorator for a probe that judges one area; without facts, its finding is "unknown"."""
 
     def decorate(judge: Callable[[MachineFacts, A], Sequence[Finding]]) -> Probe:
         @wraps(judge)
@@ -389,20 +391,20 @@ def about(
 
 
 def ok(sentence: str) -> list[Finding]:
-    """Return the one finding of a check that is fine."""
+    """Return a single finding with the outcome "ok"."""
     return [Finding(CheckOutcome.OK, sentence)]
 
 
 def warning(sentence: str, mend: str = "") -> list[Finding]:
-    """Return the one finding of a check that will bite sooner or later."""
+    """Return a single finding with a problem that may affect runs later."""
     return [Finding(CheckOutcome.WARNING, sentence, mend)]
 
 
 def failed(sentence: str, mend: str = "") -> list[Finding]:
-    """Return the one finding of a check that keeps runs from working."""
+    """Return a single finding with a problem that prevents runs."""
     return [Finding(CheckOutcome.FAILED, sentence, mend)]
 
 
 def unknown(sentence: str, mend: str = "") -> list[Finding]:
-    """Return the one finding of a check that could not see what it needs."""
+    """Return a single finding of a check that lacks facts."""
     return [Finding(CheckOutcome.UNKNOWN, sentence, mend)]

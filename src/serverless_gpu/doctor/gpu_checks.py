@@ -1,4 +1,4 @@
-"""Checks of the GPUs: driver, NVML, what torch can use of them, who else uses them, quarantine."""
+"""Checks the GPUs: driver, NVML, torch support, foreign processes, quarantine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from serverless_gpu.model.placement import restrict
 from serverless_gpu.node.devices.gpu_gate import foreign
 from serverless_gpu.node.devices.inventory import FAKE_VARIABLE
 
-# The oldest Linux driver that runs any toolkit of a CUDA major version (NVIDIA's "minor version compatibility").
+# The oldest Linux driver for each CUDA major version, according to NVIDIA's "minor version compatibility".
 OLDEST_DRIVERS = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
 
 
@@ -30,7 +30,7 @@ OLDEST_DRIVERS = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580,)}
 def _driver(facts: MachineFacts, gpus: GpuFacts) -> list[Finding]:
     if gpus.binding_problem:
         mend = f"{facts.python_command} -m pip install --force-reinstall nvidia-ml-py"
-        return failed(f"GPUs cannot be looked for: {gpus.binding_problem}", mend)
+        return failed(f"cannot look for GPUs: {gpus.binding_problem}", mend)
     nvml = [entry.reason for entry in gpus.unavailable if entry.name == "NVML"]
     if nvml:
         return failed(nvml[0])
@@ -39,10 +39,10 @@ def _driver(facts: MachineFacts, gpus: GpuFacts) -> list[Finding]:
         return ok(f"{gpus.driver}{cuda}, {len(gpus.devices)} usable GPU{'' if len(gpus.devices) == 1 else 's'}")
     if gpus.device_files or gpus.on_bus:
         return failed(
-            f"{gpus.on_bus or gpus.device_files} NVIDIA GPUs are in this machine, and no driver answers",
+            f"this machine has {gpus.on_bus or gpus.device_files} NVIDIA GPUs, but no driver answers",
             "install the driver; in a container: docker run --gpus all … (NVIDIA Container Toolkit)",
         )
-    return ok("no NVIDIA GPU and no driver here; runs use CPU slots or declared GPUs")
+    return ok("no NVIDIA GPU and no driver on this machine; runs use CPU slots or declared GPUs")
 
 
 def _cuda_driver(facts: MachineFacts) -> list[Finding]:
@@ -53,16 +53,15 @@ def _cuda_driver(facts: MachineFacts) -> list[Finding]:
     oldest = OLDEST_DRIVERS.get(major)
     named = f"torch {torch.version} is built for CUDA {torch.cuda}, the driver is {gpus.driver}"
     if oldest is None or not _numbers(gpus.driver):
-        return unknown(f"{named}; which driver that needs is not known here")
+        return unknown(f"{named}; the doctor does not know which driver this CUDA version needs")
     if _numbers(gpus.driver) >= oldest:
         return ok(named)
     if torch.devices:
         return ok(f"{named}, with NVIDIA's compatibility package")
     newest = max((known for known, driver in OLDEST_DRIVERS.items() if driver <= _numbers(gpus.driver)), default=11)
     mend = (
-        f"install a driver of at least {_dotted(oldest)}, or a torch for this one: "
-        f"{facts.python_command} -m pip install --force-reinstall torch --index-url "
-        f"https://download.pytorch.org/whl/{_WHEELS[newest]}"
+        f"install driver {_dotted(oldest)} or newer, or a torch for this driver: {facts.python_command} -m pip "
+        f"install --force-reinstall torch --index-url https://download.pytorch.org/whl/{_WHEELS[newest]}"
     )
     return failed(f"{named}, and CUDA {major} needs {_dotted(oldest)}", mend)
 
@@ -78,7 +77,7 @@ def _torch_cpu_only(facts: MachineFacts) -> list[Finding]:
         return ok(f"torch {torch.version} is built for {'CUDA ' + torch.cuda if torch.cuda else 'ROCm ' + torch.hip}")
     wheel = _WHEELS.get(gpus.cuda[0] if gpus.cuda else 12, "cu126")
     mend = f"{facts.python_command} -m pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheel}"
-    return failed(f"torch {torch.version} is a CPU build, and this machine has {len(gpus.devices)} GPUs", mend)
+    return failed(f"torch {torch.version} is a CPU build, but this machine has {len(gpus.devices)} GPUs", mend)
 
 
 def _torch_sees_fewer(facts: MachineFacts) -> list[Finding]:
@@ -86,7 +85,7 @@ def _torch_sees_fewer(facts: MachineFacts) -> list[Finding]:
     if isinstance(gpus, UnknownFact) or not gpus.devices or not torch or not (torch.cuda or torch.hip):
         return []
     if torch.devices is None:
-        return unknown(f"torch could not be asked how many GPUs it sees: {torch.problem}")
+        return unknown(f"torch did not report its number of GPUs: {torch.problem}")
     visible = facts.environ.get("CUDA_VISIBLE_DEVICES")
     expected = len(gpus.devices)
     if visible is not None:
@@ -111,8 +110,10 @@ def _architectures(facts: MachineFacts) -> list[Finding]:
         health = gpus.health.get(device.uuid)
         if health is not None and health.capability and not _runs(health.capability, torch.architectures):
             wanted = f"sm_{health.capability[0]}{health.capability[1]}"
-            found += failed(f"{device.type} is {wanted}, torch {torch.version} has {', '.join(torch.architectures)}")
-    return found or ok(f"torch has code for them: {', '.join(torch.architectures)}")
+            found += failed(
+                f"{device.type} needs {wanted}, but torch {torch.version} has {', '.join(torch.architectures)}"
+            )
+    return found or ok(f"torch has code for these GPUs: {', '.join(torch.architectures)}")
 
 
 def _visible_devices(facts: MachineFacts) -> list[Finding]:
@@ -135,7 +136,7 @@ def _unusable(facts: MachineFacts) -> list[Finding]:
         finding
         for entry in gpus.unavailable
         if entry.name != "NVML"
-        for finding in warning(f"{entry.name} is not lent: {entry.reason}")
+        for finding in warning(f"runs cannot use {entry.name}: {entry.reason}")
     ]
 
 
@@ -150,8 +151,12 @@ def _busy(facts: MachineFacts) -> list[Finding]:
             found += unknown(f"{device.uuid}: {usage.problem if usage else 'NVML said nothing about it'}")
         elif run is None and (by := foreign(usage)) is not None:
             pids = " ".join(str(process.pid) for process in usage.processes)
-            mend = f"end it if it is yours: kill {pids}" if pids else "end it where it runs (another container?)"
-            found += warning(f"{device.uuid} ({device.type}): {by}", f"{mend}; or take it: ignore_busy=True")
+            mend = (
+                f"if it is your process, end it: kill {pids}"
+                if pids
+                else "end the process where it runs (in another container?)"
+            )
+            found += warning(f"{device.uuid} ({device.type}): {by}", f"{mend}; or use the GPU anyway: ignore_busy=True")
     held = f", {len(gpus.held)} held by runs" if gpus.held else ""
     return found or ok(f"no foreign process on {len(gpus.devices)} GPUs{held}")
 
@@ -162,7 +167,7 @@ def _quarantine(facts: MachineFacts) -> list[Finding]:
         return []
     found = []
     for uuid, (reason, file) in gpus.quarantined.items():
-        found += warning(f"{uuid} is not lent: {reason}", f"truncate -s 0 {file}   (once nothing uses it)")
+        found += warning(f"runs cannot use {uuid}: {reason}", f"truncate -s 0 {file}   (when no process uses the GPU)")
     return found or (ok("no GPU") if gpus.devices else [])
 
 
@@ -178,11 +183,11 @@ def _health(facts: MachineFacts) -> list[Finding]:
         if health.uncorrected_errors:
             found += warning(f"{device.uuid} has had {health.uncorrected_errors} uncorrected memory errors since boot")
         if health.remap_failed:
-            found += failed(f"{device.uuid} could not replace broken memory rows", "have the card replaced")
+            found += failed(f"{device.uuid} could not replace broken memory rows", "replace the card")
         elif health.remap_pending:
             found += warning(f"{device.uuid} will replace memory rows at its next reset")
     silent = all(health.uncorrected_errors is None for health in gpus.health.values())
-    return found or (unknown("the cards do not say whether they had memory errors") if silent else ok("no errors"))
+    return found or (unknown("the GPUs do not report memory errors") if silent else ok("no errors"))
 
 
 def _kernel_log(facts: MachineFacts) -> list[Finding]:
@@ -190,8 +195,8 @@ def _kernel_log(facts: MachineFacts) -> list[Finding]:
     if isinstance(gpus, UnknownFact) or not gpus.devices:
         return []
     if gpus.kernel_log:
-        return unknown(f"whether GPUs fail is not heard of: {gpus.kernel_log}")
-    return ok("the driver's word about GPUs that fail is heard")
+        return unknown(f"the doctor cannot see failures of GPUs: {gpus.kernel_log}")
+    return ok("the kernel log with the driver's GPU errors is readable")
 
 
 def _suspects(facts: MachineFacts) -> list[Finding]:
@@ -205,7 +210,7 @@ def _fakes(facts: MachineFacts) -> list[Finding]:
     fakes, gpus = facts.environ.get(FAKE_VARIABLE), facts.gpus
     if not fakes:
         return []
-    sentence = f"{FAKE_VARIABLE}={fakes}: declared GPUs are used"
+    sentence = f"{FAKE_VARIABLE}={fakes}: runs use declared GPUs"
     if not isinstance(gpus, UnknownFact) and gpus.devices:
         return warning(f"{sentence} instead of the {len(gpus.devices)} real ones")
     return ok(sentence)
@@ -216,7 +221,7 @@ def _torch(facts: MachineFacts) -> TorchFacts | None:
 
 
 def _runs(capability: tuple[int, int], architectures: tuple[str, ...]) -> bool:
-    """Return whether one of the builds runs on a card: the same major version and not newer, or code to translate."""
+    """Return True if a build runs on the GPU: same major version and not newer, or translatable PTX code."""
     for name in architectures:
         kind, _, digits = name.partition("_")
         number = "".join(letter for letter in digits if letter.isdigit())
@@ -249,20 +254,21 @@ CHECKS = (
         group=CheckGroup.GPUS,
         title="The NVIDIA driver",
         symptoms=("NoGpu: this machine has no usable GPU", "NVML: Driver/library version mismatch"),
-        cause="GPUs are found through NVML, which comes with the driver and must be of the loaded driver's version.",
-        mend="reload the driver or reboot after it was updated; in a container pass the GPUs in (--gpus all)",
+        cause="The agent finds GPUs through NVML. NVML comes with the driver and must have the version of the "
+        "loaded driver.",
+        mend="reload the driver, or reboot after a driver update; in a container pass the GPUs in (--gpus all)",
         probe=_driver,
     ),
     Check(
         code="cuda-driver",
         group=CheckGroup.GPUS,
-        title="Driver against torch's CUDA",
+        title="Driver and CUDA version of torch",
         symptoms=(
             "RuntimeError: The NVIDIA driver on your system is too old (found version …)",
             "CUDA driver version is insufficient for CUDA runtime version",
         ),
-        cause="A torch that is built for a CUDA major version needs a driver that is new enough for it.",
-        mend="update the driver, or install a torch that is built for an older CUDA",
+        cause="A torch build for a CUDA major version needs a driver that supports that version.",
+        mend="update the driver, or install a torch build for an older CUDA version",
         probe=_cuda_driver,
     ),
     Check(
@@ -270,26 +276,26 @@ CHECKS = (
         group=CheckGroup.GPUS,
         title="A CPU build of torch on a machine with GPUs",
         symptoms=("AssertionError: Torch not compiled with CUDA enabled",),
-        cause="The installed torch wheel has no CUDA in it (its version ends in +cpu).",
+        cause="The installed torch wheel contains no CUDA code (its version ends in +cpu).",
         mend="python -m pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126",
         probe=_torch_cpu_only,
     ),
     Check(
         code="torch-sees-fewer",
         group=CheckGroup.GPUS,
-        title="torch sees fewer GPUs than there are",
+        title="torch sees fewer GPUs than the machine has",
         symptoms=("RuntimeError: CUDA error: invalid device ordinal", "torch.cuda.device_count() is too small"),
-        cause="CUDA_VISIBLE_DEVICES leaves some out, MIG slices count otherwise, or a card cannot be opened.",
+        cause="CUDA_VISIBLE_DEVICES omits some GPUs, torch counts MIG slices differently, or it cannot open a card.",
         mend="unset CUDA_VISIBLE_DEVICES; compare `nvidia-smi -L` with `sgpu gpus`",
         probe=_torch_sees_fewer,
     ),
     Check(
         code="architectures",
         group=CheckGroup.GPUS,
-        title="A card that torch has no code for",
+        title="A GPU that torch has no code for",
         symptoms=("CUDA error: no kernel image is available for execution on the device",),
-        cause="torch is built for some generations of GPUs; this card is older or newer than those.",
-        mend="install a torch that names the card's generation in torch.cuda.get_arch_list()",
+        cause="torch is built for some GPU generations. This GPU is older or newer than those.",
+        mend="install a torch build whose torch.cuda.get_arch_list() contains the GPU's generation",
         probe=_architectures,
     ),
     Check(
@@ -297,17 +303,17 @@ CHECKS = (
         group=CheckGroup.GPUS,
         title="CUDA_VISIBLE_DEVICES",
         symptoms=("NotEnoughGpus: …",),
-        cause="A run takes only GPUs that the caller's CUDA_VISIBLE_DEVICES names.",
-        mend="unset CUDA_VISIBLE_DEVICES, or name the GPUs in it",
+        cause="A run uses only GPUs that the caller's CUDA_VISIBLE_DEVICES names.",
+        mend="unset CUDA_VISIBLE_DEVICES, or add the GPUs to it",
         probe=_visible_devices,
     ),
     Check(
         code="gpu-unusable",
         group=CheckGroup.GPUS,
-        title="A GPU that is not lent",
+        title="A GPU that runs cannot use",
         symptoms=("not usable: … in `sgpu gpus`",),
-        cause="The card is cut into MIG slices, closed to this user, or does not answer.",
-        mend="the reason says which command helps",
+        cause="The card is divided into MIG slices, this user has no access, or the card does not answer.",
+        mend="follow the command in the reason",
         probe=_unusable,
     ),
     Check(
@@ -315,8 +321,8 @@ CHECKS = (
         group=CheckGroup.GPUS,
         title="Foreign processes on a GPU",
         symptoms=("waiting for 1 H100: GPU-…: pid … (python) holds 40.0 GiB",),
-        cause="A process that is no run of serverless-gpu uses the card, so it is not lent.",
-        mend="end that process, or take the card with ignore_busy=True",
+        cause="A process outside of serverless-gpu uses the GPU, so runs cannot use it.",
+        mend="end that process, or use the GPU anyway with ignore_busy=True",
         probe=_busy,
     ),
     Check(
@@ -324,38 +330,39 @@ CHECKS = (
         group=CheckGroup.GPUS,
         title="GPUs in quarantine",
         symptoms=("quarantined: … in a receipt or in `sgpu gpus`",),
-        cause="After a run the card could not be proven free: whoever wants it next looks again, and lifts the "
-        "quarantine when it is clean. Or the driver said that it failed (Xid …): then it is not lent before the "
-        "machine was restarted, or somebody has said that it is well.",
-        mend="end what still uses the card; one that failed: reset it (`nvidia-smi --gpu-reset -i …`), empty the note",
+        cause="After a run, the supervisor could not prove that the GPU was free. The next run checks it again "
+        "and lifts the quarantine if the GPU is clean. If the driver reported a failure (Xid …), the "
+        "quarantine lasts until a reboot or until an operator clears it.",
+        mend="end the processes that use the GPU; after a failure, reset it (`nvidia-smi --gpu-reset -i …`) and "
+        "empty the note",
         probe=_quarantine,
     ),
     Check(
         code="gpu-health",
         group=CheckGroup.GPUS,
-        title="Memory errors of a card",
+        title="Memory errors of a GPU",
         symptoms=("CUDA error: uncorrectable ECC error encountered", "Xid 48, 63, 64 or 79 in `dmesg`"),
-        cause="The card's own memory is failing, or it fell off the bus.",
-        mend="nvidia-smi -q -d ECC,ROW_REMAPPER; reset the idle card, have it replaced if they come back",
+        cause="The GPU's memory fails, or the GPU has lost its PCI connection.",
+        mend="nvidia-smi -q -d ECC,ROW_REMAPPER; reset the idle GPU, and replace it if the errors return",
         probe=_health,
     ),
     Check(
         code="kernel-log",
         group=CheckGroup.GPUS,
-        title="The driver's word about GPUs that fail",
-        symptoms=("a run whose GPU failed ends as rank_raised or rank_signal, and not as gpu_lost",),
-        cause="The driver tells of failing GPUs (Xid) in the kernel's log, which not everybody may read.",
+        title="Access to the kernel log",
+        symptoms=("a run whose GPU failed ends as rank_raised or rank_signal instead of gpu_lost",),
+        cause="The driver reports failing GPUs (Xid) in the kernel log, which often only root may read.",
         mend="as root: sysctl kernel.dmesg_restrict=0; or give the node's processes CAP_SYSLOG",
         probe=_kernel_log,
     ),
     Check(
         code="gpu-suspect",
         group=CheckGroup.GPUS,
-        title="A GPU on which everybody's code fails",
+        title="A GPU on which several users' code fails",
         symptoms=("illegal memory accesses in runs of 4 principals within 24 h: suspect hardware",),
-        cause="Illegal memory accesses (Xid 13, 31, 43) are mistakes of user code; of several people's on one card "
-        "they may be the card's own.",
-        mend="leave the card out (`sgpu node quarantine NODE GPU`) and test it: dcgmi diag -r 3",
+        cause="User code usually causes illegal memory accesses (Xid 13, 31, 43). If the code of several users "
+        "fails on one GPU, the hardware may be the cause.",
+        mend="take the GPU out of use (`sgpu node quarantine NODE GPU`) and test it: dcgmi diag -r 3",
         probe=_suspects,
     ),
     Check(
@@ -363,7 +370,7 @@ CHECKS = (
         group=CheckGroup.GPUS,
         title="Declared GPUs",
         symptoms=("torch.cuda.is_available() is False in a run on `H100 (fake)`",),
-        cause="SERVERLESS_GPU_FAKE declares GPUs that behave like real ones in everything but CUDA.",
+        cause="SERVERLESS_GPU_FAKE declares GPUs that have all features except CUDA.",
         mend="unset SERVERLESS_GPU_FAKE",
         probe=_fakes,
     ),

@@ -1,4 +1,4 @@
-"""Checks of the machine: home, disks, sockets, limits, ports, configuration; and of the agent that serves it."""
+"""Checks the machine (home, disks, sockets, limits, ports, configuration) and its agent."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ NETWORK_FILESYSTEMS = frozenset(
 )
 _FREE_LOW_BYTES = 5 * GIB
 _FREE_NONE_BYTES = 200 * 2**20
-_FILES_LOW = 50_000  # an environment with torch has about as many
+_FILES_LOW = 50_000  # About as many files as an environment with torch has.
 _FILES_NONE = 500
 _FILES = (
-    "delete files there (sgpu clean --older-than 7d; sgpu env gc)   (or set SERVERLESS_GPU_HOME to a directory on a "
-    "disk with more inodes; `df -i` shows them)"
+    "delete files there (sgpu clean --older-than 7d; sgpu env gc)   (or set SERVERLESS_GPU_HOME to a directory on "
+    "a disk with more inodes; `df -i` shows them)"
 )
 _SHARED_LOW_BYTES = GIB
 _DESCRIPTORS_LOW = 1024
 _PROCESSES_LOW = 4096
 _PORTS_USED_PERCENT = 80
 _NOEXEC = (
-    "set SERVERLESS_GPU_HOME to a directory on a file system without noexec   (or: sudo mount -o remount,exec …; or "
-    "make mounts possible, see mounts)"
+    "set SERVERLESS_GPU_HOME to a directory on a file system without noexec   (or: sudo mount -o remount,exec …; "
+    "or enable mounts, see mounts)"
 )
 _AS_ROOT = (
     "docker run --cap-add SYS_ADMIN --security-opt apparmor=unconfined …   "
@@ -67,7 +67,7 @@ def _home_filesystem(facts: MachineFacts) -> list[Finding]:
     if isinstance(home, UnknownFact) or not home.root:
         return unknown(NO_HOME)
     if not home.filesystem:
-        return unknown(f"the file system of {home.root} is not known")
+        return unknown(f"the type of the file system of {home.root} is not known")
     if home.is_noexec and isinstance(facts.mounts, MountFacts) and facts.mounts.problem:
         return failed(f'{home.root} is mounted noexec: env="snapshot" cannot load compiled modules from it', _NOEXEC)
     if home.filesystem in NETWORK_FILESYSTEMS:
@@ -89,7 +89,7 @@ def _locks(facts: MachineFacts) -> list[Finding]:
 @about(lambda facts: facts.home)
 def _disk_space(facts: MachineFacts, home: HomeFacts) -> list[Finding]:
     if not home.disks:
-        return unknown("no file system could be asked")
+        return unknown("statvfs failed for every file system")
     found = []
     for disk in home.disks:
         sentence = f"{disk.place} has {format_bytes(disk.free_bytes)} free of {format_bytes(disk.total_bytes)}"
@@ -98,7 +98,7 @@ def _disk_space(facts: MachineFacts, home: HomeFacts) -> list[Finding]:
         elif disk.free_bytes < min(_FREE_LOW_BYTES, disk.total_bytes // 20):
             found += warning(sentence)
         if disk.files and disk.free_files < _FILES_LOW:
-            few = f"{disk.place} has {disk.free_files} inodes left of {disk.files}: as many files can be made there"
+            few = f"{disk.place} has {disk.free_files} of {disk.files} inodes left, so no more files than that fit"
             found += failed(few, _FILES) if disk.free_files < _FILES_NONE else warning(few, _FILES)
     text = ", ".join(f"{format_bytes(disk.free_bytes)} in {disk.place}" for disk in home.disks)
     return found or ok(f"{text} free")
@@ -106,7 +106,7 @@ def _disk_space(facts: MachineFacts, home: HomeFacts) -> list[Finding]:
 
 @about(lambda facts: facts.home)
 def _temporary_files(facts: MachineFacts, home: HomeFacts) -> list[Finding]:
-    return failed(home.temporary_problem) if home.temporary_problem else ok("can be made")
+    return failed(home.temporary_problem) if home.temporary_problem else ok("temporary files can be created")
 
 
 @about(lambda facts: facts.limits)
@@ -153,8 +153,10 @@ def _limits(facts: MachineFacts, limits: LimitFacts) -> list[Finding]:
 @about(lambda facts: facts.mounts)
 def _mounts(facts: MachineFacts, mounts: MountFacts) -> list[Finding]:
     if mounts.problem:
-        return warning(f"environments are made of links: {mounts.problem}", _AS_ROOT if mounts.is_root else "")
-    return ok("environments can be mounted")
+        return warning(
+            f"the agent restores environments as links: {mounts.problem}", _AS_ROOT if mounts.is_root else ""
+        )
+    return ok("the agent can mount environments")
 
 
 @about(lambda facts: facts.network)
@@ -164,9 +166,9 @@ def _ports(facts: MachineFacts, network: NetworkFacts) -> list[Finding]:
     if network.port_problem:
         return failed(network.port_problem)
     if not network.ports:
-        return unknown("how many ports the kernel may give out is not known")
+        return unknown("the kernel's range of local ports is not known")
     share = 100 * network.sockets_used // network.ports
-    sentence = f"{network.sockets_used} TCP sockets, {network.ports} ports to give out"
+    sentence = f"{network.sockets_used} TCP sockets in use, {network.ports} local ports"
     return warning(sentence) if share >= _PORTS_USED_PERCENT else ok(sentence)
 
 
@@ -182,13 +184,17 @@ def _configuration(facts: MachineFacts) -> list[Finding]:
     home = facts.home
     if isinstance(home, UnknownFact) or not home.root:
         return unknown(NO_HOME)
-    return failed(home.configuration_problem) if home.configuration_problem else ok("config.toml is fine, or not there")
+    return (
+        failed(home.configuration_problem)
+        if home.configuration_problem
+        else ok("config.toml is valid or does not exist")
+    )
 
 
 @about(lambda facts: facts.runs)
 def _retention(facts: MachineFacts, runs: RunsFacts) -> list[Finding]:
     days = "for ever" if runs.days is None else f"{runs.days:g} days"
-    size = "" if runs.size_bytes_max is None else f", ended ones at most {runs.size_bytes_max / GIB:g} GiB"
+    size = "" if runs.size_bytes_max is None else f", ended runs at most {runs.size_bytes_max / GIB:g} GiB"
     counted = f"{runs.count} run{'' if runs.count == 1 else 's'}, {format_bytes(runs.size_bytes)}"
     sentence = f"{counted}; kept {days}{size}"
     return warning(sentence) if runs.days is None and runs.size_bytes_max is None else ok(sentence)
@@ -199,7 +205,7 @@ def _agent(facts: MachineFacts, agent: AgentFacts) -> list[Finding]:
     if agent.problem:
         return failed(agent.problem, agent.hint)
     if agent.pid is None:
-        return ok("none is running; the next run starts one")
+        return ok("no agent is running; the next run starts one")
     return ok(f"pid {agent.pid}, version {agent.version}, {agent.attempts} running, {agent.queued} queued")
 
 
@@ -208,7 +214,7 @@ def _other_agents(facts: MachineFacts) -> list[Finding]:
     if isinstance(agent, UnknownFact) or not agent.others:
         return []
     named = ", ".join(f"version {version} (pid {pid})" for pid, version in agent.others.items())
-    return warning(f"there are others beside that of this version: {named}", f"kill {' '.join(agent.others)}")
+    return warning(f"agents of other versions are running: {named}", f"kill {' '.join(agent.others)}")
 
 
 @about(lambda facts: facts.cgroups)
@@ -230,7 +236,7 @@ def _zygote(facts: MachineFacts, agent: AgentFacts) -> list[Finding]:
         return warning(f"runs of this interpreter start cold: {cold[0]}")
     if mine:
         return ok("; ".join(f"pid {zygote.pid} is {zygote.state}" for zygote in mine))
-    return ok("none for this interpreter; its next run starts cold and leaves one")
+    return ok("no zygote for this interpreter; its next run starts cold and leaves a zygote")
 
 
 @about(lambda facts: facts.runs)
@@ -247,7 +253,8 @@ CHECKS = (
         group=CheckGroup.MACHINE,
         title="The home directory",
         symptoms=("StorageError: neither … nor … can be written to", "UserWarning: … cannot be written to"),
-        cause="Run directories, locks and configuration live in the home directory, which must be yours and writable.",
+        cause="The home directory holds run directories, locks and the configuration. It must belong to you and "
+        "be writable.",
         mend="set SERVERLESS_GPU_HOME to a directory you can write to",
         probe=_home,
     ),
@@ -256,12 +263,12 @@ CHECKS = (
         group=CheckGroup.MACHINE,
         title="The file system of the home",
         symptoms=(
-            "runs start slowly, results of many GB take long",
+            "runs start slowly, or results of many GB take long",
             "RunError: the environment could not be restored: … lies on a file system that is mounted noexec, …",
             "ImportError: …: failed to map segment from shared object",
         ),
-        cause="On a network file system every small file is a round trip, and locks depend on the server. On one that "
-        "is mounted noexec no compiled module can be loaded from an environment that is made of links.",
+        cause="On a network file system, each small file takes a round trip, and locks depend on the server. On a "
+        "noexec file system, Python cannot load compiled modules from an environment of links.",
         mend="set SERVERLESS_GPU_HOME to a directory on a local disk",
         probe=_home_filesystem,
     ),
@@ -274,9 +281,9 @@ CHECKS = (
             "StorageError: the server's database cannot be kept in …: its file system refuses the locks that SQLite "
             "needs (fcntl: No locks available)",
         ),
-        cause="Devices are lent, runs looked after and databases written under file locks. Lustre grants them when it "
-        "is mounted with -o flock, NFS when its lock service runs, and some FUSE file systems never do.",
-        mend="set SERVERLESS_GPU_HOME to a directory on a local disk   (for a server alone: sgpu up --database "
+        cause="serverless-gpu uses file locks for devices, supervisors and databases. Lustre grants them if it is "
+        "mounted with -o flock, NFS if its lock service runs. Some FUSE file systems never grant them.",
+        mend="set SERVERLESS_GPU_HOME to a directory on a local disk   (for the server only: sgpu up --database "
         "postgresql://…)",
         probe=_locks,
     ),
@@ -289,8 +296,8 @@ CHECKS = (
             "StorageError: no inodes left for …: its disk has space, but cannot store one more file",
             "RunError: rank 0 finished, but its result could not be written",
         ),
-        cause="Arguments, results and logs of runs are files in the home directory. A disk holds a number of files, "
-        "whatever their size.",
+        cause="Arguments, results and logs of runs are files in the home directory. A disk can hold a limited "
+        "number of files, whatever their size.",
         mend="sgpu clean --older-than 7d   (or set SERVERLESS_GPU_HOME to a directory on another disk)",
         probe=_disk_space,
     ),
@@ -299,10 +306,10 @@ CHECKS = (
         group=CheckGroup.MACHINE,
         title="Temporary files",
         symptoms=("FileNotFoundError: [Errno 2] No usable temporary directory found in ['/tmp', '/var/tmp', …]",),
-        cause="Sockets of runs lie in /tmp, and libraries make temporary files in ranks. In a container with a "
-        "read-only root there is no place for them.",
+        cause="Sockets of runs lie in /tmp, and libraries create temporary files in ranks. A container with a "
+        "read-only root file system has no writable directory for them.",
         mend="mount a volume at /tmp (Kubernetes: emptyDir; docker run --tmpfs /tmp …)   (or set TMPDIR and "
-        "SERVERLESS_GPU_SOCKETS to directories that you can write to)",
+        "SERVERLESS_GPU_SOCKETS to writable directories)",
         probe=_temporary_files,
     ),
     Check(
@@ -314,17 +321,17 @@ CHECKS = (
             "It is possible that dataloader's workers are out of shared memory.",
             "RuntimeError: unable to write to file </torch_…>",
         ),
-        cause="DataLoader workers and NCCL pass data through /dev/shm, which containers get 64 MB of by default.",
+        cause="DataLoader workers and NCCL pass data through /dev/shm, which has 64 MB in a container by default.",
         mend="docker run --shm-size=8g …   (or --ipc=host; on a host: sudo mount -o remount,size=50% /dev/shm)",
         probe=_shared_memory,
     ),
     Check(
         code="sockets",
         group=CheckGroup.MACHINE,
-        title="The sockets' directory",
+        title="The directory of sockets",
         symptoms=("StorageError: … belongs to another user or is a link",),
-        cause="Client, agent and supervisors meet on Unix sockets in a private directory with a short path.",
-        mend="set SERVERLESS_GPU_SOCKETS to a short directory of your own, the same for all processes",
+        cause="Client, agent and supervisors connect through Unix sockets in a private directory with a short path.",
+        mend="set SERVERLESS_GPU_SOCKETS to a short path of a private directory, the same for all processes",
         probe=_sockets,
     ),
     Check(
@@ -335,8 +342,8 @@ CHECKS = (
             "HardwareError: this machine cannot run ranks: Linux … refuses pidfd_open here: Function not implemented",
             "HardwareError: this machine cannot run ranks: this build of Python has no os.pidfd_open",
         ),
-        cause="Processes are followed by pidfd, so that what is ended is never another process with the same number. "
-        f"Linux has it since {OLDEST}, Docker's seccomp profile since 20.10.",
+        cause="The supervisor uses pidfds, so that it never ends another process with the same number. Linux "
+        f"supports pidfds since {OLDEST}, Docker's seccomp profile since 20.10.",
         mend=f"run Linux {OLDEST} or newer; in a container: Docker 20.10 or newer, or docker run --security-opt "
         "seccomp=unconfined …",
         probe=_kernel,
@@ -344,13 +351,13 @@ CHECKS = (
     Check(
         code="limits",
         group=CheckGroup.MACHINE,
-        title="Limits of processes",
+        title="Process limits",
         symptoms=(
             "OSError: [Errno 24] Too many open files",
             "RuntimeError: can't start new thread",
             "BlockingIOError: [Errno 11] Resource temporarily unavailable",
         ),
-        cause="Ranks inherit the limits of the process that calls; DataLoader workers and NCCL need many descriptors.",
+        cause="Ranks inherit the limits of the calling process. DataLoader workers and NCCL need many descriptors.",
         mend="raise the limit in the shell that starts the caller: ulimit -n 65536",
         probe=_limits,
     ),
@@ -362,16 +369,16 @@ CHECKS = (
             "RunError: no free rendezvous port was found",
             "torch.distributed.DistNetworkError: The server socket has failed to listen … EADDRINUSE",
         ),
-        cause="Ranks meet on a port of this machine that is reserved for the run; the kernel had none to give.",
-        mend="close what leaks connections (`ss -tan | wc -l`), or widen net.ipv4.ip_local_port_range",
+        cause="Ranks connect through a port of this machine that the run reserves. The kernel had no free port.",
+        mend="close leaked connections (`ss -tan | wc -l` counts them), or widen net.ipv4.ip_local_port_range",
         probe=_ports,
     ),
     Check(
         code="hostname",
         group=CheckGroup.MACHINE,
-        title="This machine's name",
+        title="The machine's host name",
         symptoms=("RuntimeError: … gloo … Unable to resolve hostname to a (local) address",),
-        cause="gloo looks up the machine's own name to find the address it listens on.",
+        cause="Gloo resolves the machine's own name to find the address on which it listens.",
         mend="add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo",
         probe=_hostname,
     ),
@@ -384,9 +391,9 @@ CHECKS = (
             "RunError: the environment could not be restored: SERVERLESS_GPU_RESTORE=overlay, and this machine cannot "
             "mount environments: …",
         ),
-        cause='With env="snapshot" a restored environment is mounted in a namespace of its own, which takes '
-        "milliseconds. Where namespaces are refused it is made of hard links: the same, but each change costs a new "
-        "tree and a cold start.",
+        cause='With env="snapshot" the agent mounts a restored environment in a separate namespace, which takes '
+        "milliseconds. Where the kernel refuses namespaces, the agent uses hard links. The content is the "
+        "same, but each change needs a new tree and a cold start.",
         mend="sudo sysctl -w kernel.unprivileged_userns_clone=1 user.max_user_namespaces=65536   "
         "(Ubuntu 24.04: also kernel.apparmor_restrict_unprivileged_userns=0; in a container: "
         "docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined …; as root of a container: "
@@ -398,20 +405,21 @@ CHECKS = (
         group=CheckGroup.MACHINE,
         title="config.toml",
         symptoms=("InvalidValue: …/config.toml has unknown tables: …",),
-        cause="The configuration is read as a whole; a mistake in it is refused rather than passed over.",
+        cause="The agent reads the whole configuration and refuses a file with a mistake.",
         mend="correct the file; docs/reference.md lists its tables",
         probe=_configuration,
     ),
     Check(
         code="retention",
         group=CheckGroup.MACHINE,
-        title="How long runs are kept",
+        title="Retention of runs",
         symptoms=(
             "ResultUnavailableHere: rank 0 returned a value, but the files of run … were deleted",
             "InvalidValue: there is no run '…'",
         ),
-        cause="Directories of ended runs are deleted after some days, and the oldest when all take too much room.",
-        mend="set days and gib in the table [retention] of config.toml; 0 means no such limit",
+        cause="The agent deletes directories of ended runs after some days, and the oldest ones if they take too "
+        "much space.",
+        mend="set days and gib in the table [retention] of config.toml; 0 means no limit",
         probe=_retention,
     ),
     Check(
@@ -422,17 +430,18 @@ CHECKS = (
             "AgentUnavailable: the agent of this node did not come up within 30 s",
             "AgentUnavailable: the agent of this node (pid …) did not answer within 10 s",
         ),
-        cause="One agent per user and home starts runs. Stopped (Ctrl-Z, SIGSTOP) or swapped out, it cannot answer.",
-        mend="kill -9 PID   (the message names it; running attempts go on; the next call starts another agent)",
+        cause="One agent per user and home starts runs. An agent that is stopped (Ctrl-Z, SIGSTOP) or swapped out "
+        "cannot answer.",
+        mend="kill -9 PID   (the message names the PID; running attempts continue; the next call starts another agent)",
         probe=_agent,
     ),
     Check(
         code="other-agents",
         group=CheckGroup.AGENT,
         title="Agents of other versions",
-        symptoms=("after an upgrade, notebooks that were started before behave as before",),
-        cause="Each version of this package has an agent of its own; one that nobody uses ends after ten minutes.",
-        mend="restart what still uses the former version; running attempts go on",
+        symptoms=("after an upgrade, older notebooks behave as before",),
+        cause="Each version of this package has its own agent. An unused agent ends after ten minutes.",
+        mend="restart the processes that use the old version; running attempts continue",
         probe=_other_agents,
     ),
     Check(
@@ -440,10 +449,10 @@ CHECKS = (
         group=CheckGroup.AGENT,
         title="Cgroups",
         symptoms=("notes: memory= is not enforced: no memory controller can be written to on this machine",),
-        cause="With a writable cgroup v2 a run's process tree is ended at once and limited as a whole; "
-        "without one it is ended process by process, and memory= may not be enforced.",
-        mend="start the caller in a delegated cgroup: systemd-run --user --scope -p Delegate=yes …   "
-        "(or mount /sys/fs/cgroup writable in the container)",
+        cause="With a writable cgroup v2, the supervisor ends and limits the whole process tree of a run at once. "
+        "Otherwise it ends one process at a time, and memory= may have no effect.",
+        mend="start the caller in a delegated cgroup: systemd-run --user --scope -p Delegate=yes …   (or mount "
+        "/sys/fs/cgroup writable in the container)",
         probe=_cgroups,
     ),
     Check(
@@ -451,20 +460,21 @@ CHECKS = (
         group=CheckGroup.AGENT,
         title="Warm starts",
         symptoms=("cold start (…) in the receipt",),
-        cause="Ranks are forked from an interpreter that has imported torch already, if it can be forked from: "
-        "one thread, no process left by start-up code, no CUDA, the same packages as the caller. Runs of a server's "
-        "users also need user namespaces: without them no interpreter is shared.",
-        mend="take what starts threads or processes, or touches CUDA, out of sitecustomize.py and .pth files, then: "
-        "sgpu stop   (user namespaces in a container: allow unshare in its seccomp profile)",
+        cause="The agent forks ranks from a zygote, an interpreter that has already imported torch. The zygote "
+        "must have one thread, no child process from start-up code, no CUDA, and the caller's packages. "
+        "Runs of a server's users also need user namespaces. Without them, runs share no zygote.",
+        mend="move code that starts threads or processes, or uses CUDA, out of sitecustomize.py and .pth files, "
+        "then: sgpu stop   (user namespaces in a container: allow unshare in its seccomp profile)",
         probe=_zygote,
     ),
     Check(
         code="last-start",
         group=CheckGroup.AGENT,
-        title="The last start",
+        title="The last start of a run",
         symptoms=("the first call takes seconds, later ones milliseconds",),
-        cause="The first run of an interpreter, and each after a package that it imports has changed, starts cold.",
-        mend="nothing is wrong; decorating in a script or notebook warms up in the background",
+        cause="The first run of an interpreter starts cold. A run after a change to an imported package also "
+        "starts cold.",
+        mend="no action is needed; decorating in a script or notebook warms up in the background",
         probe=_last_start,
     ),
 )

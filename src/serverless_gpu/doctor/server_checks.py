@@ -1,8 +1,8 @@
-"""Checks of servers: the one that remote calls go to, the Ray of a pool, and MLflow's.
+"""Checks servers: the server of remote calls, the Ray of a pool, and MLflow servers.
 
-Without a server there is a single line; a machine that is in no pool has no line about one (P-33); nothing about
-tracking keeps a run from working. Each check says nothing where one before it says that there is nothing to look at: a
-server that is away is one failure, not six.
+Without a server the report has a single line. A machine outside of pools has no line about a pool (P-33). No finding
+about tracking prevents runs. A check returns no findings if an earlier check has found that its server is missing. So
+a server that does not answer is one failure, not six.
 """
 
 from __future__ import annotations
@@ -44,23 +44,21 @@ def _profile(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     if not server.url:
         return ok("none is configured; remote=True needs one: sgpu up, or sgpu login URL")
     if not server.is_private:
-        sentence = f"others can read the token in {server.profile}"
-        return failed(sentence, f"chmod 600 {server.profile}   (and a new token: sgpu token create, sgpu login)")
+        sentence = f"other users can read the token in {server.profile}"
+        return failed(sentence, f"chmod 600 {server.profile}   (and replace the token: sgpu token create, sgpu login)")
     return ok(f"{server.url}, by {server.profile or 'SERVERLESS_GPU_SERVER'}")
 
 
 @about(lambda facts: facts.server)
 def _answers(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     if server.away:
-        mend = (
-            "sgpu up" if server.embedded else f"is it running, and can it be reached? curl {server.url}/api/v1/health"
-        )
-        return failed(server.away, f"{mend}   (runs that it started go on for 15 minutes)")
+        mend = "sgpu up" if server.embedded else f"check that it runs and is reachable: curl {server.url}/api/v1/health"
+        return failed(server.away, f"{mend}   (its running attempts continue for 15 minutes)")
     if not server.version:
         return []
     if server.unwell:
         return failed("; ".join(server.unwell), "sgpu server logs --level warning   (on the server's machine)")
-    return ok(f"answers, and is well: serverless-gpu {server.version}")
+    return ok(f"answers without problems: serverless-gpu {server.version}")
 
 
 @about(lambda facts: facts.server)
@@ -75,12 +73,12 @@ def _protocol(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     if not server.version:
         return []
     if server.own_protocol != server.protocol and server.own_protocol not in server.protocols:
-        sentence = f"the server speaks protocol {server.protocol}, and this package {server.own_protocol}"
+        sentence = f"the server uses protocol {server.protocol}, but this package uses protocol {server.own_protocol}"
         older = "the server" if server.protocol < server.own_protocol else "this package"
         return failed(sentence, f"upgrade {older}: pip install --upgrade serverless-gpu")
     if server.own_protocol != server.protocol:
-        text = f"protocol {server.own_protocol}, which the server takes; its own is {server.protocol}"
-        return ok(f"{text}: upgrade this package when it suits")
+        text = f"protocol {server.own_protocol}, which the server accepts; its own is {server.protocol}"
+        return ok(f"{text}: upgrade this package soon")
     if server.version != __version__:
         return ok(f"protocol {server.protocol}; the server is {server.version}, this package {__version__}")
     return ok(f"protocol {server.protocol}")
@@ -91,19 +89,21 @@ def _nodes(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     if not server.principal:
         return []
     if server.nodes is None:
-        return unknown("your role may not look at nodes")
+        return unknown("your role may not list nodes")
     if not server.nodes:
-        return failed("no node has joined: runs wait for ever") if server.embedded else warning("no node has joined")
+        return failed("no node has joined, so no run can start") if server.embedded else warning("no node has joined")
     found = []
     for node in server.nodes:
         is_silent = node.state != "UP" or (node.silent_s is not None and node.silent_s > _SILENT_S)
         if is_silent or node.sentence:
-            mend = f"sgpu node resume {node.name}   (once the work on it is done)" if node.drained else ""
-            words = node.sentence or f"not heard for {node.silent_s:.0f} s"
+            mend = f"sgpu node resume {node.name}   (when the work on the node is done)" if node.drained else ""
+            words = node.sentence or f"silent for {node.silent_s:.0f} s"
             found += warning(f"{node.name} is {node.state}: {words}", mend)
         if node.clock:
-            mend = "timedatectl set-ntp true, there   (limits, leases and charges do not depend on it)"
-            found += warning(f"{node.name} {node.clock}: moments that its runs write down are off", mend)
+            mend = (
+                "run `timedatectl set-ntp true` on the node   (limits, leases and charges do not depend on its clock)"
+            )
+            found += warning(f"{node.name} {node.clock}: the times that its runs record are wrong", mend)
     return found or ok(", ".join(f"{node.name} is up" for node in server.nodes))
 
 
@@ -112,18 +112,20 @@ def _isolation(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     if not server.principal:
         return []
     if server.closed_pools is None:
-        return unknown("your role may not look at pools")
+        return unknown("your role may not list pools")
     if server.principals is not None and server.principals < 2:
-        return ok("one principal starts runs here")
+        return ok("only one principal starts runs on this server")
     found = []
     if server.shared_pools:
         sentence = f"several principals share one operating-system user in {', '.join(server.shared_pools)}"
         mend = REVOKE.format(pool=server.shared_pools[0])
-        found += warning(f"{sentence}: each run can read what other runs leave", f"{mend}   (runs that run go on)")
+        found += warning(f"{sentence}: each run can read files of the others", f"{mend}   (running attempts continue)")
     if server.closed_pools:
         sentence = f"only the first administrator's runs start in {', '.join(server.closed_pools)}"
         mend = REMEDY.format(pool=server.closed_pools[0])
-        found += warning(f"{sentence}: those of others wait", f"{mend}   (as an administrator who accepts that)")
+        found += warning(
+            f"{sentence}: runs of other principals wait", f"{mend}   (as an administrator who accepts the risk)"
+        )
     return found or ok("no pool has joined yet")
 
 
@@ -132,12 +134,12 @@ def _clock(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     if not server.version:
         return []
     if server.clock_ahead_s is None:
-        return unknown("the server did not say what time it is")
+        return unknown("the server did not send its time")
     apart = abs(server.clock_ahead_s)
     sentence = f"the server's clock is {apart} s {'ahead of' if server.clock_ahead_s > 0 else 'behind'} this machine's"
     if apart >= _CLOCK_FAILS_S:
         return failed(sentence)
-    return warning(sentence) if apart >= _CLOCK_S else ok("as this machine's, within seconds")
+    return warning(sentence) if apart >= _CLOCK_S else ok("differs from this machine's by a few seconds at most")
 
 
 @about(lambda facts: facts.server)
@@ -147,11 +149,11 @@ def _certificate(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
         if not server.version:
             return []
         is_seen = not server.url.startswith("https://")
-        return ok("none is needed here: plain HTTP on this machine") if is_seen else unknown("it could not be read")
+        return ok("not needed: plain HTTP on this machine") if is_seen else unknown("it could not be read")
     apart = format_days_ms(round(abs(left_s) * 1000))
     if left_s <= 0:
-        return failed(f"the server's certificate ended {apart} ago")
-    sentence = f"the server's certificate ends in {apart}"
+        return failed(f"the server's certificate expired {apart} ago")
+    sentence = f"the server's certificate expires in {apart}"
     return warning(sentence) if left_s < _CERTIFICATE_S else ok(sentence)
 
 
@@ -164,20 +166,21 @@ CHECKS = (
             "ServerNotConfigured: remote=True needs a server, and none is configured",
             "ServerNotConfigured: SERVERLESS_GPU_SERVER is set, and SERVERLESS_GPU_TOKEN is not",
         ),
-        cause="Remote calls go where SERVERLESS_GPU_SERVER says, or server.json of the home, which `sgpu up` and "
-        "`sgpu login` write; it holds the token, so only you may read it.",
-        mend="sgpu up   (on this machine; or, for one that is there: sgpu login URL)",
+        cause="SERVERLESS_GPU_SERVER or server.json of the home names the server of remote calls. `sgpu up` and "
+        "`sgpu login` write server.json. It holds the token, so only you may be able to read it.",
+        mend="sgpu up   (on this machine; or, for an existing server: sgpu login URL)",
         probe=_profile,
     ),
     Check(
         code="server-answers",
         group=CheckGroup.SERVER,
-        title="Whether the server answers",
+        title="Answers of the server",
         symptoms=(
             "ServerUnavailable: the server at http://127.0.0.1:7878 does not answer (ConnectError: …)",
             "serverless-gpu: the server at … does not answer; waiting for it",
         ),
-        cause="It was stopped, or a tunnel to it was; or it runs and its database or disk does not work.",
+        cause="The server has stopped, or a tunnel to it has. Or the server runs, but its database or disk does "
+        "not work.",
         mend="sgpu up",
         probe=_answers,
     ),
@@ -186,8 +189,8 @@ CHECKS = (
         group=CheckGroup.SERVER,
         title="The token",
         symptoms=("NotAuthenticated: …",),
-        cause="The token is not known there: it has expired, was revoked, or is another server's.",
-        mend="sgpu login URL   (with a token that `sgpu token create`, or whoever runs the server, makes)",
+        cause="The server does not know the token. The token has expired, was revoked, or belongs to another server.",
+        mend="sgpu login URL   (with a token from `sgpu token create` or from the server's administrator)",
         probe=_token,
     ),
     Check(
@@ -195,50 +198,52 @@ CHECKS = (
         group=CheckGroup.SERVER,
         title="Versions of server and client",
         symptoms=("ServerProblem: the answer of … cannot be understood: …",),
-        cause="Server and client are versions of this package that do not speak the same protocol.",
-        mend="pip install --upgrade serverless-gpu, on the older side",
+        cause="Server and client have versions of this package without a common protocol.",
+        mend="run `pip install --upgrade serverless-gpu` on the older side",
         probe=_protocol,
     ),
     Check(
         code="server-nodes",
         group=CheckGroup.SERVER,
-        title="The server's machines",
+        title="The server's nodes",
         symptoms=(
             "a remote run stays QUEUED: no node has joined",
             "NoSuitableNode: …; the run was not queued",
-            "sgpu nodes shows SILENT or GONE",
-            "sgpu nodes shows DRAINING: takes nothing new: unkillable: after run …: process … could not be ended",
-            "sgpu nodes shows DRAINING: takes nothing new: … drains it since …",
-            "sgpu nodes says that a node has a clock that is ahead of, or behind, the server's",
+            "sgpu node list shows SILENT or GONE",
+            "sgpu node list shows DRAINING: takes nothing new: unkillable: after run …: process … could not be ended",
+            "sgpu node list shows DRAINING: takes nothing new: … drains it since …",
+            "sgpu node list shows a node whose clock is ahead of or behind the server's",
         ),
-        cause="A node joins by itself and says every few seconds that it is there; one that does not is off, cut off, "
-        "or its processes were ended. It measures how far its clock is from the server's, and says that, too. "
-        "One on which a process cannot even be killed, for it waits for a disk that hangs, takes nothing new.",
-        mend="restart `sgpu up` there; for a machine that is dead: sgpu node forget NAME --i-know-it-is-dead",
+        cause="A node joins by itself and sends heartbeats every few seconds. A node without heartbeats is off, "
+        "disconnected, or its processes have ended. A node also measures the difference between its clock "
+        "and the server's. A node takes no new runs while it has a process that cannot be killed, for "
+        "example because a disk hangs.",
+        mend="restart `sgpu up` on the node; for a machine that is dead: sgpu node forget NAME --i-know-it-is-dead",
         probe=_nodes,
     ),
     Check(
         code="server-isolation",
         group=CheckGroup.SERVER,
-        title="Whether users are kept apart",
+        title="Isolation of users",
         symptoms=(
             "a run stays QUEUED: pool 'default' runs the code of one principal only, because all runs there share one "
             "operating-system user; …",
         ),
-        cause="All runs of a node have the operating-system user of its agent. The code of one can read files, "
-        "variables and secrets of the others, and the server's key and tokens on its machine. So a pool runs the code "
-        "of the server's first administrator only, until an administrator accepts that.",
-        mend="sgpu pool set NAME --isolation none   (--isolation unset takes it back; then: sgpu server rotate)",
+        cause="All runs of a node have the operating-system user of its agent. So the code of one principal could "
+        "read files, variables and secrets of the others, and the server's key and tokens on its machine. "
+        "Therefore a pool runs only the code of the server's first administrator until an administrator "
+        "accepts that.",
+        mend="sgpu pool set NAME --isolation none   (--isolation unset reverts it; then: sgpu server rotate)",
         probe=_isolation,
     ),
     Check(
         code="server-clock",
         group=CheckGroup.SERVER,
         title="Clocks of server and client",
-        symptoms=("`sgpu runs` shows moments that lie ahead, or negative times",),
-        cause="The machines do not agree what time it is. Limits and leases do not depend on it; what is shown, and "
-        "when tokens expire, does.",
-        mend="timedatectl set-ntp true, on the machine that is wrong",
+        symptoms=("`sgpu runs` shows future times or negative durations",),
+        cause="The clocks of the machines differ. Limits and leases do not depend on them, but displayed times "
+        "and the expiry of tokens do.",
+        mend="run `timedatectl set-ntp true` on the machine whose clock is wrong",
         probe=_clock,
     ),
     Check(
@@ -246,9 +251,10 @@ CHECKS = (
         group=CheckGroup.SERVER,
         title="The server's certificate",
         symptoms=("ServerUnavailable: … CERTIFICATE_VERIFY_FAILED …",),
-        cause="The certificate has ended, is for another name, or is of an authority that this machine does not know.",
-        mend="renew its files and tell the server: systemctl reload serverless-gpu   (an authority of your own: "
-        "sgpu login URL --ca FILE)",
+        cause="The certificate has expired, is for another name, or comes from an authority that this machine "
+        "does not know.",
+        mend="renew the certificate files, then reload the server: systemctl reload serverless-gpu   (for your "
+        "own authority: sgpu login URL --ca FILE)",
         probe=_certificate,
     ),
 )
@@ -261,11 +267,11 @@ def _pool_token(facts: MachineFacts, pool: PoolFacts) -> list[Finding]:
     if pool.token_problem:
         return failed(f"Ray's token, {pool.directory}/token: {pool.token_problem}", f"chmod 600 {pool.directory}/token")
     if not pool.processes:
-        return unknown("Ray is being started, or its processes cannot be seen")
+        return unknown("Ray is starting, or this user cannot see its processes")
     if pool.without_token:
-        sentence = f"Ray lets in everybody who reaches it: without a token run {', '.join(pool.without_token)}"
-        return failed(sentence, "sgpu stop   (and start `sgpu up` or `sgpu join` again)")
-    return ok("Ray asks everybody for the pool's token")
+        sentence = f"any host that reaches Ray can use it: processes without a token: {', '.join(pool.without_token)}"
+        return failed(sentence, "sgpu stop   (then start `sgpu up` or `sgpu join` again)")
+    return ok("Ray requires the pool's token")
 
 
 @about(lambda facts: facts.pool)
@@ -274,7 +280,7 @@ def _pool_version(facts: MachineFacts, pool: PoolFacts) -> list[Finding]:
         return []
     if release(pool.version) < OLDEST:
         return failed(
-            f"Ray {pool.version} runs, which is too old for a pool", "pip install --upgrade ray   (everywhere)"
+            f"the running Ray {pool.version} is too old for a pool", "pip install --upgrade ray   (on all machines)"
         )
     return ok(f"Ray {pool.version}, {pool.processes} processes")
 
@@ -287,9 +293,9 @@ def _pool_listeners(facts: MachineFacts, pool: PoolFacts) -> list[Finding]:
     ports = ", ".join(f"{each.port} {each.process}" for each in everywhere)
     beyond = [address for address in pool.addresses if address != pool.address]
     if everywhere and beyond:
-        sentence = f"Ray listens on all addresses, on {', '.join(beyond)} too: {ports}"
-        return warning(sentence, "a firewall that lets the pool's machines through, and nobody else")
-    return ok(f"Ray listens for {pool.address}: {ports}" if everywhere else f"Ray listens on {pool.address} alone")
+        sentence = f"Ray listens on all addresses, including {', '.join(beyond)}: {ports}"
+        return warning(sentence, "use a firewall that admits only the pool's machines")
+    return ok(f"Ray listens for {pool.address}: {ports}" if everywhere else f"Ray listens only on {pool.address}")
 
 
 @about(lambda facts: facts.pool)
@@ -298,55 +304,59 @@ def _pool_fence(facts: MachineFacts, pool: PoolFacts) -> list[Finding]:
         return []
     if pool.unfenced:
         sentence = f"`ray stop` in a rank would end Ray here: {pool.unfenced}"
-        return warning(sentence, 'env="snapshot", or Linux 6.12; Ray is started again within seconds, and runs go on')
-    return ok("ranks can signal nothing but what they have started: `ray stop` finds Ray and cannot end it")
+        return warning(
+            sentence, 'use env="snapshot" or Linux 6.12; the keeper restarts Ray within seconds, and runs continue'
+        )
+    return ok("ranks can signal only processes that they started, so `ray stop` in a rank cannot end Ray")
 
 
 POOL_CHECKS = (
     Check(
         code="pool-token",
         group=CheckGroup.SERVER,
-        title="Who gets into the pool's Ray",
-        symptoms=("sgpu doctor says that Ray lets in everybody who reaches it",),
-        cause="A Ray without a token runs code for whoever reaches its ports. `sgpu up --engine ray` and `sgpu join` "
-        "start every process with one, from a file that only their user may read.",
-        mend="chmod 600 on the file that is named; start `sgpu up` or `sgpu join` again",
+        title="Access to the pool's Ray",
+        symptoms=("sgpu doctor says that any host that reaches Ray can use it",),
+        cause="A Ray process without a token runs code for any host that reaches its ports. `sgpu up --engine "
+        "ray` and `sgpu join` start every process with a token from a file that only their user can read.",
+        mend="run chmod 600 on the named file, then start `sgpu up` or `sgpu join` again",
         probe=_pool_token,
     ),
     Check(
         code="pool-version",
         group=CheckGroup.SERVER,
-        title="The pool's Ray",
+        title="Ray versions in the pool",
         symptoms=(
-            "sgpu join: this machine has Ray …, and the pool has …",
+            "sgpu join: this machine has Ray …, but the pool has …",
             "sgpu join: Ray is not installed for …",
         ),
-        cause="All machines of a pool need the same version of Ray, and the same minor version of Python.",
-        mend="pip install 'ray==VERSION', the one that `sgpu join` names",
+        cause="All machines of a pool need the same version of Ray and the same minor version of Python.",
+        mend="pip install 'ray==VERSION'   (`sgpu join` names the version)",
         probe=_pool_version,
     ),
     Check(
         code="pool-ports",
         group=CheckGroup.SERVER,
-        title="Where the pool's Ray listens",
+        title="Ports of the pool's Ray",
         symptoms=(
-            "sgpu join: the server answers, and Ray at … does not: …",
-            "sgpu join: port … is taken on this machine, and Ray needs …",
+            "sgpu join: the server answers, but Ray at … does not: …",
+            "sgpu join: port … is in use on this machine, and Ray needs …",
         ),
-        cause="Ray uses a hundred ports in a row on each machine and listens on all addresses. They have to be open "
-        "between the machines of the pool, in both directions, and closed to everybody else. So have those that the "
-        "kernel gives: there the machines of a gang meet, and NCCL and Gloo listen.",
-        mend="a firewall; `sgpu up --ray-port PORT`, or `sgpu join … --ray-port PORT`, for another hundred",
+        cause="Ray uses a hundred consecutive ports on each machine and listens on all addresses. These ports "
+        "must be open between the machines of the pool, in both directions, and closed to all others. The "
+        "same holds for the kernel's local ports, which rendezvous, NCCL and Gloo use.",
+        mend="configure the firewall; `sgpu up --ray-port PORT` or `sgpu join … --ray-port PORT` selects another "
+        "hundred ports",
         probe=_pool_listeners,
     ),
     Check(
         code="pool-fence",
         group=CheckGroup.SERVER,
-        title="Whether a rank can end the pool's Ray",
-        symptoms=("sgpu join: Ray ended after …; it is started again",),
-        cause="Ranks run as the user whose Ray it is, and `ray stop` ends every Ray it finds. From Linux 6.12 on ranks "
-        'of root, and those with env="snapshot", signal nothing but what they have started.',
-        mend='env="snapshot", or a newer kernel; runs go on either way',
+        title="Protection of the pool's Ray from ranks",
+        symptoms=("sgpu join: Ray ended after …; restarting it",),
+        cause="Ranks have the same user as Ray, and `ray stop` ends every Ray process that it finds. With Linux "
+        '6.12 or newer, ranks of root and ranks with env="snapshot" can signal only processes that they '
+        "started.",
+        mend='use env="snapshot" or a newer kernel; runs continue in both cases',
         probe=_pool_fence,
     ),
 )
@@ -362,7 +372,9 @@ def _tracking(facts: MachineFacts, tracking: TrackingFacts) -> list[Finding]:
         return ok("in this home's store; `sgpu mlflow` prints the address")
     if tracking.away:
         sentence = f"{tracking.uri} (MLFLOW_TRACKING_URI) does not answer: {tracking.away}"
-        return warning(sentence, f"curl {tracking.uri}/health   (or unset MLFLOW_TRACKING_URI: this home's own store)")
+        return warning(
+            sentence, f"curl {tracking.uri}/health   (or unset MLFLOW_TRACKING_URI to use this home's own store)"
+        )
     return ok(f"{tracking.uri}, by MLFLOW_TRACKING_URI{'' if tracking.away is None else '; it answers'}")
 
 
@@ -381,10 +393,10 @@ def _mlflow_servers(facts: MachineFacts, tracking: TrackingFacts) -> list[Findin
 
 
 def _mend_mlflow(server: TrackingServer) -> str:
-    """Return the command that helps a server that does not come up."""
+    """Return the command that helps a server that does not start."""
     again = shlex.join(["sgpu", "mlflow", *([server.store] if server.store else [])])
     if NO_DATABASE in server.problem and server.file:
-        return f"{shlex.join(['mv', server.file, f'{server.file}.away'])} && {again}   (a new one is made)"
+        return f"{shlex.join(['mv', server.file, f'{server.file}.away'])} && {again}   (this creates a new database)"
     if OTHER_VERSION in server.problem:
         python = server.python or "python"
         return f"{shlex.join([python, '-m', 'mlflow', 'db', 'upgrade', server.database])} && {again}   (after a backup)"
@@ -395,26 +407,27 @@ TRACKING_CHECKS = (
     Check(
         code="tracking",
         group=CheckGroup.TRACKING,
-        title="Where runs are tracked",
+        title="The tracking server",
         symptoms=("MLflow at http://… does not answer: …",),
-        cause="MLFLOW_TRACKING_URI names a server that is away. Runs go on without it; what was to be written is kept, "
-        "and written when it comes back.",
+        cause="The server in MLFLOW_TRACKING_URI does not answer. Runs continue without it. The node keeps unsent "
+        "data and sends it later.",
         mend="start that server, or unset MLFLOW_TRACKING_URI",
         probe=_tracking,
     ),
     Check(
         code="mlflow-server",
         group=CheckGroup.TRACKING,
-        title="MLflow's server in front of this home's runs",
+        title="MLflow's server for this home's runs",
         symptoms=(
             "… is not a database; once that file is moved away a new one is made",
             "… was written by another version of MLflow; serve it with that one, or upgrade it, after a backup: …",
             "… has only a part of MLflow (no flask; mlflow-skinny is not enough); pip install mlflow",
             "MLflow's server ended (exit code 1): …",
         ),
-        cause="The server is the MLflow of the environment that runs were tracked from: a part of it lacks, its "
-        "database is another version's or none, or it was ended. It is tried again by itself, less and less often.",
-        mend="sgpu doctor   (names the command; then `sgpu mlflow` tries again at once)",
+        cause="The server uses the MLflow of the environment that tracked the runs. That MLflow is incomplete, "
+        "its database has another version or is not a database, or the server was killed. The keeper "
+        "retries the start with growing pauses.",
+        mend="sgpu doctor   (names the command; then `sgpu mlflow` retries at once)",
         probe=_mlflow_servers,
     ),
 )

@@ -32,12 +32,13 @@ def test_a_minute_of_faults_with_a_fixed_seed_loses_nothing(home: Path) -> None:
 
 
 def test_three_minutes_of_faults_on_sqlite_lose_nothing(home: Path) -> None:
-    _require(play(home, "", seed=1, seconds=180))
+    """Of the seeds whose three minutes have each kind of fault, this is the first one; the next test has the second."""
+    _require(play(home, "", seed=7, seconds=180))
 
 
 def test_three_minutes_of_faults_on_postgresql_lose_nothing(home: Path) -> None:
     with cluster() as running:
-        _require(play(home, running.url(running.new_database()), seed=2, seconds=180))
+        _require(play(home, running.url(running.new_database()), seed=8, seconds=180))
 
 
 def _require(outcome: Outcome) -> None:

@@ -90,3 +90,8 @@ def test_so_many_seconds_have_the_same_faults_on_every_machine() -> None:
     assert {fault.victim for fault in minute} == set(plan.VICTIMS)
     assert sum(fault.after_s + fault.lasts_s for fault in minute[:-1]) + minute[-1].after_s <= 60.0
     assert list(plan.faults_within(20962, 600.0))[: len(minute)] == minute
+
+
+@pytest.mark.parametrize("seed", [7, 8])
+def test_three_minutes_of_the_seeds_of_the_long_tests_have_each_kind_of_fault(seed: int) -> None:
+    assert {fault.victim for fault in plan.faults_within(seed, 180.0)} == set(plan.VICTIMS)

@@ -46,6 +46,8 @@ def _wrong_sgpu(command: click.Command, arguments: list[str]) -> str:
     places = sum(99 if p.nargs < 0 else p.nargs for p in command.params if isinstance(p, click.Argument))
     words = iter(arguments)
     for word in words:
+        if word in (">", "|"):
+            break  # what follows is the shell's
         name = word.partition("=")[0]
         if word.startswith("-"):
             if name not in options:

@@ -48,7 +48,9 @@ def test_the_costs_of_the_page() -> None:
 
 
 def test_the_break_even_duty_of_the_page() -> None:
-    told = re.search(r"at ([\d.]+) and ([\d.]+) a reserved GPU pays from ([\d.]+) % of the time on", PAGE)
+    told = re.search(
+        r"prices of ([\d.]+) and ([\d.]+), a reserved GPU pays off from a duty of ([\d.]+) %", " ".join(PAGE.split())
+    )
     assert told is not None
     reserved, on_demand, percent = told.groups()
     assert f"{100 * float(reserved) / float(on_demand):.1f}" == percent

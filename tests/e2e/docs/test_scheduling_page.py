@@ -42,8 +42,19 @@ def _tables(text: str) -> Iterator[list[_Row]]:
         yield [dict(zip(head, row, strict=True)) for row in rows]
 
 
-_USED, _THERE, _WAITING, _STARTS, _TOLD = _tables(_EXAMPLE)
-(_SEVERAL,) = _tables(_PAGE.partition("## Gangs on several nodes")[2].partition("\n## ")[0])
+def _messages(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the head and the message of each entry in the text blocks of a section."""
+    for block in re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        for entry in re.findall(r"^\S.*\n(?:^ +.*\n)*", block, re.MULTILINE):
+            head, _, message = " ".join(entry.split()).partition(": ")
+            yield head, message
+
+
+_SECTION = _PAGE.partition("## Gangs on several nodes")[2].partition("\n## ")[0]
+_USED, _THERE, _WAITING, _STARTS = _tables(_EXAMPLE)
+_MESSAGES = [(at, run, message) for head, message in _messages(_EXAMPLE) for at, _, run in [head.partition(" ")]]
+(_SEVERAL,) = _tables(_SECTION)
+_SEVERAL_MESSAGES = dict(_messages(_SECTION))
 
 
 def _at_ns(text: str) -> int:
@@ -90,25 +101,25 @@ def test_what_teams_have_used_counts_half_after_a_week(planner: Planner, row: _R
     assert f"{counts / float(row['weight']):.2f}" == row["per weight"]
 
 
-def test_who_starts_where_and_what_the_others_are_told(planner: Planner) -> None:
-    started, told = [], []
+def test_which_runs_start_where_and_what_waiting_runs_show(planner: Planner) -> None:
+    started, shown = [], []
     for at in dict.fromkeys(row["at"] for row in _STARTS):
         happened = {row["what has happened"] for row in _STARTS if row["at"] == at} - {""}
         planner.apply(Gone(text.removesuffix(" has ended")) for text in happened)
         decision = planner.decide(_at_ns(at))
         for placement in decision.placements:
             started += [(at, placement.run_id, share.node_id) for share in placement.shares]
-        for row in _TOLD:
-            if row["at"] == at:
-                wait = planner.why(row["run"], _at_ns(at))
+        for when, run, _ in _MESSAGES:
+            if when == at:
+                wait = planner.why(run, _at_ns(at))
                 assert wait is not None
-                told.append({"at": at, "run": row["run"], "is told": sentence(wait, _clock)})
+                shown.append((at, run, sentence(wait, _clock)))
     assert started == [(row["at"], row["starts"], row["on"]) for row in _STARTS if row["starts"]]
-    assert told == _TOLD
+    assert shown == _MESSAGES
 
 
 @pytest.mark.parametrize("row", _SEVERAL, ids=lambda row: str(row["run"]))
-def test_what_a_gang_on_several_nodes_is_told(row: _Row) -> None:
+def test_what_a_waiting_gang_on_several_nodes_shows(row: _Row) -> None:
     planner = Planner(QueuePolicy())
     planner.apply([PoolSeen(Pool(name="research"))])
     planner.apply(NodeSeen(Node(id=name, name=name, pool="research", total={_TYPE: _DEVICES})) for name in ("n1", "n2"))
@@ -118,7 +129,7 @@ def test_what_a_gang_on_several_nodes_is_told(row: _Row) -> None:
     planner.apply([Arrived(_several(row["run"], "12:00", int(row["GPUs"]), alone=bool(row["same_node"])))])
     assert planner.decide(_at_ns("12:00")).placements == ()
     wait = planner.why(row["run"], _at_ns("12:00"))
-    assert wait is not None and sentence(wait, _clock) == row["is told"]
+    assert wait is not None and sentence(wait, _clock) == _SEVERAL_MESSAGES[row["run"]]
 
 
 def _several(run: str, since: str, gpus: int, *, hours: int = 1, alone: bool = False) -> QueuedRun:
@@ -154,7 +165,7 @@ def test_22D8_both_pages_say_how_long_devices_are_kept_before_a_higher_class_may
 
 
 def test_22D8_what_a_pool_lends_is_asked_back_at_once_and_a_lower_class_after_ten_minutes() -> None:
-    assert golden("docs.scheduling_page.borrowed-asked-once") in _PAGE
+    assert golden("docs.scheduling_page.borrowed-asked-once") in " ".join(_PAGE.split())
     research = Pool(name="research", reserved=True, lends=True)
     terms = PoolTerms(policy=QueuePolicy(), pools={research.name: research})
     held = QueuedRun(run_id="bob/tune", title="bob/tune", priority=BEST_EFFORT, queued_ns=0, preemptible=True)

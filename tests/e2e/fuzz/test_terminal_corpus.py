@@ -34,9 +34,12 @@ FORBIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]
 CLI = Path(output.__file__).parent
 MAY_ECHO = {
     "output.py",  # the door itself, and JSON, which escapes
-    "logs.py",  # what ranks print: `safe`, by the screen that it goes through
-    "server/nodes/node_service.py",  # a unit file, of paths of this machine
-    "simulate.py",  # a line of progress that is replaced: our own words and numbers
+    "command_group.py",  # names of commands, in a notice
+    "help.py",  # help texts, the version, a completion script
+    "program.py",  # help texts
+    "runs/logs.py",  # what ranks print: `safe`, by the screen that it goes through
+    "server.py",  # a unit file, of paths of this machine
+    "planning/simulate.py",  # a line of progress that is replaced: our own words and numbers
 }
 
 

@@ -209,7 +209,9 @@ class Pool:
         place = ("--name", name, "--node-address", f"127.0.0.{number}", "--ray-port", str(machine.port))
         self._joins[name] = machine.start("join", "127.0.0.2", "--token-file", str(path), *place)
         machine.wait_said(" to the pool of ", self._joins[name])
-        wait_for(lambda: name in self.first.run("node", "list").stdout, f"the agent of {name} is there", limit_s=START_S)
+        wait_for(
+            lambda: name in self.first.run("node", "list").stdout, f"the agent of {name} is there", limit_s=START_S
+        )
 
 
 def end_of_machine(home: Path, rays: Callable[[], list[int]] = list) -> None:

@@ -128,7 +128,9 @@ def test_a_machine_joins_runs_leaves_and_its_run_goes_on(
         "two has left the pool and is given nothing new; 1 run goes on here, and the server hears how it ends\n"
     )
     assert second.rays() == []
-    wait_for(lambda: golden("ray.joining.left-pool") in first.run("node", "list").stdout, "the server knows", limit_s=60)
+    wait_for(
+        lambda: golden("ray.joining.left-pool") in first.run("node", "list").stdout, "the server knows", limit_s=60
+    )
     done.touch()
     output, errors = stay.communicate(timeout=RUN_S)
     assert golden("ray.joining.went-went") in output, errors

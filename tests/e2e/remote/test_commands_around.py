@@ -9,10 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import httpx2
 import pytest
 
 from serverless_gpu import distributed
+from serverless_gpu.cli.completion import complete_node, complete_pool, complete_user
 from serverless_gpu.client.remote.profile import ServerProfile, find_profile, write_profile
 from serverless_gpu.doctor.examination import judge
 from serverless_gpu.doctor.facts import CheckOutcome, MachineFacts
@@ -122,6 +124,16 @@ def test_nodes_and_pools(joined: Path) -> None:
         sgpu("node", "forget", "nowhere", "--i-know-it-is-dead")
 
 
+def test_the_shell_completes_nodes_pools_and_users(joined: Path) -> None:
+    context, parameter = click.Context(click.Command("sgpu")), click.Argument(["name"])
+    (node,) = json.loads(sgpu("node", "list", "--json").stdout)
+    assert [item.value for item in complete_node(context, parameter, node["name"][:1])] == [node["name"]]
+    assert [item.value for item in complete_pool(context, parameter, "def")] == ["default"]
+    assert complete_user(context, parameter, "")
+    assert complete_node(context, parameter, "no node begins like this") == []
+    assert sgpu("node", "show", node["name"]).stdout.split()[:2] == ["node", node["name"]]
+
+
 def test_a_variable_names_the_pool_of_a_call(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = distributed(gpus=1, gpu_type="H100", remote=True, quiet=True)(str.upper)
     monkeypatch.setenv("SGPU_POOL", "nowhere")
@@ -165,6 +177,10 @@ NEED_A_SERVER = (
     ("user", "set", "bob", "--disable"),
     ("team", "list"),
     ("team", "create", "t"),
+    ("user", "delete", "bob"),
+    ("team", "delete", "t"),
+    ("pool", "delete", "p"),
+    ("node", "show", "n"),
     ("team", "join", "t", "bob"),
     ("team", "leave", "t", "bob"),
     ("token", "list"),

@@ -46,7 +46,9 @@ def test_a_run_leaves_a_node_that_is_drained_and_goes_on_without_the_gpu_that_is
     wait_for(lambda: seen.exists() and seen.read_text(), "user code has begun")
     wait_for(lambda: ends.status() == "RUNNING", "the other one, too")
     sgpu("node", "drain", node, "--note", "new fan")
-    assert golden("remote.nodes.takes-nothing-new", split=sgpu("whoami").stdout.split()[0]) in sgpu("node", "list").stdout
+    assert (
+        golden("remote.nodes.takes-nothing-new", split=sgpu("whoami").stdout.split()[0]) in sgpu("node", "list").stdout
+    )
     (uuid,) = seen.read_text().split()
     said = sgpu("node", "quarantine", node, uuid.rpartition("-")[2], "--note", "hot").stdout
     assert said == golden("remote.nodes.left-out-runs", uuid=uuid, node=node)

@@ -47,7 +47,7 @@ def test_looks_do_not_wait_for_each_other() -> None:
     release.set()
     assert time.monotonic() - started < 20
     assert seen == {
-        "hangs": UnknownFact("there was no answer within 0.5 s"),
+        "hangs": UnknownFact("no answer within 0.5 s"),
         "raises": UnknownFact("ZeroDivisionError: division by zero"),
         "works": "x",
     }

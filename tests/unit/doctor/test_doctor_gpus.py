@@ -36,12 +36,12 @@ from tests.support.golden import golden
     ("gpus", "expected"),
     [
         (GPUS, (OK, "570.124.06, CUDA up to 12.8, 2 usable GPUs", "")),
-        (GpuFacts(), (OK, "no NVIDIA GPU and no driver here; runs use CPU slots or declared GPUs", "")),
+        (GpuFacts(), (OK, "no NVIDIA GPU and no driver on this machine; runs use CPU slots or declared GPUs", "")),
         (
             GpuFacts(on_bus=4),
             (
                 FAILED,
-                "4 NVIDIA GPUs are in this machine, and no driver answers",
+                "this machine has 4 NVIDIA GPUs, but no driver answers",
                 "install the driver; in a container: docker run --gpus all … (NVIDIA Container Toolkit)",
             ),
         ),
@@ -50,7 +50,7 @@ from tests.support.golden import golden
             GpuFacts(binding_problem="no pynvml"),
             (
                 FAILED,
-                "GPUs cannot be looked for: no pynvml",
+                "cannot look for GPUs: no pynvml",
                 f"{PYTHON} -m pip install --force-reinstall nvidia-ml-py",
             ),
         ),
@@ -200,7 +200,7 @@ def test_cards_that_are_not_lent() -> None:
     ("health", "expected"),
     [
         (GpuHealth(uncorrected_errors=0), (OK, "no errors", "")),
-        (GpuHealth(), (UNKNOWN, "the cards do not say whether they had memory errors", "")),
+        (GpuHealth(), (UNKNOWN, "the GPUs do not report memory errors", "")),
         (
             GpuHealth(uncorrected_errors=3),
             (WARNING, "GPU-0 has had 3 uncorrected memory errors since boot", ""),
@@ -211,7 +211,7 @@ def test_cards_that_are_not_lent() -> None:
         ),
         (
             GpuHealth(uncorrected_errors=0, remap_pending=True, remap_failed=True),
-            (FAILED, "GPU-0 could not replace broken memory rows", "have the card replaced"),
+            (FAILED, "GPU-0 could not replace broken memory rows", "replace the card"),
         ),
     ],
 )

@@ -39,8 +39,8 @@ FEWER_FILES = (
             HomeFacts(root="/h", filesystem="nfs4"),
             (WARNING, "/h is on nfs4, a network file system", ""),
         ),
-        ("home-filesystem", HomeFacts(root="/h"), (UNKNOWN, "the file system of /h is not known", "")),
-        ("home-filesystem", HomeFacts(problem="x"), (UNKNOWN, "there is no home to look at", "")),
+        ("home-filesystem", HomeFacts(root="/h"), (UNKNOWN, "the type of the file system of /h is not known", "")),
+        ("home-filesystem", HomeFacts(problem="x"), (UNKNOWN, "no home directory is available", "")),
         ("locks", HomeFacts(root="/h"), (OK, "granted", "")),
         (
             "locks",
@@ -63,27 +63,27 @@ FEWER_FILES = (
             HomeFacts(root="/h", disks=(Disk("/h", 10 * GIB, 1000),)),
             (FAILED, "/h has 1.0 kB free of 10.7 GB", ""),
         ),
-        ("temporary-files", HomeFacts(root="/h"), (OK, "can be made", "")),
+        ("temporary-files", HomeFacts(root="/h"), (OK, "temporary files can be created", "")),
         ("temporary-files", HomeFacts(root="/h", temporary_problem="none"), (FAILED, "none", "")),
         (
             "disk-space",
             HomeFacts(root="/h", disks=(Disk("/h", 100 * GIB, 50 * GIB, 6_000_000, 9_999),)),
-            (WARNING, "/h has 9999 inodes left of 6000000: as many files can be made there", FEWER_FILES),
+            (WARNING, "/h has 9999 of 6000000 inodes left, so no more files than that fit", FEWER_FILES),
         ),
         (
             "disk-space",
             HomeFacts(root="/h", disks=(Disk("/h", 100 * GIB, 50 * GIB, 6_000_000, 9),)),
-            (FAILED, "/h has 9 inodes left of 6000000: as many files can be made there", FEWER_FILES),
+            (FAILED, "/h has 9 of 6000000 inodes left, so no more files than that fit", FEWER_FILES),
         ),
         (
             "disk-space",
             HomeFacts(root="/h", disks=(Disk("/h", 100 * GIB, 50 * GIB, 6_000_000, 5_000_000),)),
             (OK, "53.7 GB in /h free", ""),
         ),
-        ("disk-space", HomeFacts(root="/h"), (UNKNOWN, "no file system could be asked", "")),
+        ("disk-space", HomeFacts(root="/h"), (UNKNOWN, "statvfs failed for every file system", "")),
         ("sockets", HomeFacts(root="/h", sockets="/s"), (OK, "/s", "")),
         ("sockets", HomeFacts(root="/h", sockets_problem="/s is a link"), (FAILED, "/s is a link", "")),
-        ("configuration", HomeFacts(root="/h"), (OK, "config.toml is fine, or not there", "")),
+        ("configuration", HomeFacts(root="/h"), (OK, "config.toml is valid or does not exist", "")),
         ("configuration", HomeFacts(root="/h", configuration_problem="bad"), (FAILED, "bad", "")),
     ],
 )
@@ -119,16 +119,20 @@ def test_the_kernel(kernel: KernelFacts, expected: tuple[CheckOutcome, str, str]
 @pytest.mark.parametrize(
     ("mounts", "expected"),
     [
-        (MountFacts(), (OK, "environments can be mounted", "")),
+        (MountFacts(), (OK, "the agent can mount environments", "")),
         (
             MountFacts(problem="a user namespace cannot be made: Operation not permitted"),
-            (WARNING, "environments are made of links: a user namespace cannot be made: Operation not permitted", ""),
+            (
+                WARNING,
+                "the agent restores environments as links: a user namespace cannot be made: Operation not permitted",
+                "",
+            ),
         ),
         (
             MountFacts(problem="a mount namespace cannot be made: Operation not permitted", is_root=True),
             (
                 WARNING,
-                "environments are made of links: a mount namespace cannot be made: Operation not permitted",
+                "the agent restores environments as links: a mount namespace cannot be made: Operation not permitted",
                 "docker run --cap-add SYS_ADMIN --security-opt apparmor=unconfined …   "
                 "(Kubernetes: securityContext.capabilities.add: [SYS_ADMIN])",
             ),
@@ -178,9 +182,13 @@ def test_limits(code: str, limits: LimitFacts, expected: tuple[CheckOutcome, str
 @pytest.mark.parametrize(
     ("code", "network", "expected"),
     [
-        ("ports", NetworkFacts(ports=28_000, sockets_used=12), (OK, "12 TCP sockets, 28000 ports to give out", "")),
-        ("ports", NetworkFacts(ports=1000, sockets_used=900), (WARNING, "900 TCP sockets, 1000 ports to give out", "")),
-        ("ports", NetworkFacts(), (UNKNOWN, "how many ports the kernel may give out is not known", "")),
+        ("ports", NetworkFacts(ports=28_000, sockets_used=12), (OK, "12 TCP sockets in use, 28000 local ports", "")),
+        (
+            "ports",
+            NetworkFacts(ports=1000, sockets_used=900),
+            (WARNING, "900 TCP sockets in use, 1000 local ports", ""),
+        ),
+        ("ports", NetworkFacts(), (UNKNOWN, "the kernel's range of local ports is not known", "")),
         ("ports", NetworkFacts(port_problem="none"), (FAILED, "none", "")),
         (
             "ports",
@@ -208,7 +216,7 @@ def test_the_network(code: str, network: NetworkFacts, expected: tuple[CheckOutc
     [
         (
             RunsFacts(count=1, size_bytes=2000, days=30.0, size_bytes_max=20 * GIB),
-            (OK, "1 run, 2.0 kB; kept 30 days, ended ones at most 20 GiB", ""),
+            (OK, "1 run, 2.0 kB; kept 30 days, ended runs at most 20 GiB", ""),
         ),
         (RunsFacts(count=2, days=0.5), (OK, "2 runs, 0 B; kept 0.5 days", "")),
         (RunsFacts(), (WARNING, "0 runs, 0 B; kept for ever", "")),
@@ -221,7 +229,7 @@ def test_retention(runs: RunsFacts, expected: tuple[CheckOutcome, str, str]) -> 
 @pytest.mark.parametrize(
     ("agent", "expected"),
     [
-        (AgentFacts(), (OK, "none is running; the next run starts one", "")),
+        (AgentFacts(), (OK, "no agent is running; the next run starts one", "")),
         (AgentFacts(pid=7, version="0.1", attempts=2, queued=1), (OK, "pid 7, version 0.1, 2 running, 1 queued", "")),
         (AgentFacts(problem="it does not answer", hint="kill -9 7"), (FAILED, "it does not answer", "kill -9 7")),
     ],
@@ -259,7 +267,7 @@ def test_cgroups(cgroups: CgroupFacts, expected: tuple[CheckOutcome, str, str]) 
 @pytest.mark.parametrize(
     ("zygotes", "expected"),
     [
-        ((), (OK, "none for this interpreter; its next run starts cold and leaves one", "")),
+        ((), (OK, "no zygote for this interpreter; its next run starts cold and leaves a zygote", "")),
         ((ZygoteStatus(pid=5, python=PYTHON, state="ready"),), (OK, "pid 5 is ready", "")),
         (
             (

@@ -36,13 +36,13 @@ def test_a_pool_that_is_fine() -> None:
     assert said("pool-token") == (OK, golden("doctor.doctor_pool.ray-asks-everybody"), "")
     assert said("pool-version") == (OK, "Ray 2.60.0, 5 processes", "")
     assert said("pool-ports") == (OK, golden("doctor.doctor_pool.ray-listens-10"), "")
-    sentence = "ranks can signal nothing but what they have started: `ray stop` finds Ray and cannot end it"
+    sentence = "ranks can signal only processes that they started, so `ray stop` in a rank cannot end Ray"
     assert said("pool-fence") == (OK, sentence, "")
 
 
 def test_a_ray_that_asks_nobody_is_a_failure() -> None:
-    sentence = "Ray lets in everybody who reaches it: without a token run raylet"
-    mend = "sgpu stop   (and start `sgpu up` or `sgpu join` again)"
+    sentence = "any host that reaches Ray can use it: processes without a token: raylet"
+    mend = "sgpu stop   (then start `sgpu up` or `sgpu join` again)"
     assert said("pool-token", without_token=("raylet",)) == (FAILED, sentence, mend)
 
 
@@ -61,7 +61,7 @@ def test_what_cannot_be_seen_is_unknown() -> None:
 
 
 def test_addresses_beside_the_pools_are_named_with_the_ports() -> None:
-    sentence = "Ray listens on all addresses, on 192.0.2.7 too: 7900 gcs_server, 7901 raylet"
+    sentence = "Ray listens on all addresses, including 192.0.2.7: 7900 gcs_server, 7901 raylet"
     outcome = said("pool-ports", addresses=("10.0.0.6", "192.0.2.7"))
     assert outcome == (WARNING, sentence, golden("doctor.doctor_pool.firewall-lets-pool"))
 

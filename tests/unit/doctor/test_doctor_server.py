@@ -49,39 +49,42 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
     [
         ("server", ServerFacts(), (OK, "none is configured; remote=True needs one: sgpu up, or sgpu login URL")),
         ("server", ServerFacts(problem="it is no address", hint="h"), (FAILED, "it is no address")),
-        ("server", replace(WELL, is_private=False), (FAILED, "others can read the token in /h/server.json")),
+        ("server", replace(WELL, is_private=False), (FAILED, "other users can read the token in /h/server.json")),
         ("server", replace(WELL, profile=""), (OK, "http://127.0.0.1:7878, by SERVERLESS_GPU_SERVER")),
         ("server-answers", AWAY, (FAILED, "it does not answer")),
         ("server-answers", replace(WELL, unwell=("the disk is full",)), (FAILED, "the disk is full")),
         ("server-token", replace(WELL, principal="", token_problem="it has expired"), (FAILED, "it has expired")),
-        ("server-protocol", replace(WELL, protocol=2), (FAILED, "the server speaks protocol 2, and this package 1")),
+        (
+            "server-protocol",
+            replace(WELL, protocol=2),
+            (FAILED, "the server uses protocol 2, but this package uses protocol 1"),
+        ),
         (
             "server-protocol",
             replace(WELL, version="9"),
             (OK, f"protocol 1; the server is 9, this package {__version__}"),
         ),
-        ("server-isolation", replace(WELL, closed_pools=None), (UNKNOWN, "your role may not look at pools")),
+        ("server-isolation", replace(WELL, closed_pools=None), (UNKNOWN, "your role may not list pools")),
         (
             "server-isolation",
             replace(WELL, principals=2),
-            (WARNING, "only the first administrator's runs start in default: those of others wait"),
+            (WARNING, "only the first administrator's runs start in default: runs of other principals wait"),
         ),
         (
             "server-isolation",
             replace(WELL, principals=None, closed_pools=(), shared_pools=("default",)),
             (
                 WARNING,
-                "several principals share one operating-system user in default: each run can read what other runs "
-                "leave",
+                "several principals share one operating-system user in default: each run can read files of the others",
             ),
         ),
-        ("server-nodes", replace(WELL, nodes=None), (UNKNOWN, "your role may not look at nodes")),
-        ("server-nodes", replace(WELL, nodes=()), (FAILED, "no node has joined: runs wait for ever")),
+        ("server-nodes", replace(WELL, nodes=None), (UNKNOWN, "your role may not list nodes")),
+        ("server-nodes", replace(WELL, nodes=()), (FAILED, "no node has joined, so no run can start")),
         ("server-nodes", replace(WELL, nodes=(), embedded=False), (WARNING, "no node has joined")),
         (
             "server-nodes",
             replace(WELL, nodes=(UP, ServerNode(name="n2", state="SILENT", silent_s=99.4))),
-            (WARNING, "n2 is SILENT: not heard for 99 s"),
+            (WARNING, "n2 is SILENT: silent for 99 s"),
         ),
         (
             "server-nodes",
@@ -91,33 +94,33 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
         (
             "server-protocol",
             replace(WELL, protocol=2, protocols=(1, 2)),
-            (OK, "protocol 1, which the server takes; its own is 2: upgrade this package when it suits"),
+            (OK, "protocol 1, which the server accepts; its own is 2: upgrade this package soon"),
         ),
         (
             "server-nodes",
             replace(WELL, nodes=(replace(UP, clock="has a clock that is 1 h 00 min ahead of the server's"),)),
             (
                 WARNING,
-                "n1 has a clock that is 1 h 00 min ahead of the server's: moments that its runs write down are off",
+                "n1 has a clock that is 1 h 00 min ahead of the server's: the times that its runs record are wrong",
             ),
         ),
         (
             "server-tls",
             replace(WELL, certificate_left_s=-3600.0),
-            (FAILED, "the server's certificate ended 1 h 00 min ago"),
+            (FAILED, "the server's certificate expired 1 h 00 min ago"),
         ),
         (
             "server-tls",
             replace(WELL, certificate_left_s=7200.0),
-            (WARNING, "the server's certificate ends in 2 h 00 min"),
+            (WARNING, "the server's certificate expires in 2 h 00 min"),
         ),
         ("server-tls", replace(WELL, url="https://gpu.internal"), (UNKNOWN, "it could not be read")),
         (
             "server-tls",
             replace(WELL, certificate_left_s=30 * 86_400.0),
-            (OK, "the server's certificate ends in 30 days"),
+            (OK, "the server's certificate expires in 30 days"),
         ),
-        ("server-clock", replace(WELL, clock_ahead_s=None), (UNKNOWN, "the server did not say what time it is")),
+        ("server-clock", replace(WELL, clock_ahead_s=None), (UNKNOWN, "the server did not send its time")),
         (
             "server-clock",
             replace(WELL, clock_ahead_s=7),

@@ -51,7 +51,7 @@ def test_how_the_homes_server_is(server: TrackingServer, outcome: CheckOutcome, 
     [
         (
             "sqlite3.DatabaseError: file is not a database",
-            "mv '/a home/mlflow.db' '/a home/mlflow.db.away' && sgpu mlflow   (a new one is made)",
+            "mv '/a home/mlflow.db' '/a home/mlflow.db.away' && sgpu mlflow   (this creates a new database)",
         ),
         (
             "Detected out-of-date database schema",

@@ -1,11 +1,12 @@
-"""`sgpu env`: captures Python environments into a store, restores and compares them, and deletes unneeded ones.
+"""`sgpu env`: captures, restores, compares and deletes Python environments in a store.
 
-    show.py            show · fingerprint · diff     writes nothing but the index that makes the next scan fast
+    show.py            show · fingerprint · diff     writes only the index that speeds up the next scan
     store.py           capture · restore · gc
     locations.py       the interpreter, the store and the snapshot that the options name
     progress_meter.py  the progress of a capture or restore
 
-Results go to stdout, everything else to stderr. `diff` exits with 1 for "different" and 2 for a failure, as diff(1).
+Results go to stdout, and all other output goes to stderr. `diff` exits with 1 for a difference and with 2 for a
+failure, like diff(1).
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ _TROUBLE = 2
 def env() -> None:
     """Capture, restore and compare environments.
 
-    ADDRESS is the address of a snapshot, or a beginning that is unique in the store.
+    ADDRESS is the address of a snapshot, or a prefix of it that is unique in the store.
     """
 
 
 def _python(command: Command) -> Command:
-    text = "The interpreter to look at, or its venv; default: the one sgpu belongs to."
+    text = "Interpreter or virtual environment to use (default: those of sgpu)."
     return click.option("--python", metavar="PATH", help=text)(command)
 
 
 def _store(command: Command) -> Command:
-    text = "A directory, s3://, gs:// or az:// URL; default: the store of this home."
+    text = "Directory, or s3://, gs:// or az:// URL (default: the store of this home)."
     return click.option("--store", metavar="URL", help=text)(command)
 
 
 @env.command()
 @click.argument("address", required=False)
-@click.option("--all", "everything", is_flag=True, help="Name every unit and file, not only the largest.")
+@click.option("--all", "everything", is_flag=True, help="List every unit and file, not only the largest.")
 @_python
 @_store
 @json_option(JsonType("cli.json_types:EnvironmentDetails"))
@@ -71,41 +72,46 @@ def show(address: str | None, everything: bool, python: str | None, store: str |
 def fingerprint(python: str | None, as_json: bool) -> None:
     """Print the environment's current address.
 
-    The command also prints what changed since the last capture. It captures nothing.
+    The command also prints the changes since the last capture. It captures nothing.
     """
     with _interruptible("nothing was changed"):
         _module("show").fingerprint(python, as_json=as_json)
 
 
 @env.command()
-@click.option("--repair", is_flag=True, help="Check what the store has of it first, and send again what is damaged.")
+@click.option("--repair", is_flag=True, help="Check the units in the store first, and send damaged ones again.")
 @_python
 @_store
 @json_option(JsonType("cli.json_types:EnvironmentCapture"))
 def capture(repair: bool, python: str | None, store: str | None, as_json: bool) -> None:
     """Capture the current environment.
 
-    The command sends missing files to the store and prints the address. After an interruption, the next capture
-    continues with what is missing.
+    The command sends missing files to the store and prints the address. After an interruption, the next capture sends
+    only
+    the files that are still missing.
     """
-    with _interruptible("what was sent stays, and the next capture goes on from there; no snapshot was made"):
+    with _interruptible(
+        "no snapshot was made; the store keeps the files sent so far, and the next capture sends the rest"
+    ):
         _module("store").capture(python, store, repair=repair, as_json=as_json)
 
 
 @env.command()
 @click.argument("address")
 @click.argument("directory", type=click.Path(file_okay=False))
-@click.option("--copies", is_flag=True, help="Copy every file; else packages are links to the cache, read-only.")
+@click.option("--copies", is_flag=True, help="Copy every file instead of linking packages to the read-only cache.")
 @_python
 @_store
 @json_option(JsonType("cli.json_types:EnvironmentRestore"))
 def restore(address: str, directory: str, copies: bool, python: str | None, store: str | None, as_json: bool) -> None:
     """Restore a snapshot into DIRECTORY.
 
-    DIRECTORY must be new or empty. The command prints the path of the interpreter to use. --python names the base
-    interpreter; the default is one of the same version on this machine.
+    DIRECTORY must be new or empty. The command prints the path of the interpreter to use. The option --python names the
+    base interpreter. By default the command uses one of the same version on this machine.
     """
-    with _interruptible("the directory was not made; what was fetched stays, and the next restore goes on from there"):
+    with _interruptible(
+        "the directory was not created; the cache keeps the files fetched so far, and the next restore fetches the rest"
+    ):
         _module("store").restore_into(address, directory, python, store, copies=copies, as_json=as_json)
 
 
@@ -119,8 +125,9 @@ def diff(first: str | None, second: str | None, python: str | None, store: str |
     """Show differences between environments.
 
     Differences are packages, edited files, code, the interpreter and start-up variables. Without addresses, the command
-    compares the last capture with the current state; with A, it compares A with the current state; with A and B, it
-    compares the two. It exits with 0 for no difference, 1 for a difference and 2 for a failure.
+    compares the last capture with the current state. With A alone, it compares A with the current state. With A and B,
+    it
+    compares A with B. The exit code is 0 without differences, 1 with differences and 2 after a failure.
     """
     with _interruptible("nothing was changed"):
         try:
@@ -133,27 +140,35 @@ def diff(first: str | None, second: str | None, python: str | None, store: str |
 
 @env.command()
 @click.option(
-    "--keep", metavar="AGE", default="30d", show_default=True, help="Keep what was captured or used within this."
+    "--keep",
+    metavar="AGE",
+    default="30d",
+    show_default=True,
+    help="Keep snapshots that were captured or used in this time.",
 )
 @click.option(
     "--grace",
     metavar="AGE",
     default="1d",
     show_default=True,
-    help="Delete what was condemned this long ago; at least 6h, which is longer than any capture takes.",
+    help="Delete units marked this long ago; at least 6h, longer than any capture takes.",
 )
-@click.option("--force", is_flag=True, help="Allow a shorter --grace: nobody captures into this store now.")
-@click.option("--cache", metavar="SIZE", help="Also shrink what was unpacked on this node to at most this: 20GB, 0.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be condemned and deleted.")
+@click.option(
+    "--force", is_flag=True, help="Allow a shorter --grace. Use it only while no capture into this store runs."
+)
+@click.option(
+    "--cache", metavar="SIZE", help="Also shrink the cache of this node to at most this size, for example 20GB or 0."
+)
+@click.option("--dry-run", is_flag=True, help="Only print what the command would mark and delete.")
 @_store
 @json_option(JsonType("cli.json_types:EnvironmentCollection"))
 def gc(keep: str, grace: str, cache: str | None, store: str | None, **flags: bool) -> None:
     """Delete unused units of environments.
 
-    The command keeps all units of recent snapshots and running attempts. It deletes in two steps, so that a capture at
-    the same time loses nothing: it marks unused units, and a later gc deletes them after --grace.
+    The command keeps all units of recent snapshots and running attempts. It deletes in two steps, so that concurrent
+    captures lose nothing. It marks unused units, and a later gc deletes them after --grace.
     """
-    with _interruptible("what was deleted is gone, the rest is as it was, and the next gc goes on"):
+    with _interruptible("some units may be deleted already, and the next gc deletes the rest"):
         _module("store").collect_garbage((keep, grace, cache), store, **flags)
 
 
@@ -163,7 +178,7 @@ def _module(name: str) -> ModuleType:
 
 @contextmanager
 def _interruptible(left: str) -> Iterator[None]:
-    """Make Ctrl-C one line and an exit code."""
+    """Turn Ctrl-C into one line and an exit code."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Resolves the interpreter, store and snapshot that options name, and where this home keeps environments."""
+"""Resolves the interpreter, store and snapshot that options of `sgpu env` name."""
 
 from __future__ import annotations
 
@@ -31,31 +31,34 @@ def known_environments(directory: Path) -> Recogniser:
 
 
 def open_blobs(url: str | None, directory: Path) -> StoreBlobs:
-    """Return the objects of a store; None means this home's store."""
+    """Return the objects of a store. The default is the store of this home."""
     return StoreBlobs(open_store(directory / "store" if url is None else url, os.environ))
 
 
 def describe(python: str | None) -> Description:
-    """Return an interpreter's description of itself, started in this directory; None means sgpu's own."""
+    """Start an interpreter in the working directory and return its description of itself.
+
+    The default is the interpreter of sgpu.
+    """
     path = sys.executable if python is None else str(_interpreter(python))
     active = os.environ.get("VIRTUAL_ENV", "")
     if python is None and os.path.isdir(active) and not os.path.samefile(active, sys.prefix):
-        say(f"sgpu: this is about {sys.prefix}, which sgpu belongs to; for the active one: --python {active}", err=True)
+        say(f"sgpu: using sgpu's own environment, {sys.prefix}; for the active one, add --python {active}", err=True)
     try:
         return read_description(describe_other(path))
     except (RuntimeError, OSError, ValueError) as error:
-        raise EnvironmentUnsupported(f"{path} cannot be asked for its environment: {error}") from None
+        raise EnvironmentUnsupported(f"{path} did not describe its environment: {error}") from None
 
 
 def interpreter(python: str | None) -> str:
-    """Return the interpreter for a restored environment; "" for any that fits."""
+    """Return the base interpreter for a restored environment, or "" for any that fits."""
     return "" if python is None else str(_interpreter(python))
 
 
 def choose_snapshot(wanted: str, among: StoreBlobs) -> Snapshot:
-    """Return the snapshot with this address or unique beginning of one."""
+    """Return the snapshot with this address, or with a unique prefix of it."""
     text = wanted.strip().lower()
-    # A whole address needs no list of the store, which may be long and far away.
+    # A whole address needs no list of the store. The list may be long, and the store may be remote.
     return read_snapshot(among, text if len(text) == _ADDRESS_DIGITS else among.find_snapshot(text))
 
 
@@ -65,6 +68,7 @@ def _interpreter(text: str) -> Path:
         path = path / "bin" / "python"
     if not os.access(path, os.X_OK) or path.is_dir():
         raise InvalidValue(
-            f"--python: there is no interpreter {path}", hint="name a python, or the directory of a venv"
+            f"--python: there is no interpreter {path}",
+            hint="name a Python interpreter or the directory of a virtual environment",
         )
     return path

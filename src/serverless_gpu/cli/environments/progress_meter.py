@@ -1,12 +1,12 @@
-r"""Progress of a capture or a restore: bytes, files, rate, remaining time.
+r"""Progress of a capture or a restore: bytes, files, rate and remaining time.
 
-    Progress ──▶ Meter ──▶ one line of text        pure: times are given
-                   └──▶ Meters on stderr           a terminal: redrawn in place, ten times a second at most
-                                                   a file or a pipe: a plain line every five seconds
+    ProgressPoint ──▶ ProgressMeter ──▶ one line of text   pure: callers pass the time
+                        └──▶ Meters on stderr              a terminal: redrawn in place, at most ten times a second
+                                                           a file or a pipe: a plain line every five seconds
 
-Reports come from several threads, a thousand a second. The rate is that of the last seconds, so that a slow line after
-a fast disk is visible; no estimate appears before a second is over. A terminal that goes away, or a full disk under
-stderr, ends the drawing and not the work.
+Several threads report progress, up to a thousand times a second. The rate covers the last five seconds, so that a slow
+line after a fast disk is visible. No estimate appears in the first second. If the terminal closes or the disk under
+stderr is full, drawing stops and the work continues.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _COLUMNS = 80
 
 
 class ProgressMeter:
-    """Progress of one phase, and its line."""
+    """Measures the progress of one phase and formats it as a line."""
 
     def __init__(self, phase: Phase, now_ns: int) -> None:
         self.phase = phase
@@ -47,7 +47,7 @@ class ProgressMeter:
         self._latest = ProgressPoint(phase=phase)
 
     def note(self, progress: ProgressPoint, now_ns: int) -> None:
-        """Take a report; one that is behind an earlier one, of another thread, changes nothing."""
+        """Record a report. Ignore a report of a slower thread that is behind an earlier report."""
         if progress.bytes_done < self._latest.bytes_done:
             return
         self._latest = progress
@@ -56,16 +56,16 @@ class ProgressMeter:
             self._seen.popleft()
 
     def line(self, now_ns: int) -> str:
-        """Return where it is now, as text."""
+        """Return the current progress as one line of text."""
         seen = self._latest
         parts = []
-        if seen.bytes_done or seen.bytes_total:  # a walk counts files only
+        if seen.bytes_done or seen.bytes_total:  # A file-system walk counts only files.
             parts.append(
                 _of_total(format_bytes(seen.bytes_done), format_bytes(seen.bytes_total), known=seen.bytes_total > 0)
             )
         parts.append(_of_total(f"{seen.files_done:,}", f"{seen.files_total:,}", known=seen.files_total > 0) + " files")
         first_ns, first = self._seen[0]
-        rate = 0  # while it would be a guess
+        rate = 0  # In the first second the rate would be a guess.
         if now_ns - self._began_ns >= _SURE_NS and now_ns > first_ns:
             rate = (seen.bytes_done - first) * 1_000_000_000 // (now_ns - first_ns)
         if rate:
@@ -74,7 +74,7 @@ class ProgressMeter:
                 seconds = max(1, -(-(seen.bytes_total - seen.bytes_done) // rate))
                 parts.append(f"{seconds} s left" if seconds < 60 else f"{format_duration_ms(seconds * 1000)} left")
         if seen.waits_for:
-            parts.append(f"waiting for another process here, which fetches {seen.waits_for}")
+            parts.append(f"waiting for another process on this node to fetch {seen.waits_for}")
         elif seen.name:
             parts.append(seen.name)
         return f"{_WORDS[self.phase]}: {' · '.join(parts)}"
@@ -85,7 +85,7 @@ def _of_total(done: str, total: str, *, known: bool) -> str:
 
 
 class Meters:
-    """Draws the meter of the current phase on stderr; a context that leaves a clean line behind."""
+    """Draws the progress of the current phase on stderr. The context manager clears the line on exit."""
 
     def __init__(self, stream: TextIO | None = None, clock: Clock | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -107,7 +107,7 @@ class Meters:
                 self._write("\r\x1b[K")
 
     def report(self, progress: ProgressPoint) -> None:
-        """Take a report of work that is going on, from any thread."""
+        """Take a progress report from any thread."""
         with self._lock:
             if self._is_over:
                 return
@@ -127,7 +127,7 @@ class Meters:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # the terminal is gone, or it was closed
+        except (OSError, ValueError):  # The terminal is gone, or the stream is closed.
             self._is_over = True
 
 

@@ -1,4 +1,4 @@
-"""`sgpu env show`, `fingerprint` and `diff`: an environment's contents, address and changes, as text and JSON."""
+"""`sgpu env show`, `fingerprint` and `diff`: contents, address and changes of an environment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from serverless_gpu.units import format_bytes, format_duration_ms
 _PTH_BYTES_MAX = 65_536
 Value = TypeVar("Value")
 SHORT = 12
-"""Digits of an address that are shown: enough to be the only one in any store one will meet."""
+"""Number of displayed digits of an address. This prefix is unique in any realistic store."""
 _LARGEST = 10
 _NAMED_MAX = 8
 _LEFT_OUT_MAX = 20
@@ -30,16 +30,16 @@ _CODE_CHARACTERS_MAX = 60
 
 
 class EnvironmentState(msgspec.Struct, kw_only=True):
-    """An environment as it is now, and its last capture."""
+    """The current state of an environment and its last capture."""
 
-    last: Snapshot | None  # None before the first capture
+    last: Snapshot | None  # None before the first capture.
     now: Snapshot
-    sources: Mapping[str, LocalUnit]  # by address of the unit; empty when no file was read
-    times: dict[str, int]  # milliseconds by name of the step
+    sources: Mapping[str, LocalUnit]  # Keyed by the unit's address. Empty if the scan read no file.
+    times: dict[str, int]  # Milliseconds by name of the step.
 
     @property
     def known(self) -> bool:
-        """Return whether the last capture is still accurate."""
+        """Return True if the last capture matches the current state."""
         return self.last is not None and self.last.address == self.now.address
 
 
@@ -51,20 +51,20 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     variables_removed: tuple[str, ...] = ()
 
     def sentences(self) -> list[str]:
-        """Return it for people."""
+        """Return the differences as sentences for people."""
         said = [change.sentence() for change in self.changes]
         said += [f"start-up variable {name} is set now" for name in self.variables_added]
-        return said + [f"start-up variable {name} is not set any more" for name in self.variables_removed]
+        return said + [f"start-up variable {name} is no longer set" for name in self.variables_removed]
 
 
 def show_now(python: str | None, *, as_json: bool, everything: bool) -> None:
-    """Print an interpreter's environment as it is now."""
+    """Print the current environment of an interpreter."""
     look = _current_state(python, read_all=True)
     contents = _contents(look.sources)
     if as_json:
         print_json({"known": look.known, **snapshot_json(look.now, contents)})
         return
-    state = captured_text(look.last) if look.last is not None and look.known else "not captured as it is now"
+    state = captured_text(look.last) if look.last is not None and look.known else "the current state is not captured"
     _print(snapshot_lines(look.now, contents, everything=everything, state=state))
 
 
@@ -72,7 +72,8 @@ def show_stored(address: str, store: str | None, *, as_json: bool, everything: b
     """Show a snapshot of a store."""
     blobs = locations.open_blobs(store, locations.environments_directory())
     snapshot = locations.choose_snapshot(address, blobs)
-    # Documents of all units may be many and far away; those of unowned files are one for each root.
+    # Reading the documents of all units could need many requests to a remote store. Unowned files need one for each
+    # root.
     wanted = {m.address for root in snapshot.roots for m in root.members if everything or m.kind == "unowned"}
     contents = Contents(rows={one: blobs.read_unit(one).rows for one in sorted(wanted)})
     if as_json:
@@ -82,7 +83,7 @@ def show_stored(address: str, store: str | None, *, as_json: bool, everything: b
 
 
 def fingerprint(python: str | None, *, as_json: bool) -> None:
-    """Print an environment's address, whether it was known, and its changes if not."""
+    """Print an environment's address, and its changes since the last capture."""
     look = _current_state(python)
     difference = (
         Difference(changes=())
@@ -96,18 +97,18 @@ def fingerprint(python: str | None, *, as_json: bool) -> None:
         return
     lines = [look.now.address]
     if look.last is None:
-        lines.append("not known: it was never captured from this home and directory; `sgpu env capture` does it")
+        lines.append("not known: no capture from this home and directory; run `sgpu env capture`")
     elif look.known:
         lines.append(f"known: nothing changed since it was {captured_text(look.last)}")
     else:
-        lines.append(f"not known: it differs from what was {captured_text(look.last)}")
+        lines.append(f"not known: it differs from the environment {captured_text(look.last)}")
         lines += [f"  {sentence}" for sentence in difference.sentences()]
     took = ", ".join(f"{name} {format_duration_ms(ms)}" for name, ms in look.times.items())
     _print([*lines, f"took: {took}"])
 
 
 def differences(first: str | None, second: str | None, python: str | None, store: str | None, *, as_json: bool) -> bool:
-    """Print the differences; return whether there are any."""
+    """Print the differences. Return True if there are any."""
     blobs = locations.open_blobs(store, locations.environments_directory())
     old = None if first is None else locations.choose_snapshot(first, blobs)
     if old is not None and second is not None:
@@ -117,8 +118,9 @@ def differences(first: str | None, second: str | None, python: str | None, store
         look.last = old or look.last
     if look.last is None:
         raise EnvironmentMissing(
-            "this environment was never captured from this home and directory: there is nothing to compare it with",
-            hint="`sgpu env capture` captures it; `sgpu env diff ADDRESS` compares it with a snapshot",
+            "this environment was never captured from this home and directory, so there is no snapshot to compare "
+            "it with",
+            hint="capture it with `sgpu env capture`, or name a snapshot: `sgpu env diff ADDRESS`",
         )
     difference = _difference(look, blobs)
     said = difference.sentences()
@@ -130,7 +132,7 @@ def differences(first: str | None, second: str | None, python: str | None, store
 
 
 def _current_state(python: str | None, *, read_all: bool = False) -> EnvironmentState:
-    """Check an environment's files, and scan it when something is new or `read_all` is set."""
+    """Check an environment's files. Scan the environment if a file changed or `read_all` is set."""
     times: dict[str, int] = {}
     description = _timed(times, "asking the interpreter", lambda: locations.describe(python))
     recogniser = locations.known_environments(locations.environments_directory())
@@ -153,8 +155,8 @@ def _timed(times: dict[str, int], name: str, work: Callable[[], Value]) -> Value
 
 
 def _difference(look: EnvironmentState, blobs: StoreBlobs) -> Difference:
-    """Return the differences, with the files of edited units as far as both versions are available."""
-    assert look.last is not None  # the callers see to it
+    """Return the differences. List edited files of a unit if its old and new versions are available."""
+    assert look.last is not None  # The callers ensure this.
     changes = differences_of_files(look.last, look.now, look.sources, blobs)
     before, after = set(look.last.facts.variables), set(look.now.facts.variables)
     return Difference(
@@ -183,25 +185,25 @@ def _print(lines: list[str]) -> None:
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """Known files of a snapshot."""
+    """File rows and `.pth` texts of a snapshot, as far as they are known."""
 
-    # by address of the unit; a missing unit is described by its numbers only
+    # Keyed by the unit's address. For a missing unit, the output shows only its size and number of files.
     rows: Mapping[str, tuple[FileRow, ...]] = {}
-    texts: Mapping[tuple[str, str], str] = {}  # of `.pth` files, by address of the unit and path of the row
+    texts: Mapping[tuple[str, str], str] = {}  # Texts of `.pth` files, keyed by the unit's address and the row's path.
 
 
 class Pth(msgspec.Struct, frozen=True, kw_only=True):
-    """One `.pth` file of a root."""
+    """One `.pth` file in a directory of Python's path."""
 
     file: str
-    owner: str = ""  # its distribution, or ""
-    adds: tuple[str, ...] = ()  # directories it puts on `sys.path`
-    runs: tuple[str, ...] = ()  # lines that Python executes at every start
-    known: bool = True  # whether its text could be read
+    owner: str = ""  # Name of the distribution that owns the file, or "".
+    adds: tuple[str, ...] = ()  # Directories that the file adds to `sys.path`.
+    runs: tuple[str, ...] = ()  # Lines of the file that Python executes at every start.
+    known: bool = True  # False if the file's text is not available.
 
 
 def snapshot_lines(snapshot: Snapshot, contents: Contents, *, everything: bool, state: str) -> list[str]:
-    """Return a snapshot as lines; `state` is the sentence about its capture."""
+    """Return a snapshot as lines of text. `state` describes its capture."""
     python, count = snapshot.interpreter, sum(_is_distribution(m) for root in snapshot.roots for m in root.members)
     glibc = f", glibc {python.glibc}" if python.glibc else ""
     where = f": {snapshot.facts.python}" if snapshot.facts.python else ""
@@ -217,14 +219,14 @@ def snapshot_lines(snapshot: Snapshot, contents: Contents, *, everything: bool, 
     if left_out:
         lines += ["", "left out:", *(f"  {sentence}" for sentence in left_out)]
     if more := len(snapshot.facts.left_out) - len(left_out):
-        lines.append(f"  and {more} more: --all")
+        lines.append(f"  and {more} more; --all lists them")
     if snapshot.facts.variables:
         lines += ["", f"start-up variables (names only): {', '.join(snapshot.facts.variables)}"]
     return lines
 
 
 def snapshot_json(snapshot: Snapshot, contents: Contents) -> dict[str, object]:
-    """Return a snapshot for machines."""
+    """Return a snapshot as JSON values."""
     facts = snapshot.facts
     return {
         "address": snapshot.address,
@@ -248,7 +250,7 @@ def titles(members: Sequence[SnapshotMember]) -> str:
 
 
 def captured_text(snapshot: Snapshot) -> str:
-    """Return when a stored snapshot was captured, in words."""
+    """Return the time of a snapshot's capture as text."""
     captured_ns = snapshot.facts.captured_ns
     return f"captured {format_moment(captured_ns)}" if captured_ns else "captured"
 
@@ -265,7 +267,7 @@ def pth_files(snapshot: Snapshot, root: Root, contents: Contents) -> list[Pth]:
 
 
 def directory_of(snapshot: Snapshot, number: int) -> str:
-    """Return where a root was, or its number where that is not known."""
+    """Return the original directory of a root, or the root's number if the directory is unknown."""
     originals = snapshot.facts.originals
     return originals[number] if number < len(originals) and originals[number] else f"root {number}"
 
@@ -282,7 +284,7 @@ def _root_lines(snapshot: Snapshot, number: int, root: Root, contents: Contents,
     rows = [[_title(m), format_bytes(m.size), _files(m.files), m.address[:SHORT]] for m in shown]
     lines += [f"  {line}" for line in columns(rows)]
     if rest := named[len(shown) :]:
-        lines.append(f"  and {len(rest)} smaller, {format_bytes(sum(m.size for m in rest))}: --all")
+        lines.append(f"  and {len(rest)} smaller, {format_bytes(sum(m.size for m in rest))}; --all lists them")
     for member in root.members:
         if member.kind == "unowned":
             lines.append(f"  {_unowned_text(member, contents.rows.get(member.address, ()), everything=everything)}")
@@ -340,7 +342,7 @@ def _pth(snapshot: Snapshot, file: str, owner: str, text: str | None) -> Pth:
 
 
 def is_pth(path: str) -> bool:
-    """Return whether a row is a `.pth` file, which Python reads at every start."""
+    """Return True for a `.pth` file, which Python reads at every start."""
     return path.startswith("site/") and path.count("/") == 1 and path.endswith(".pth")
 
 

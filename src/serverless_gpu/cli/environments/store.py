@@ -1,4 +1,4 @@
-"""`sgpu env capture`, `restore` and `gc`: into a store, out of it into a tree, and deletion of unneeded objects."""
+"""`sgpu env capture`, `restore` and `gc`: fill a store, restore from it and delete unused units."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _UNREADABLE_MAX = 5
 
 
 def capture(python: str | None, store: str | None, *, repair: bool, as_json: bool) -> None:
-    """Capture an environment and print what was new."""
+    """Capture an environment and print the new units."""
     directory = locations.environments_directory()
     described = locations.describe(python)
     blobs = locations.open_blobs(store, directory)
@@ -50,21 +50,21 @@ def capture(python: str | None, store: str | None, *, repair: bool, as_json: boo
         return
     if repair:
         shown = ", ".join(key[: key.index("/") + 1 + SHORT] for key in removed)
-        say(f"damaged in the store, and sent again: {shown or 'nothing'}")
+        say(f"damaged in the store and sent again: {shown or 'nothing'}")
     for line in captured_text(captured, blobs.store.url, took_ms):
         say(line)
 
 
 def captured_text(captured: CaptureResult, url: str, took_ms: int) -> list[str]:
-    """Return the summary of a capture; its last line is the address."""
+    """Return the summary of a capture. Its last line is the address."""
     snapshot, new = captured.snapshot, _new(captured)
     known = len(snapshot.addresses()) - len(new)
     lines = [f"captured {format_bytes(snapshot.size)} in {snapshot.files:,} files, in {format_duration_ms(took_ms)}"]
     if new:
         size = format_bytes(sum(member.size for member in new))
-        lines.append(f"new: {titles(new)} ({size}); {known} of {len(snapshot.addresses())} units were there")
+        lines.append(f"new: {titles(new)} ({size}); the store already had {known} of {len(snapshot.addresses())} units")
     else:
-        lines.append("new: nothing, the store had all of it")
+        lines.append("new: nothing; the store already had all units")
     lines.append(f"sent: {format_bytes(captured.sent_bytes)} to {url}")
     return [*lines, snapshot.address]
 
@@ -93,15 +93,15 @@ def _captured_json(captured: CaptureResult, url: str, took_ms: int) -> dict[str,
 def restore_into(
     address: str, target: str, python: str | None, store: str | None, *, copies: bool, as_json: bool
 ) -> None:
-    """Restore a snapshot into a directory and say how to use it."""
+    """Restore a snapshot into a directory and print how to use it."""
     directory = locations.environments_directory()
     blobs = locations.open_blobs(store, directory)
     snapshot = locations.choose_snapshot(address, blobs)
     order = ExportRequest(target=Path(target), python=locations.interpreter(python), copies=copies)
     names = {m.address[:SHORT]: titles([m]) for root in snapshot.roots for m in root.members}
     with Meters() as meters:
-
-        def report(progress: ProgressPoint) -> None:  # a node knows units by their addresses
+        # Reports of a restore name units by address; users know them by title.
+        def report(progress: ProgressPoint) -> None:
             meters.report(msgspec.structs.replace(progress, name=names.get(progress.name, progress.name)))
 
         made = export(snapshot.address, blobs, UnitCache(directory), order, report=report)
@@ -113,7 +113,7 @@ def restore_into(
 
 
 def restored_text(made: ExportedTree, snapshot: Snapshot) -> list[str]:
-    """Return the summary of a restore; its last line is the command that uses it."""
+    """Return the summary of a restore. Its last line is the command that uses it."""
     lines = [
         f"restored {format_bytes(snapshot.size)} in {snapshot.files:,} files, in {format_duration_ms(made.ms)}",
         f"fetched: {made.units_fetched} of {len(snapshot.addresses())} units, {format_bytes(made.fetched_bytes)}",
@@ -121,20 +121,28 @@ def restored_text(made: ExportedTree, snapshot: Snapshot) -> list[str]:
     if made.note:
         lines.append(f"note: {made.note}")
     if made.linked:
-        lines.append("files of packages are links to the cache, read-only: to edit one, restore with --copies")
+        lines.append("files of packages are read-only links to the cache; to edit one, restore with --copies")
     return [*lines, f"use it: {shlex.quote(made.python)}"]
 
 
 def collect_garbage(
     amounts: tuple[str, str, str | None], store: str | None, *, force: bool, dry_run: bool, as_json: bool
 ) -> None:
-    """Collect garbage by typed keep, grace and cache size; `force` allows a grace shorter than a capture."""
+    """Delete unused units.
+
+    Args:
+        amounts: Texts of --keep, --grace and --cache.
+        store: URL of the store; None for the store of this home.
+        force: Allow a grace period shorter than a capture.
+        dry_run: Delete nothing.
+        as_json: Print JSON.
+    """
     keep, grace, cache_size = amounts
     keep_s, grace_s = age_s("--keep", keep), age_s("--grace", grace)
     if grace_s < CAPTURE_S_MAX and not (force or dry_run):
         raise InvalidValue(
             f"--grace {grace} is shorter than a capture may take ({CAPTURE_S_MAX // 3600}h)",
-            hint="leave it out; or add --force when nobody captures into this store now",
+            hint="leave --grace out, or add --force if no capture into this store is running",
         )
     limit = None if cache_size is None else size_bytes("--cache", cache_size)
     directory = locations.environments_directory()
@@ -145,7 +153,8 @@ def collect_garbage(
         done = collect(blobs, in_use=in_use, keep_s=keep_s, grace_s=grace_s, dry_run=dry_run, report=meters.report)
     if done.busy:
         raise StorageError(
-            f"another collection of {blobs.store.url} is at work; nothing was done", hint="try again when it has ended"
+            f"another garbage collection of {blobs.store.url} is running; this one deleted nothing",
+            hint="try again after it ends",
         )
     freed = cache.evict(max_bytes=limit) if limit is not None and not dry_run else 0
     units, held = cache.sizes()
@@ -156,24 +165,24 @@ def collect_garbage(
         for line in collected_text(done, blobs.store.url):
             say(line)
         went = f"; {format_bytes(freed)} deleted" if limit is not None and not dry_run else ""
-        say(f"unpacked on this node: {units:,} units, {format_bytes(held)}{went}")
+        say(f"cache of this node: {units:,} units, {format_bytes(held)}{went}")
     if done.unreadable:
         sys.exit(1)
 
 
 def collected_text(done: CollectionResult, url: str) -> list[str]:
-    """Return the summary of a collection."""
-    deleted, condemned = ("would delete", "would condemn") if done.dry_run else ("deleted", "condemned")
+    """Return the summary of a garbage collection."""
+    deleted, condemned = ("would delete", "would mark") if done.dry_run else ("deleted", "marked")
     lines = [
         url,
         f"  {deleted}: {_tally_text(done.deleted)}",
         f"  {condemned}: {_tally_text(done.condemned)}",
-        f"  condemned before, deleted later: {_tally_text(done.waiting)}",
+        f"  marked before, deleted later: {_tally_text(done.waiting)}",
         f"  needed: {_tally_text(done.kept)}",
     ]
     if done.unreadable:
         few = ", ".join(done.unreadable[:_UNREADABLE_MAX])
-        lines.append(f"  {len(done.unreadable)} cannot be read, and what they need was left alone: {few}")
+        lines.append(f"  {len(done.unreadable)} could not be read, so units that they may need were kept: {few}")
     return lines
 
 

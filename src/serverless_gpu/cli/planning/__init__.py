@@ -1,1 +1,1 @@
-"""Commands that plan capacity, computed in `model/billing` and `replay`: `advise.py` and `simulate.py`."""
+"""Commands that plan capacity. `model/billing` and `replay` compute their results."""

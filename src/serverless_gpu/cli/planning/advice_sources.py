@@ -1,13 +1,13 @@
-"""Where `sgpu advise` gets its uses from: a server's ledger, this machine's run directories, a trace, or a seed.
+"""Sources of past use for `sgpu advise`: a server's ledger, this machine's runs, or a trace.
 
     ledger    GET /usage/demand, page by page      a row for each attempt and day; telemetry of the whole attempt
-    history   receipts of this home                runs that have ended, and have one
-    trace     what `sgpu simulate` reads           only when jobs came, how long they took, how many GPUs they had
+    history   receipts of this home                ended runs that have a receipt
+    trace     what `sgpu simulate` reads           only submit times, durations and GPU counts of jobs
 
-A run counts from the moment it was asked for, and for as long as it had its GPUs: as if it had not waited. A session
-counts for as long as no run had its devices: those runs count themselves.
+Each run counts from its submission, for as long as it had its GPUs. The advice assumes that no run waits. A session
+counts while no run has its devices, because those runs count themselves.
 
-Rows beyond the limit and incomplete receipts are left out, and a remark says so.
+Rows beyond the limit and incomplete receipts are left out, and a remark reports them.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _SECOND_NS = 1_000_000_000
 
 
 class UseFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Filter of uses by time; "" matches all."""
+    """Filter of past use by time, team, pool and GPU type. "" matches all."""
 
-    start_ns: int  # inclusive, until `end_ns`
+    start_ns: int  # Inclusive. The filter ends before `end_ns`.
     end_ns: int
     team: str = ""
     pool: str = ""
@@ -53,52 +53,52 @@ class UseFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuTypeUses(msgspec.Struct, kw_only=True):
-    """All uses of one GPU type."""
+    """All past use of one GPU type."""
 
-    uses: list[GpuUse] = []  # as if no run had waited
-    waited_ns: int = 0  # GPU-nanoseconds in the queue
-    gpu_ms: int = 0  # GPU-milliseconds that count as use; `unpriced_ms` those without a price
+    uses: list[GpuUse] = []  # Start times assume that no run waited.
+    waited_ns: int = 0  # GPU-nanoseconds in the queue.
+    gpu_ms: int = 0  # GPU-milliseconds that count as use. `unpriced_ms` is the part without a price.
     unpriced_ms: int = 0
-    lent_ms: int = 0  # GPU-milliseconds on loan; `billed_ms` those of them with a price
+    lent_ms: int = 0  # GPU-milliseconds on loan. `billed_ms` is the billed part.
     billed_ms: int = 0
-    micros: int = 0  # charged by the ledger
+    micros: int = 0  # Total charge in millionths of the currency.
 
     @property
     def billed(self) -> Fraction:
-        """The part of the time had that is billed; all of it where nothing was had for long enough to say."""
+        """Return the billed part of the time on loan, or 1 without any such time."""
         return Fraction(self.billed_ms, self.lent_ms) if self.lent_ms else Fraction(1)
 
 
 class PastUse(msgspec.Struct, kw_only=True):
     """Past use of GPUs."""
 
-    source: str  # in words
+    source: str  # Name of the source, for messages.
     start_ns: int
     end_ns: int
-    kinds: dict[str, GpuTypeUses] = {}  # by GPU type
-    ran: list[ObservedAttempt] = []  # from telemetry
-    attempts: int = 0  # number of uses
+    kinds: dict[str, GpuTypeUses] = {}  # Keyed by GPU type.
+    ran: list[ObservedAttempt] = []  # Attempts as telemetry observed them.
+    attempts: int = 0  # Number of attempts or jobs.
     remarks: list[str] = []  # omissions
 
     def kind(self, gpu_type: str) -> GpuTypeUses:
-        """Return the uses of a type, to which some may be added."""
+        """Return the uses of a GPU type, to which callers add."""
         return self.kinds.setdefault(gpu_type or "GPU", GpuTypeUses())
 
 
 class PriceBook(msgspec.Struct, frozen=True, kw_only=True):
-    """Prices of today."""
+    """The current prices."""
 
     rows: tuple[Price, ...] = ()
     currency: str = "USD"
 
     def price(self, gpu_type: str, pool: str = "") -> int | None:
-        """Return the hourly price of one device in a pool, or the general price."""
+        """Return the hourly price of one device in a pool. "" means the price for all pools."""
         own = [row for row in self.rows if row.pool == pool]
         paid = tariff(own, gpu_type=canonical(gpu_type), pool=pool, at_ns=0, currency=self.currency)
         return paid.gpu_micros_per_hour
 
     def any_pool(self) -> dict[str, int]:
-        """Return the prices that hold wherever a pool has none of its own, by type."""
+        """Return the prices for all pools, by GPU type."""
         names = {row.resource for row in self.rows}.union(*FAMILIES.values())
         prices = {name: self.price(name) for name in sorted(names)}
         return {name: micros for name, micros in prices.items() if micros is not None}
@@ -108,16 +108,19 @@ class PriceBook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def of_server(connection: Connection, wanted: UseFilter) -> PastUse:
-    """Return the use in a server's ledger that the caller may see; raise ServerProblem when it is away."""
+    """Return the use in a server's ledger that the caller may see.
+
+    Raise ServerProblem if the server is unreachable.
+    """
     rows, is_cut = _rows(connection, wanted)
     past = of_rows(rows, wanted)
     if is_cut:
-        past.remarks.append(f"more than {ROWS_MAX:,} rows; what came later is left out: look at less time with --last")
+        past.remarks.append(f"rows after the first {ROWS_MAX:,}; choose a shorter time with --last")
     return past
 
 
 def of_rows(rows: Iterable[DemandRow], wanted: UseFilter) -> PastUse:
-    """Return the use in ledger rows, with the rows of one attempt joined."""
+    """Return the use in ledger rows. Several rows can belong to one attempt."""
     attempts: dict[tuple[str, int], list[DemandRow]] = {}
     for row in rows:
         attempts.setdefault((row.run_id, row.fence), []).append(row)
@@ -149,7 +152,7 @@ def of_rows(rows: Iterable[DemandRow], wanted: UseFilter) -> PastUse:
 
 
 def book_of_server(connection: Connection) -> PriceBook:
-    """Return a server's current prices; raise ServerProblem when it is away."""
+    """Return a server's current prices. Raise ServerProblem if the server is unreachable."""
     answer: PriceList = connection.ask("GET", "/prices", answer=load("serverless_gpu.wire.billing").PriceList)
     rows = (
         Price(resource=canonical(row.resource), micros_per_hour=row.micros_per_hour, pool=row.pool)
@@ -193,21 +196,21 @@ def of_home(home: Home, wanted: UseFilter) -> PastUse:
         if not _add(past, record):
             untold += 1
     if untold:
-        past.remarks.append(f"{untold:,} of the runs, which go on or have no receipt")
+        past.remarks.append(f"{untold:,} runs that are still running or have no receipt")
     if len(ids) > _RUNS_MAX:
         past.remarks.append(f"{len(ids) - _RUNS_MAX:,} older runs")
     return _since_first_use(past)
 
 
 def book_of_home(configuration: Configuration) -> PriceBook:
-    """Return the prices that are configured on this machine."""
+    """Return the prices in this machine's configuration."""
     priced = {name: paid.gpu_micros_per_hour for name, paid in configuration.prices.items()}
     rows = (Price(resource=name, micros_per_hour=micros) for name, micros in priced.items() if micros is not None)
     return PriceBook(rows=tuple(rows))
 
 
 def _add(past: PastUse, record: RunRecord) -> bool:
-    """Add a run; return whether its receipt is complete enough."""
+    """Add the use of a run. Return False if its receipt is missing or incomplete."""
     receipt, ended_ns = record.receipt, record.ended_ns
     if receipt is None or ended_ns is None:
         return False
@@ -247,14 +250,17 @@ def _ran_of(record: RunRecord, receipt: Receipt) -> ObservedAttempt:
 
 
 def of_trace(trace: Trace, wanted: UseFilter) -> PastUse:
-    """Return the use in a trace, from its first job to its last end; the filter's times are ignored."""
+    """Return the use in a trace between its first and its last submission.
+
+    The times of the filter do not apply.
+    """
     jobs = [
         job
         for job in trace.jobs
         if (not wanted.team or job.team == wanted.team) and (not wanted.pool or job.pool == wanted.pool)
     ]
     if not jobs:
-        raise InvalidValue(f"{trace.source} has no such jobs", hint="see --team and --pool")
+        raise InvalidValue(f"{trace.source} has no matching jobs", hint="check --team and --pool")
     start_s, last_s = jobs[0].submit_s, jobs[-1].submit_s
     end_s = last_s if last_s > start_s else max(job.submit_s + job.duration_s for job in jobs)
     past = PastUse(source=trace.source, start_ns=_ns(start_s), end_ns=_ns(end_s), attempts=len(jobs))
@@ -272,7 +278,7 @@ def of_trace(trace: Trace, wanted: UseFilter) -> PastUse:
     past.remarks = [f"{count:,} {why}" for why, count in trace.left_out.items()]
     if later_ms:
         past.remarks.append(
-            f"{format_gpu_ms(later_ms)} after the last job came: nobody knows who else had come by then"
+            f"{format_gpu_ms(later_ms)} after the last submission, because later submissions are unknown"
         )
     return past
 
@@ -284,9 +290,13 @@ def chosen(past: PastUse, wanted: UseFilter) -> tuple[str, GpuTypeUses]:
     if not found:
         asked = (("of", gpu_type), ("by team", wanted.team), ("in pool", wanted.pool))
         said = "".join(f" {of} {name}" for of, name in asked if name)
-        there = f"there is {', '.join(sorted(past.kinds))}" if past.kinds else "look at more time: --last 90d"
-        raise InvalidValue(f"{past.source}: nothing was used{said}", hint=there)
-    if gpu_type:  # a family is all of its members
+        there = (
+            f"GPU types with use: {', '.join(sorted(past.kinds))}"
+            if past.kinds
+            else "choose a longer time, for example --last 90d"
+        )
+        raise InvalidValue(f"{past.source}: no use found{said}", hint=there)
+    if gpu_type:  # A GPU family includes all of its members.
         together = GpuTypeUses()
         for kind in found.values():
             together.uses += kind.uses
@@ -298,14 +308,14 @@ def chosen(past: PastUse, wanted: UseFilter) -> tuple[str, GpuTypeUses]:
 
 
 def _since_first_use(past: PastUse) -> PastUse:
-    """Return the use since its first one."""
+    """Let the time range start at the first use, and return the past use."""
     starts = [use.start_ns for kind in past.kinds.values() for use in kind.uses]
     past.start_ns = min(past.end_ns - 1, max(past.start_ns, min(starts, default=past.start_ns)))
     return past
 
 
 def _use(start_ns: int, end_ns: int, gpus: int, lent_ms: int, waited_ns: int) -> GpuUse:
-    """Return a use as if it had not waited, and as long as its devices were lent."""
+    """Return a use that starts at its submission and lasts as long as its devices were on loan."""
     lent_ns = lent_ms * _MS_NS // gpus if gpus else 0
     start_ns, end_ns = start_ns - waited_ns, min(end_ns, start_ns + lent_ns) - waited_ns
     return GpuUse(start_ns=start_ns, end_ns=max(start_ns, end_ns), gpus=gpus)
@@ -316,5 +326,5 @@ def _ns(seconds: float) -> int:
 
 
 def remarks(past: PastUse) -> Iterator[str]:
-    """Yield the omissions in words."""
+    """Yield the omissions as lines of text."""
     yield from (f"left out: {remark}" for remark in past.remarks)

@@ -1,4 +1,4 @@
-"""`sgpu advise`: how many GPUs to reserve or own, and which runs had more GPU than they used. Tables or JSON."""
+"""`sgpu advise`: recommends how many GPUs to reserve, and lists runs with more GPU than they used."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from serverless_gpu.replay.queue_cost import QueueOutcome, queues
 from serverless_gpu.units import MICROS_PER_UNIT, format_duration_ms, format_gpu_ms, format_micros, is_any_below_cent
 
 _PRICE_MAX = 1_000_000
-_HOURS_PER_YEAR = 8766  # of 365.25 days
+_HOURS_PER_YEAR = 8766  # A year of 365.25 days.
 SLOTS_MAX = 12
 _RUNS_MAX = 20
 _NAME_MAX = 40
@@ -64,26 +64,33 @@ _CALENDAR_NS = 315_532_800 * 1_000_000_000  # 1980
 
 @click.command("advise")
 @click.argument("trace", required=False, type=click.Path(path_type=Path))
-@click.option("--local", is_flag=True, help="Runs of this machine, though there is a server.")
-@click.option("--last", default="30d", show_default=True, metavar="AGE", help="How far to look back.")
+@click.option("--local", is_flag=True, help="Use runs of this machine even if a server is configured.")
+@click.option("--last", default="30d", show_default=True, metavar="AGE", help="How far back to look.")
 @click.option("--team", default="", help="Only runs of this team.", shell_complete=complete_team)
 @click.option("--pool", default="", help="Only runs in this pool.", shell_complete=complete_pool)
-@click.option("--gpu-type", default="", help="Which type; the one most used unless told.")
-@click.option("--reserved", metavar="PRICE|POOL", help="Price of a reserved GPU-hour, or a pool whose price it is.")
-@click.option("--on-demand", metavar="PRICE|POOL", help="Price of a GPU-hour on demand; that of any pool unless told.")
-@click.option("--buy", type=float, metavar="PRICE", help="Price of buying a GPU, in place of --reserved.")
-@click.option("--years", type=float, default=4, show_default=True, help="For how long a bought GPU is used.")
-@click.option("--running", type=float, default=0.0, metavar="PRICE", help="What a bought GPU costs for each hour.")
+@click.option("--gpu-type", default="", help="GPU type (default: the most used one).")
+@click.option("--reserved", metavar="PRICE|POOL", help="Price of a reserved GPU-hour, or a pool with that price.")
+@click.option(
+    "--on-demand",
+    metavar="PRICE|POOL",
+    help="Price of an on-demand GPU-hour, or a pool with that price (default: the price for all pools).",
+)
+@click.option("--buy", type=float, metavar="PRICE", help="Price of buying a GPU, instead of --reserved.")
+@click.option("--years", type=float, default=4, show_default=True, help="Number of years that a bought GPU is in use.")
+@click.option("--running", type=float, default=0.0, metavar="PRICE", help="Running cost of a bought GPU per hour.")
 @click.option("--have", type=click.IntRange(0, 1_000_000), default=0, show_default=True, help="GPUs reserved today.")
-@click.option("--waiting", metavar="PRICE", help="What it costs when a run waits one hour for one GPU.")
+@click.option("--waiting", metavar="PRICE", help="Cost of one run that waits one hour for one GPU.")
 @click.option("--explain", is_flag=True, help="Print the formula of each number.")
-@click.option("--png", type=click.Path(path_type=Path), metavar="FILE", help="Write a picture of it: .png, .svg, .pdf.")
+@click.option(
+    "--png", type=click.Path(path_type=Path), metavar="FILE", help="Draw the advice into a .png, .svg or .pdf file."
+)
 @json_option(JsonType("cli.json_types:Advice"))
 def advise_command(**options: Any) -> None:
     """Recommend how many GPUs to reserve.
 
-    The command also lists runs that did not use their GPUs. It reads the server's ledger, or this machine's runs
-    without a server. TRACE is a file in the format of `sgpu simulate`.
+    The command also lists runs that did not use their GPUs. It reads the server's ledger. Without a server, it reads
+    the
+    runs of this machine. TRACE is a file in the format of `sgpu simulate`.
     """
     drawing = None if options["png"] is None else load_drawing(options["png"], "serverless_gpu.replay.charts")
     configuration = read_configuration(this_home())
@@ -97,7 +104,7 @@ def advise_command(**options: Any) -> None:
             say(line)
     path, advice = options["png"], report.advice
     if drawing is not None and advice is None:
-        say(f"{path} was not written: {report.why_not}", err=True)
+        say(f"sgpu: {path} was not written: {report.why_not}", err=True)
     elif drawing is not None and advice is not None:
         write_picture(lambda: drawing.draw_advice(advice, title_of(report), path), path)
 
@@ -106,7 +113,7 @@ def _parse_filter(options: Mapping[str, Any]) -> UseFilter:
     now_ns = SystemClock().wall_ns()
     last_s = duration_s("--last", options["last"])
     if not last_s:
-        raise click.BadParameter("more than no time is needed", param_hint="--last")
+        raise click.BadParameter("must be longer than 0", param_hint="--last")
     asked = {name: options[name] for name in ("team", "pool", "gpu_type")}
     return UseFilter(start_ns=now_ns - round(last_s) * 1_000_000_000, end_ns=now_ns, **asked)
 
@@ -122,7 +129,7 @@ def _read_use(options: Mapping[str, Any], wanted: UseFilter, configuration: Conf
 
 
 def _has_server() -> bool:
-    """Return whether a server is configured; one that cannot be reached is, too."""
+    """Return True if a server is configured, even an unreachable one."""
     try:
         find_profile(this_home().root, os.environ)
     except ServerNotConfigured:
@@ -139,7 +146,7 @@ def _report(
     advice = None if rates is None else advise(curve, rates, gpu_type=gpu_type, now=options["have"])
     waiting = None if options["waiting"] is None else micros("--waiting", options["waiting"], most=_PRICE_MAX)
     found: tuple[QueueOutcome, ...] = ()
-    if advice is not None:  # pools to replay: the advised one, the current one, and around the mean demand
+    if advice is not None:  # Replays pools of the advised size, the current size and sizes around the mean demand.
         mean = -(-curve.used_ns // curve.span_ns)
         sizes = {advice.best.slots, advice.now.slots, mean, (mean + curve.peak) // 2}
         found = queues(kind.uses, advice.rates, sizes, waiting=waiting)
@@ -163,44 +170,46 @@ def _report(
 
 
 def _rates(options: Mapping[str, Any], book: PriceBook, gpu_type: str, billed: Fraction) -> tuple[GpuRates | None, str]:
-    """Return both prices; or None, and which is missing."""
+    """Return both prices, or None and a message that names the missing price."""
     if options["buy"] is not None and options["reserved"] is not None:
-        raise click.UsageError("--buy is in place of --reserved")
+        raise click.UsageError("give only one of --buy and --reserved")
     on_demand = _price("--on-demand", options["on_demand"] or "", book, gpu_type)
     reserved = _purchase_rate(options) if options["buy"] is not None else None
     if reserved is None and options["reserved"] is not None:
         reserved = _price("--reserved", options["reserved"], book, gpu_type)
     if on_demand is None:
         return None, (
-            f"{gpu_type} has no price on demand, so nothing can be said of reserving any; "
-            f"`--on-demand 2.99`, or `sgpu price set {gpu_type} 2.99`"
+            f"{gpu_type} has no on-demand price, so there is no advice; add `--on-demand 2.99`, or run `sgpu "
+            f"price set {gpu_type} 2.99`"
         )
     if billed == 0:
-        return None, f"nothing that {gpu_type} did was billed, so it costs nothing on demand: reserve none"
+        return None, f"no use of {gpu_type} was billed, so it costs nothing on demand: reserve none"
     if on_demand == 0:
         return None, f"{gpu_type} costs nothing on demand: reserve none"
     if reserved is None:
-        return None, "what a reserved GPU costs is not known: `--reserved 1.90`, `--reserved POOL` or `--buy 30000`"
+        return None, (
+            "the price of a reserved GPU is unknown; add `--reserved 1.90`, `--reserved POOL` or `--buy 30000`"
+        )
     return GpuRates(reserved=reserved, on_demand=on_demand, currency=book.currency, billed=billed), ""
 
 
 def _price(option: str, text: str, book: PriceBook, gpu_type: str) -> int | None:
-    """Return a typed price: an amount, or the pool that has the price."""
+    """Return a typed price: an amount, or the price of the named pool."""
     if text[:1] in ("", "-") or text[:1].isdigit() or text[:1] == ".":
         return micros(option, text, most=_PRICE_MAX) if text else book.price(gpu_type)
     found = book.price(gpu_type, text)
     if found is None:
         raise click.BadParameter(
-            f"{text!r} is no amount, and no pool in which {gpu_type} has a price of its own", param_hint=option
+            f"{text!r} is neither an amount nor a pool with its own price for {gpu_type}", param_hint=option
         )
     return found
 
 
 def _purchase_rate(options: Mapping[str, Any]) -> int:
-    """Return what an hour of a bought GPU costs: its price over its life, and what it takes to run it."""
+    """Return the hourly cost of a bought GPU: its price over its lifetime plus its running cost."""
     buy, years, running = (float(options[name]) for name in ("buy", "years", "running"))
     if not (0 <= buy <= 1e9 and 0.1 <= years <= 100 and 0 <= running <= _PRICE_MAX):
-        raise click.UsageError("--buy and --running are prices from 0 on, --years is 0.1 to 100")
+        raise click.UsageError("--buy and --running must be at least 0, and --years must be 0.1 to 100")
     return round((buy / (years * _HOURS_PER_YEAR) + running) * MICROS_PER_UNIT)
 
 
@@ -210,11 +219,11 @@ class AdviceReport(msgspec.Struct, frozen=True, kw_only=True):
     past: PastUse
     gpu_type: str
     kind: GpuTypeUses
-    advice: Advice | None  # about reserved GPUs; None where a price is missing (`why_not`)
+    advice: Advice | None  # Advice on reserved GPUs. None if a price is missing (`why_not`).
     why_not: str
-    queues: tuple[QueueOutcome, ...]  # of pools without on-demand overflow
-    runs: tuple[OversizedRuns, ...]  # with more GPU than they used
-    waiting: int | None  # micros for one run waiting one hour for one GPU; None for unpriced
+    queues: tuple[QueueOutcome, ...]  # Replays of pools without on-demand overflow.
+    runs: tuple[OversizedRuns, ...]  # Runs with more GPU than they used.
+    waiting: int | None  # Micros for one run that waits one hour for one GPU. None if unpriced.
     currency: str
 
 
@@ -228,14 +237,14 @@ def lines(report: AdviceReport, *, explain: bool) -> Iterator[str]:
     else:
         yield from ("", report.why_not)
     if report.queues:
-        yield from ("", "without anything on demand, runs wait:", *_queues(report))
+        yield from ("", "waits without on-demand GPUs:", *_queues(report))
     yield from ("", *_runs(report))
     if explain:
         yield from ("", "formulas:", *(f"  {name}: {text}" for name, text in _formulas(report).items()))
 
 
 def as_json(report: AdviceReport) -> dict[str, object]:
-    """Return the same for machines: money in micros, time in device-milliseconds, shares in per cent."""
+    """Return the report as JSON values: money in micros, time in device-milliseconds, shares in percent."""
     advice, past = report.advice, report.past
     queues = []
     for queue in report.queues:
@@ -297,7 +306,7 @@ def _head(report: AdviceReport) -> Iterator[str]:
         if name != report.gpu_type
     )
     if named:
-        yield f"also used, and not in this: {named}; --gpu-type says which"
+        yield f"also used, but not in this report: {named}; choose one with --gpu-type"
     word = time_unit([report.gpu_type])
     charged = f", charged {format_micros(kind.micros, report.currency)}" if kind.micros else ""
     unpriced = f", {format_gpu_ms(kind.unpriced_ms, unit=word)} unpriced" if kind.unpriced_ms and charged else ""
@@ -306,13 +315,13 @@ def _head(report: AdviceReport) -> Iterator[str]:
     if advice is None:
         return
     curve, rates = advice.curve, advice.rates
-    yield f"wanted at once: {curve.used_ns / curve.span_ns:.1f} GPUs on average, {curve.peak} at most"
+    yield f"concurrent demand: {curve.used_ns / curve.span_ns:.1f} GPUs on average, {curve.peak} at most"
     yield (
-        f"reserved {price(rates.reserved)}, on demand {price(rates.on_demand)} {rates.currency} per GPU-hour: "
-        f"a reserved GPU pays from {advice.duty_percent:.1f} % of the time on"
+        f"reserved {price(rates.reserved)}, on demand {price(rates.on_demand)} {rates.currency} per GPU-hour: a "
+        f"reserved GPU pays off if it is used for at least {advice.duty_percent:.1f} % of the time"
     )
     if rates.billed != 1:
-        yield f"billed on demand: {percent(rates.billed)} of the time for which GPUs were had, the rest is not"
+        yield f"billed on demand: {percent(rates.billed)} of the time on loan"
     saves = advice.now.micros - advice.best.micros
     best = f"reserve {advice.best.slots}" if advice.best.slots else "reserve none"
     gain = f": {format_micros(saves, rates.currency)} less than today" if saves > 0 else ""
@@ -353,7 +362,7 @@ def _slots(advice: Advice) -> list[str]:
 
 
 def _select_slots(slots: Sequence[Slot]) -> list[Slot]:
-    """Return a few slots: the first, the last, both sides of the advice, and some between."""
+    """Return a few slots: the first, the last, those next to the advice, and some between."""
     if len(slots) <= SLOTS_MAX:
         return list(slots)
     turn = next((place for place, slot in enumerate(slots) if not slot.pays), len(slots) - 1)
@@ -398,17 +407,19 @@ def _queues(report: AdviceReport) -> list[str]:
     shown = columns(rows)
     if any(queue.too_large for queue in report.queues):
         parts = (f"{queue.too_large:,} with {queue.slots}" for queue in report.queues if queue.too_large)
-        shown.append(f"left out, as they need more GPUs than there would be: {', '.join(parts)}")
+        shown.append(f"left out, because they need more GPUs than the pool has: {', '.join(parts)}")
     if replayed < len(report.kind.uses):
-        shown.append(f"replayed: the latest {replayed:,} of {len(report.kind.uses):,}, in whose time all of this is")
+        shown.append(
+            f"replayed: the latest {replayed:,} of {len(report.kind.uses):,} uses; the figures cover only their time"
+        )
     return shown
 
 
 def _runs(report: AdviceReport) -> list[str]:
     if not report.past.ran:
-        return ["runs: nothing is known of what their GPUs did"]
+        return ["runs: no telemetry of their GPUs"]
     if not report.runs:
-        return ["runs: none that telemetry saw for 10 minutes had much more GPU than it used"]
+        return ["runs: none with 10 minutes of telemetry had much more GPU than it used"]
     rows = [["SAVES", "COST", "USED", "BUSY", "RUN", "ON", "ADVICE"]]
     for run in report.runs[:_RUNS_MAX]:
         money = (
@@ -421,7 +432,7 @@ def _runs(report: AdviceReport) -> list[str]:
         rows.append([*money, used, f"{run.busy_percent:.1f} %", f"{name} ({run.runs})", run.gpu_type, run.text()])
     more = len(report.runs) - _RUNS_MAX
     head = "runs that had more GPU than they used, by user and name:"
-    return [head, *columns(rows), *([f"and {more:,} more: --json"] if more > 0 else [])]
+    return [head, *columns(rows), *([f"and {more:,} more; --json lists them"] if more > 0 else [])]
 
 
 def _formulas(report: AdviceReport) -> dict[str, str]:
@@ -433,7 +444,7 @@ def _formulas(report: AdviceReport) -> dict[str, str]:
 
 def _span(past: PastUse) -> str:
     length = format_duration_ms((past.end_ns - past.start_ns) // 1_000_000)
-    if past.start_ns < _CALENDAR_NS:  # a trace's own clock
+    if past.start_ns < _CALENDAR_NS:  # A trace can have its own clock that starts near 0.
         return length
     return f"{format_utc(past.start_ns)[:16]} to {format_utc(past.end_ns)[:16]} UTC ({length})"
 

@@ -1,4 +1,4 @@
-"""`sgpu simulate`: results of schedulers on a trace, side by side."""
+"""`sgpu simulate`: shows the results of several schedulers on one trace, side by side."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _DRAWING = "serverless_gpu.replay.charts"
 
 
 class _TraceChoice(NamedTuple):
-    """Where the jobs come from: one of the three."""
+    """The source of the jobs. Exactly one field is set."""
 
     trace: Path | None
     history: bool
@@ -50,35 +50,51 @@ class _TraceChoice(NamedTuple):
 
 @click.command("simulate")
 @click.argument("trace", required=False, type=click.Path(path_type=Path))
-@click.option("--history", is_flag=True, help="Replay the server's runs that have ended, as far as you may see them.")
-@click.option("--generate", "made_up", type=click.IntRange(min=1), metavar="JOBS", help="Replay jobs that are made up.")
-@click.option("--load", type=float, default=0.9, show_default=True, help="GPU time of made-up jobs over what there is.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Another one makes up other jobs.")
-@click.option("--only", multiple=True, metavar="COLUMN=VALUE", help="Leave out other rows of the trace.")
+@click.option("--history", is_flag=True, help="Replay the server's ended runs that you can see.")
 @click.option(
-    "--cluster", default="8x8", show_default=True, metavar="NxG|FILE", help="Nodes and GPUs of each, or a file."
+    "--generate", "made_up", type=click.IntRange(min=1), metavar="JOBS", help="Replay this many generated jobs."
+)
+@click.option(
+    "--load",
+    type=float,
+    default=0.9,
+    show_default=True,
+    help="GPU time of generated jobs, relative to that of the cluster.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Random seed of generated jobs.")
+@click.option("--only", multiple=True, metavar="COLUMN=VALUE", help="Replay only rows with this value. Repeatable.")
+@click.option(
+    "--cluster", default="8x8", show_default=True, metavar="NxG|FILE", help="Nodes and GPUs per node, or a file."
 )
 @click.option(
     "--placement",
     type=click.Choice(["nodes", "count"]),
     default="nodes",
     show_default=True,
-    help="Count: as if every GPU were beside every other.",
+    help="Place jobs on nodes, or by GPU count as on one large node.",
 )
-@click.option("--policy", "policies", multiple=True, type=click.Choice(POLICIES), help="Default: first-fit and ours.")
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    type=click.Choice(POLICIES),
+    help="Scheduler to replay (default: first-fit and ours). Repeatable.",
+)
 @click.option(
     "--durations",
     type=click.Choice(["unknown", "learned", "known"]),
     default="unknown",
     show_default=True,
-    help="What our scheduler is told of how long jobs take.",
+    help="Knowledge of our scheduler about the duration of jobs.",
 )
-@click.option("--preemption", is_flag=True, help="Every job may be stopped by our scheduler, and goes on later.")
-@click.option("--half-life", metavar="AGE", help="After so long, use counts half: 7d.")
-@click.option("--guard", metavar="AGE", help="Who has waited so long is next of all: 14d.")
-@click.option("--reservations", type=click.IntRange(min=0), help="Blocked gangs that have devices reserved.")
-@click.option("--share", multiple=True, metavar="TEAM=WEIGHT", help="A team's share; others have 1.")
-@click.option("--png", type=click.Path(path_type=Path), metavar="FILE", help="Write a picture of it: .png, .svg, .pdf.")
+@click.option("--preemption", is_flag=True, help="Allow our scheduler to stop any job and continue it later.")
+@click.option("--half-life", metavar="AGE", help="Age at which past use counts half, for example 7d.")
+@click.option("--guard", metavar="AGE", help="Waiting time after which a job is first in line, for example 14d.")
+@click.option("--reservations", type=click.IntRange(min=0), help="Number of blocked gangs that get reserved devices.")
+@click.option("--share", multiple=True, metavar="TEAM=WEIGHT", help="Weight of a team (default: 1). Repeatable.")
+@click.option(
+    "--png", type=click.Path(path_type=Path), metavar="FILE", help="Draw the results into a .png, .svg or .pdf file."
+)
 @json_option(JsonType("cli.json_types:Simulation"))
 def simulate_command(**options: Any) -> None:
     """Replay a trace on a simulated cluster.
@@ -88,7 +104,7 @@ def simulate_command(**options: Any) -> None:
     """
     asked = _TraceChoice(options["trace"], options["history"], options["made_up"])
     if sum(map(bool, asked)) != 1:
-        raise click.UsageError("what is to be replayed? a TRACE, or --history, or --generate JOBS")
+        raise click.UsageError("name one source of jobs: TRACE, --history or --generate JOBS")
     cluster = read_cluster(options["cluster"])
     trace = _trace(asked, cluster, options)
     shown = cluster.as_sum() if options["placement"] == "count" else cluster
@@ -104,7 +120,7 @@ def simulate_command(**options: Any) -> None:
             with _Progress(policy) as progress:
                 outcomes.append(simulate(trace, shown, policy, settings=settings, progress=progress.tell))
     except KeyboardInterrupt:
-        say(f"stopped while {policy} was replayed; nothing was written", err=True)
+        say(f"sgpu: interrupted while {policy} was replayed; nothing was written", err=True)
         sys.exit(CANCELLED)
     if options["as_json"]:
         print_json(_as_json(outcomes, trace))
@@ -125,13 +141,13 @@ def _trace(asked: _TraceChoice, cluster: Cluster, options: Mapping[str, Any]) ->
         return read_trace(asked.trace, only)
     if asked.made_up is not None:
         if only:
-            raise click.UsageError("--only goes with a TRACE or --history")
+            raise click.UsageError("--only needs TRACE or --history")
         return generate(asked.made_up, gpus=cluster.gpus, load=options["load"], seed=options["seed"])
     return jobs_of(rows_of_json(_history()), "the server's runs", only)
 
 
 def _history() -> Iterator[dict[str, Any]]:
-    """Yield the server's runs as `sgpu runs --json` does, newest first."""
+    """Yield the server's runs in the form of `sgpu runs --json`, newest first."""
     wire, remote = load("serverless_gpu.wire.runs"), load("serverless_gpu.cli.runs.run_rows")
     connection = connect(find_profile(this_home().root, os.environ))
     try:
@@ -163,7 +179,7 @@ def _scheduling(options: Mapping[str, Any]) -> QueuePolicy:
         except ValueError:
             raise click.BadParameter(f"{text!r} is not a number", param_hint="--share") from None
         if not 0 < shares[team] < 1e9:
-            raise click.BadParameter(f"{text} is no weight: it is more than 0", param_hint="--share")
+            raise click.BadParameter(f"{text} is not a weight; write a number above 0", param_hint="--share")
     return msgspec.structs.replace(QueuePolicy(), team_weights=shares, **told)
 
 
@@ -172,13 +188,13 @@ def _pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not name or not equals:
-            raise click.BadParameter(f"{text!r} has no name and value: NAME=VALUE", param_hint=option)
+            raise click.BadParameter(f"{text!r} is not NAME=VALUE", param_hint=option)
         pairs[name] = value
     return pairs
 
 
 class _Progress:
-    """A line on stderr with the progress of a replay; on a terminal only."""
+    """Shows the progress of a replay as a line on stderr, only on a terminal."""
 
     def __init__(self, policy: str) -> None:
         self._policy, self._shown = policy, sys.stderr.isatty()
@@ -189,7 +205,7 @@ class _Progress:
         return self
 
     def tell(self, done: int, total: int) -> None:
-        """Say how many jobs have ended."""
+        """Print the number of ended jobs."""
         if self._shown:
             click.echo(f"\r{self._policy}: {done:,} of {total:,} jobs\x1b[K", err=True, nl=False)
 
@@ -216,13 +232,13 @@ def _lines(outcomes: Sequence[Outcome], trace: Trace) -> list[str]:
     for team in teams[:_TEAMS_MAX]:
         parts = (100 * outcome.figures.teams.get(team, 0.0) for outcome in outcomes)
         rows.append([f"share of {team or 'no team'}", *(f"{part:.1f} %" for part in parts)])
-    rows.append(["stopped to make room", *(str(outcome.figures.preemptions) for outcome in outcomes)])
+    rows.append(["stopped for other jobs", *(str(outcome.figures.preemptions) for outcome in outcomes)])
     lines = [f"{len(first.jobs):,} jobs of {trace.source} on {first.cluster.text()}"]
     lines += [f"left out: {count:,} {why}" for why, count in trace.left_out.items()]
     lines += [f"left out: {count:,} {why}" for why, count in first.impossible.items()]
     lines += [f"{each.policy} never placed {each.unserved:,}" for each in outcomes if each.unserved]
     if len(teams) > _TEAMS_MAX:
-        lines.append(f"shares of {len(teams) - _TEAMS_MAX} more teams: --json")
+        lines.append(f"{len(teams) - _TEAMS_MAX} more teams; --json lists their shares")
     return [*lines, "", *columns(rows)]
 
 

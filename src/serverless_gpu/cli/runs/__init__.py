@@ -1,1 +1,1 @@
-"""Commands about runs, of this machine or of the server. `run_location.py` finds the run that is meant."""
+"""Commands for runs of this machine or of the server. `run_location.py` finds the requested run."""

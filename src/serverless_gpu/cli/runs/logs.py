@@ -1,11 +1,11 @@
-"""`sgpu logs`: output of a run's ranks, once or followed.
+"""`sgpu logs`: prints the output of a run's ranks, once or continuously.
 
     this machine: logs/<rank>.<stream>          ┬─ RunOutput: one OutputStream   ┬─▶ decode ─▶ TerminalDisplay
     server: /runs/{run}/logs/{rank}/{stream}    ┘  for each rank and stream      └── --raw ──▶ the bytes
 
-Of a silent rank it names others with output. It shows the last output of a run that ends while it is followed. When the
-server goes away, following waits with one notice and resumes. When the run is tried again, the former attempt's output
-is shown to its end, then the next one's.
+If the selected ranks wrote nothing, the command names ranks with output. With --follow, the command prints all output
+of a run that ends. If the server is unreachable, the command prints one notice and waits. If the server starts another
+attempt of the run, the command first prints the rest of the previous attempt's output.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.1
 PIECE_BYTES = 1 << 16
-_LAUNCH_S = 10.0  # a client may take that long from making the directory to handing the run over
+_LAUNCH_S = 10.0  # A client takes at most this long between creating the run's directory and handing the run over.
 _LOOK_S_MAX = 1.0
 _RANKS_ASKED_MAX = 64
 _READ_BYTES = 1 << 20
@@ -51,20 +51,27 @@ _READ_BYTES = 1 << 20
 @click.command()
 @click.argument("run", required=False, shell_complete=complete_run)
 @click.option(
-    "--rank", metavar="N|all", help="The rank to show, or all; without it, the rank that failed first, else rank 0."
+    "--rank", metavar="N|all", help="Rank to print, or all (default: the first rank that failed, else rank 0)."
 )
 @click.option(
-    "--stream", type=click.Choice(["stdout", "stderr", "both"]), default="both", show_default=True, help="Which output."
+    "--stream",
+    type=click.Choice(["stdout", "stderr", "both"]),
+    default="both",
+    show_default=True,
+    help="Streams to print.",
 )
-@click.option("--attempt", type=click.IntRange(min=1), metavar="N", help="Only this attempt; the last one without it.")
-@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each.")
-@click.option("--follow", "-f", is_flag=True, help="Go on showing what is written until the run ends.")
-@click.option("--raw", is_flag=True, help="The bytes as they were written, all on stdout.")
+@click.option("--attempt", type=click.IntRange(min=1), metavar="N", help="Only this attempt (default: the last one).")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each stream.")
+@click.option("--follow", "-f", is_flag=True, help="Continue with new output until the run ends.")
+@click.option("--raw", is_flag=True, help="Print the bytes unchanged, all on stdout.")
 def logs(run: str | None, rank: str | None, stream: str, attempt: int | None, **options: Any) -> None:
     """Print the output of a run.
 
-    Stdout goes to stdout and stderr to stderr. Of several attempts, the command prints the last one, and with --follow
-    also later ones. RUN is an identifier, or the beginning or end of one; without RUN, the latest run.
+    Output of ranks to stdout goes to stdout, and output to stderr goes to stderr. Of several attempts, the command
+    prints
+    the last one. With --follow, it also prints later ones. RUN is an identifier, or the beginning or end of one;
+    without
+    RUN, the latest run.
     """
     tail: int | None = options["tail"]
     follow: bool = options["follow"]
@@ -77,10 +84,10 @@ def logs(run: str | None, rank: str | None, stream: str, attempt: int | None, **
         else:
             record = read_run(home.runs, found.run_id)
             if attempt is not None:
-                refuse_missing_attempt(found.run_id, attempt, 1)  # a run without a server has one
+                refuse_missing_attempt(found.run_id, attempt, 1)  # A run without a server has one attempt.
             output = OwnOutput(home, record)
         if rank is None:
-            failed = output.failed_rank()  # the first one
+            failed = output.failed_rank()  # First rank that failed, or None.
             ranks = [failed or 0]
             if failed is not None and output.ranks() > 1:
                 shown = f"rank {failed} of run {output.run_id} failed; --rank N or --rank all shows others"
@@ -100,7 +107,7 @@ def logs(run: str | None, rank: str | None, stream: str, attempt: int | None, **
 
 
 def _silence_text(output: RunOutput, ranks: Sequence[int], where: str) -> str:
-    """Return the sentence about ranks that wrote nothing, with the option that shows those that did."""
+    """Return a message about ranks without output, with the option that prints ranks with output."""
     written = [rank for rank in output.written_ranks() if rank not in ranks]
     subject = f"rank {ranks[0]}" if len(ranks) == 1 else "the ranks"
     parts = [f"{subject} of run {output.run_id} wrote nothing to {where}"]
@@ -118,17 +125,19 @@ def _ranks(output: RunOutput, wanted: str) -> list[int]:
         return list(range(count))
     if not (wanted.isascii() and wanted.isdigit() and int(wanted) < count):
         has = "only rank 0" if count == 1 else f"ranks 0 to {count - 1}"
-        raise InvalidValue(f"run {output.run_id} has {has}, not {wanted!r}", hint="" if count == 1 else "or --rank all")
+        raise InvalidValue(
+            f"run {output.run_id} has {has}, not {wanted!r}", hint="" if count == 1 else "--rank all prints all ranks"
+        )
     return [int(wanted)]
 
 
 def _show(
     sources: Sequence[OutputStream], display: Display | None, goes_on: Callable[[], bool], look_s_max: float = _LOOK_S
 ) -> None:
-    """Show the output so far and, while the run continues, new output; raw bytes without a display."""
+    """Print the output so far and, while the run continues, new output. Without a display, print bytes."""
     last, look_s = False, _LOOK_S
     while not last:
-        last = not goes_on()  # asked before looking: what was written until the end is still shown
+        last = not goes_on()  # Checked before reading, so that the last output of an ending run is printed.
         look_s = min(look_s_max, 1.5 * look_s)
         for source in sources:
             for data in source.pieces():
@@ -146,13 +155,14 @@ def _show(
 
 
 def _write(target: TextIO | None, text: str) -> str:
-    """Write; a reader that is gone or a full disk is an error, unlike in a call."""
-    click.echo(text, file=target, nl=False, color=True)  # color: click would take colours out of what goes into a file
+    """Write text. Unlike in a Python call, a closed pipe or a full disk raises an error."""
+    # Without `color`, click removes colours from output into files.
+    click.echo(text, file=target, nl=False, color=True)
     return ""
 
 
 class OutputStream(abc.ABC):
-    """One stream of one rank, and the position shown so far."""
+    """One stream of one rank, and the position up to which the command has printed it."""
 
     def __init__(self, rank: int, stream: str) -> None:
         self.rank = rank
@@ -162,7 +172,7 @@ class OutputStream(abc.ABC):
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def skip_to_tail(self, lines: int) -> None:
-        """Leave out everything but the last lines."""
+        """Skip everything but the last lines."""
         self._offset = tail_start(self.size(), self.read, lines)
         self.has_written = self.has_written or self._offset > 0
 
@@ -174,35 +184,35 @@ class OutputStream(abc.ABC):
             yield data
 
     def decode(self, data: bytes) -> str:
-        """Return the next bytes as text."""
+        """Decode the next bytes of the stream."""
         return self._decoder.decode(data)
 
     @abc.abstractmethod
     def size(self) -> int:
-        """Return how much there is now, in bytes."""
+        """Return the current size of the stream in bytes."""
 
     @abc.abstractmethod
     def read(self, offset: int, size: int) -> bytes:
-        """Return at most so many bytes from there on; none at the end, or where nothing was written."""
+        """Return at most `size` bytes from `offset` on, and no bytes at the end or without output."""
 
 
 class RunOutput(abc.ABC):
-    """Output of one run's ranks."""
+    """The output of one run's ranks."""
 
     run_id: str
     look_s_max = _LOOK_S
 
     @abc.abstractmethod
     def ranks(self) -> int:
-        """Return how many ranks there are, as far as that is known."""
+        """Return the number of ranks, as far as it is known."""
 
     @abc.abstractmethod
     def written_ranks(self) -> list[int]:
-        """Return the ranks that wrote anything."""
+        """Return the ranks that have written output."""
 
     @abc.abstractmethod
     def failed_rank(self) -> int | None:
-        """Return the first rank that failed; None where no rank did, or the run goes on."""
+        """Return the first rank that failed. Return None if no rank failed or the run continues."""
 
     @abc.abstractmethod
     def source(self, rank: int, stream: str) -> OutputStream:
@@ -210,11 +220,11 @@ class RunOutput(abc.ABC):
 
     @abc.abstractmethod
     def goes_on(self) -> bool:
-        """Return whether more output may come."""
+        """Return True if more output may come."""
 
 
 class OwnOutput(RunOutput):
-    """Output of a run of this machine."""
+    """The output of a run of this machine."""
 
     def __init__(self, home: Home, record: RunRecord) -> None:
         self.run_id = record.run_id
@@ -222,16 +232,16 @@ class OwnOutput(RunOutput):
         self._record = record
 
     def ranks(self) -> int:
-        """Return how many ranks there are, as far as that is known."""
+        """Return the number of ranks, as far as it is known."""
         return max([self._record.world_size, 1, *(rank + 1 for rank in self.written_ranks())])
 
     def written_ranks(self) -> list[int]:
-        """Return the ranks that wrote anything."""
+        """Return the ranks that have written output."""
         paths = (self._record.directory / "logs").glob("*.std*")
         return sorted({int(path.stem) for path in paths if path.stem.isdecimal()})
 
     def failed_rank(self) -> int | None:
-        """Return the first rank that failed; None where no rank did, or the run goes on."""
+        """Return the first rank that failed. Return None if no rank failed or the run continues."""
         return None if self._record.stopped is None else failed_rank(self._record.stopped)
 
     def source(self, rank: int, stream: str) -> OutputStream:
@@ -239,7 +249,7 @@ class OwnOutput(RunOutput):
         return _File(self._record.directory, rank, stream)
 
     def goes_on(self) -> bool:
-        """Return whether more output may come; a run without a supervisor is queued or launching."""
+        """Return True if more output may come. A run without a supervisor is queued or launching."""
         if is_live(self._record.directory):
             return True
         if read_run(self._home.runs, self.run_id).state != NOT_STARTED:
@@ -254,14 +264,14 @@ class _File(OutputStream):
         self._path = directory / "logs" / f"{rank}.{stream}"
 
     def size(self) -> int:
-        """Return how much there is now, in bytes."""
+        """Return the current size of the stream in bytes."""
         try:
             return self._path.stat().st_size
         except OSError:
             return 0
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return at most so many bytes from there on."""
+        """Return at most `size` bytes from `offset` on."""
         try:
             fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -273,7 +283,7 @@ class _File(OutputStream):
 
 
 def refuse_missing_attempt(run_id: str, attempt: int, last: int) -> None:
-    """Raise InvalidValue unless the run had this attempt, counted from 1; `last` 0 means none started."""
+    """Raise InvalidValue unless the run had this attempt, counted from 1. `last` 0 means no attempt."""
     if 1 <= attempt <= last:
         return
     had = "has no attempt yet" if last == 0 else "had one attempt" if last == 1 else f"had attempts 1 to {last}"
@@ -281,7 +291,7 @@ def refuse_missing_attempt(run_id: str, attempt: int, last: int) -> None:
 
 
 def tail_start(end: int, read: Callable[[int, int], bytes], lines: int) -> int:
-    """Return the offset of the last lines, reading backwards with `read(offset, count)`."""
+    """Return the offset of the last lines. The function reads backwards with `read(offset, count)`."""
     if lines == 0:
         return end
     position, wanted = end, lines
@@ -289,7 +299,7 @@ def tail_start(end: int, read: Callable[[int, int], bytes], lines: int) -> int:
         start = max(0, position - PIECE_BYTES)
         data = read(start, position - start)
         if position == end and data.endswith(b"\n"):
-            wanted += 1  # the end of the last line begins none
+            wanted += 1  # The last line break does not begin another line.
         count = data.count(b"\n")
         if count >= wanted:
             for _ in range(wanted):
@@ -302,13 +312,13 @@ def tail_start(end: int, read: Callable[[int, int], bytes], lines: int) -> int:
 
 @contextlib.contextmanager
 def served_output(home: Home, view: RunView, attempt: int | None = None) -> Iterator[RunOutput]:
-    """Yield the output of a server's run; attempt None means the last and later ones."""
+    """Yield the output of a server's run. Attempt None means the last and later attempts."""
     with patient_server(home.root) as connection:
         yield ServedOutput(connection, view, attempt)
 
 
 class ServedOutput(RunOutput):
-    """Output of a server's run; attempt None means the last and later ones."""
+    """The output of a server's run. Attempt None means the last and later attempts."""
 
     look_s_max = _LOOK_S_MAX
 
@@ -324,11 +334,11 @@ class ServedOutput(RunOutput):
         self._next = 0
 
     def ranks(self) -> int:
-        """Return how many ranks there are, as far as that is known."""
+        """Return the number of ranks, as far as it is known."""
         return self._view.processes or 1
 
     def written_ranks(self) -> list[int]:
-        """Return the ranks that wrote anything."""
+        """Return the ranks that have written output."""
         ranks = range(min(self.ranks(), _RANKS_ASKED_MAX))
         return [
             rank
@@ -339,7 +349,7 @@ class ServedOutput(RunOutput):
         ]
 
     def failed_rank(self) -> int | None:
-        """Return the first rank that failed; None where no rank did, or another attempt was asked for."""
+        """Return the first rank that failed. Return None if no rank failed or the attempt is an earlier one."""
         if self._view.state is not State.FAILED or self._fence != self._view.fence:
             return None
         found = fetch_ending(self._view)
@@ -352,7 +362,7 @@ class ServedOutput(RunOutput):
         return source
 
     def goes_on(self) -> bool:
-        """Return whether more output may come; move to the next attempt once the former was shown."""
+        """Return True if more output may come. Turn to the next attempt after the end of the previous one."""
         if self._next:
             if self._fence:
                 say(f"sgpu: attempt {self._next} of run {self.run_id}", err=True)
@@ -376,7 +386,7 @@ class _Log(OutputStream):
         self._complete = False
 
     def turn_to(self, fence: int) -> None:
-        """Go on with the start of another attempt."""
+        """Continue at the beginning of another attempt's output."""
         self._fence, self._offset, self._complete = fence, 0, False
 
     def pieces(self) -> Iterator[bytes]:
@@ -392,11 +402,11 @@ class _Log(OutputStream):
                 return
 
     def size(self) -> int:
-        """Return how much there is now, in bytes."""
+        """Return the current size of the stream in bytes."""
         return int(self._fetch(0, 1)[1].get("SGPU-Size", 0)) if self._fence else 0
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return at most so many bytes from there on."""
+        """Return at most `size` bytes from `offset` on."""
         return self._fetch(offset, size)[0] if self._fence else b""
 
     def _fetch(self, offset: int, size: int) -> tuple[bytes, Mapping[str, str]]:

@@ -1,7 +1,7 @@
-"""`sgpu result`: copies results of ranks into a directory without loading them, which would run code.
+"""`sgpu result`: copies the results of ranks into a directory.
 
-Refuses a run that goes on. Results on a server are fetched in pieces. A file that shrinks, or a server that goes away,
-leaves no half-written copy.
+The command does not load results, because that would run code. It refuses a run that is still running. It fetches
+results on a server in pieces. If a file shrinks or the server becomes unreachable, no incomplete copy remains.
 """
 
 from __future__ import annotations
@@ -44,20 +44,21 @@ class Result(NamedTuple):
 
 @click.command()
 @click.argument("run", required=False, shell_complete=complete_run)
-@click.option("--rank", default="all", show_default=True, metavar="N|all", help="Whose result, or all of them.")
+@click.option("--rank", default="all", show_default=True, metavar="N|all", help="Rank whose result to copy, or all.")
 @click.option(
     "--output",
     "directory",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where to; a directory with the name of the run without it.",
+    help="Directory for the copies (default: one with the identifier of the run).",
 )
 @json_option(JsonType("cli.json_types:ResultCopy", is_list=True))
 def result(run: str | None, rank: str, directory: Path | None, as_json: bool) -> None:
     """Copy the results of ranks to files.
 
-    Each result becomes <rank>.pkl in a directory; the command prints the paths. It does not load results, because that
+    Each result becomes <rank>.pkl in a directory. The command prints the paths. It does not load results, because that
     would run code of their author. In Python, `serverless_gpu.attach(RUN).result(rank)` loads one. RUN is an
-    identifier, or the beginning or end of one; without RUN, the latest run.
+    identifier, or
+    the beginning or end of one; without RUN, the latest run.
     """
     home = this_home()
     found = locate(home, run)
@@ -85,9 +86,9 @@ def result(run: str | None, rank: str, directory: Path | None, as_json: bool) ->
 
 
 def _select_results(run_id: str, state: str, results: dict[int, Result], rank: str) -> dict[int, Result]:
-    """Return the selected results; raise InvalidValue when the run continues or the rank has none."""
+    """Return the selected results. Raise InvalidValue if the run continues or the rank has no result."""
     if state not in TERMINAL:
-        raise InvalidValue(f"run {run_id} is {state}: it has returned nothing yet", hint=f"sgpu attach {run_id}")
+        raise InvalidValue(f"run {run_id} is {state} and has no results yet", hint=f"sgpu attach {run_id}")
     if rank == "all":
         if not results:
             raise InvalidValue(f"run {run_id} is {state} and has no results", hint=f"sgpu show {run_id}")
@@ -105,20 +106,20 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def write_result(result: Result, path: Path) -> Path:
-    """Write a file that is there whole or not at all, readable for its user only."""
+    """Write a result to a file that only its user can read. The file appears whole or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing_file(path, mode=0o600) as beside, beside.open("wb") as file:
             file.writelines(result.pieces)
             if file.tell() != result.size:
-                raise StorageError(f"{path} would have {file.tell()} bytes of {result.size}", hint="try again")
+                raise StorageError(f"{path} would have only {file.tell()} of {result.size} bytes", hint="try again")
     except OSError as error:
         raise storage_error(error, path) from None
     return path
 
 
 class ServedResult:
-    """Result of one rank."""
+    """The result of one rank on the server."""
 
     def __init__(self, connection: Connection, run_id: str, fence: int, file: FileView) -> None:
         self.size = file.size
@@ -128,7 +129,7 @@ class ServedResult:
         self._file = file
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield its bytes."""
+        """Yield the bytes of the result."""
         if self._file.inline is not None:
             yield self._file.inline
             return
@@ -137,14 +138,14 @@ class ServedResult:
             wanted = min(_SERVED_PIECE_BYTES, self.size - done)
             data = self._connection.get(path, query={"fence": str(self._fence)}, start=done, length=wanted)
             if not data:
-                return  # the writer notices that something is missing
+                return  # The writer detects missing bytes.
             yield data
             done += len(data)
 
 
 @contextlib.contextmanager
 def served_results(home: Home, view: RunView) -> Iterator[dict[int, ServedResult]]:
-    """Yield a run's results by rank, readable while the context is open."""
+    """Yield a run's results by rank. They are readable while the context is open."""
     with patient_server(home.root) as connection:
         answer = load("serverless_gpu.wire.runs").FileList
         found = connection.ask("GET", f"/runs/{view.id}/results", answer=answer)

@@ -1,4 +1,4 @@
-"""`sgpu attach`, `cancel`, `run preempt` and `clean`: follow, stop or preempt a run, and delete ended ones."""
+"""`sgpu attach`, `cancel`, `run preempt` and `clean`: follow, stop, preempt or delete runs."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from serverless_gpu.units import format_bytes, format_duration_ms
 def attach(run: str | None) -> None:
     """Follow a run until it ends.
 
-    RUN is an identifier, or the beginning or end of one; without RUN, the latest run. Ctrl-C detaches and leaves the
-    run alone. The exit code is that of `sgpu submit`, or 130 after Ctrl-C.
+    RUN is an identifier, or the beginning or end of one; without RUN, the latest run. Ctrl-C detaches, and the run
+    continues. The exit code is that of `sgpu submit`, or 130 after Ctrl-C.
     """
     handle = attach_to(locate(this_home(), run).run_id)
     error = handle.follow(only_looks=True, raises=False)
@@ -53,8 +53,9 @@ def attach(run: str | None) -> None:
 def preempt(run: str) -> None:
     """Ask a run to yield its devices.
 
-    The ranks are told why and may save a checkpoint first. A run of the server with `resume` continues as a new attempt
-    when devices are free; any other run ends. RUN is an identifier, or the beginning or end of one.
+    The ranks get the reason and may save a checkpoint first. A run of the server with `resume` continues as a new
+    attempt
+    when devices are free. Any other run ends. RUN is an identifier, or the beginning or end of one.
     """
     found = locate(this_home(), run)
     handle = attach_to(found.run_id)
@@ -63,8 +64,8 @@ def preempt(run: str) -> None:
         raise AlreadyFinished(f"run {handle.id} has ended: {state}")
     handle.preempt()
     resumes = found.view is not None and found.view.spec.resume
-    then = "it continues as a new attempt when there is room" if resumes else "it ends then"
-    say(f"run {handle.id} was asked to make room; {then}")
+    then = "it continues as a new attempt when devices are free" if resumes else "then it ends"
+    say(f"run {handle.id} was asked to yield its devices; {then}")
 
 
 @click.command()
@@ -79,7 +80,7 @@ def cancel(run: str | None) -> None:
         _refuse_unnamed(home)
     found = locate(home, run)
     wanted = found.run_id
-    inside: list[Run[object]] = []  # the runs that use a session's devices
+    inside: list[Run[object]] = []  # Runs that use the devices of the session.
     if found.view is None and read_run(home.runs, wanted).kind != FUNCTION:
         records = [read_run(home.runs, run_id) for run_id in run_ids(home.runs)]
         inside = [attach_to(record.run_id) for record in records if record.live and record.session == wanted]
@@ -95,7 +96,7 @@ def cancel(run: str | None) -> None:
 
 
 def _refuse_unnamed(home: Home) -> NoReturn:
-    """List the runs to choose from and raise."""
+    """List the runs to choose from, and raise UsageError."""
     live = [row(record, home)[:4] for run_id in own_runs(home) if (record := read_run(home.runs, run_id)).live]
     unasked = ""
     try:
@@ -109,27 +110,28 @@ def _refuse_unnamed(home: Home) -> NoReturn:
 
 
 def describe_gate(handle: Run[object]) -> str:
-    """Return the release state of a run's devices; a run that never had any has no receipt."""
+    """Return the release state of a run's devices. A run that never had devices has no receipt."""
     try:
         receipt = handle.receipt()
     except ServerlessGpuError:
         return "it had no devices"
-    if receipt.state != handle.status():  # it waited again: the last receipt is of what it had before
-        return f"it had no devices any more; attempt {receipt.fence} gave them back, {receipt.gate}"
+    if receipt.state != handle.status():  # The run waited again, so the last receipt belongs to an earlier attempt.
+        return f"it no longer had devices; attempt {receipt.fence} released them: {receipt.gate}"
     return receipt.gate
 
 
 @click.command()
 @click.argument("run", nargs=-1, shell_complete=complete_run)
-@click.option("--older-than", metavar="AGE", help="Delete what ended longer ago: 12h, 7d, 2w.")
-@click.option("--keep", metavar="SIZE", help="Delete the oldest until the rest takes at most this: 20GiB.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@click.option("--older-than", metavar="AGE", help="Delete runs that ended longer ago than this: 12h, 7d, 2w.")
+@click.option("--keep", metavar="SIZE", help="Delete the oldest runs until the rest takes at most this: 20GiB.")
+@click.option("--dry-run", is_flag=True, help="Only print what the command would delete.")
 def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_run: bool) -> None:
     """Delete directories of ended runs.
 
-    The command deletes their logs and results, and copies of results of the server's runs. Without RUN and options it
-    deletes what the configuration no longer keeps; the agent does the same every hour. Runs that ended less than an
-    hour ago stay unless you name them or give a shorter AGE. Running runs always stay.
+    The command deletes their logs and results, and local copies of results of the server's runs. Without RUN and
+    options,
+    it deletes the runs that the configuration no longer keeps. The agent does the same every hour. Runs that ended less
+    than an hour ago stay unless you name them or give a shorter AGE. Running runs always stay.
     """
     home = this_home()
     if run and (older_than or keep):
@@ -163,14 +165,14 @@ def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_ru
 
 
 class _Directory(NamedTuple):
-    """A directory of a run, and in which place it lies."""
+    """The directory of a run, and its parent directory."""
 
     place: Path
     entry: RunDirectory
 
 
 def _places(home: Home) -> tuple[Path, Path]:
-    """Return the directories of runs: own ones, and copies of results from a server."""
+    """Return the parents of run directories: for own runs, and for copies of results from a server."""
     return home.runs, home.remote
 
 
@@ -183,12 +185,12 @@ def _find_named(home: Home, runs: tuple[str, ...]) -> list[_Directory]:
         if run_id in own:
             record = read_run(home.runs, run_id, queued)
             if record.live and record.stopped is not None:
-                why = f"run {run_id} is {record.state}, and is not over: it is giving its devices back"
-                raise InvalidValue(why, hint="it can be deleted once it has")
+                why = f"run {run_id} is {record.state} and still releases its devices"
+                raise InvalidValue(why, hint="delete it after that")
             if record.live or record.ended_ns is None:
                 raise InvalidValue(f"run {run_id} is {record.state}", hint=f"`sgpu cancel {run_id}` stops it")
             chosen.append(_entry(home.runs, run_id, record.ended_ns))
-        if run_id in copied:  # the server has what they are copies of
+        if run_id in copied:  # The server has the originals.
             chosen.append(_entry(home.remote, run_id, read_run(home.remote, run_id, ()).ended_ns))
     return chosen
 
@@ -198,10 +200,10 @@ def _entry(place: Path, run_id: str, ended_ns: int | None) -> _Directory:
 
 
 def _find_expired(home: Home, older_than: str | None, keep: str | None) -> tuple[list[_Directory], str]:
-    """Return the directories that the rules delete, and in words those spared as just ended."""
+    """Return the directories that the rules delete, and a text about runs that ended too recently."""
     policy, now_ns, queued = _policy(home, older_than, keep), SystemClock().wall_ns(), queued_runs(home)
     scanned = [[_Directory(place, entry) for entry in scan(place, queued, now_ns)] for place in _places(home)]
-    # The configuration holds for each place; a size from the command line is for both together.
+    # The configuration applies to each parent directory. A size from the command line applies to both together.
     groups = scanned if keep is None else [[*scanned[0], *scanned[1]]]
     chosen = [each for group in groups for each in _deletable(group, policy, now_ns)]
     old = [each for group in groups for each in _deletable(group, replace(policy, spared_ns=0), now_ns)]

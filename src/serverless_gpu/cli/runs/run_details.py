@@ -1,4 +1,4 @@
-"""`sgpu show` and `sgpu metrics`: everything about one run, of this machine or of the server."""
+"""`sgpu show` and `sgpu metrics`: print details and telemetry of one run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from serverless_gpu.wire.runs import AttemptList, CrewView, FileList, RunView
 
 _FILES_MAX = 200
-_OMITTED_OPTIONS = frozenset({"name", "resources", "tracker", "ray"})  # shown otherwise, or not an option
+# Another line shows these, or they are not options.
+_OMITTED_OPTIONS = frozenset({"name", "resources", "tracker", "ray"})
 _SHOWN_MAX = 128
 
 
@@ -68,7 +69,7 @@ def show(run: str | None, as_json: bool) -> None:
 @click.command()
 @click.argument("run", required=False, shell_complete=complete_run)
 @click.option(
-    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Write a picture of it: .png, .svg, .pdf."
+    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the metrics into a .png, .svg or .pdf file."
 )
 @wide_option
 @json_option(JsonType("cli.json_types:MetricSeriesByName"), text="Print every sample as JSON.")
@@ -82,14 +83,14 @@ def metrics(run: str | None, plot: Path | None, wide: bool, as_json: bool) -> No
     handle = attach(found.run_id)
     if plot is not None:
         handle.plot(plot)
-        say(f"{plot} shows run {found.run_id}", err=True)
+        say(f"sgpu: {plot} shows run {found.run_id}", err=True)
         return
     series = handle.metrics()
     if as_json:
         print_json({name: {"times": one.times, "values": one.values} for name, one in series.items()})
         return
     if not series:
-        say(f"nothing was sampled of run {found.run_id}", err=True)
+        say(f"sgpu: run {found.run_id} has no samples", err=True)
         return
     rows = [["SERIES", "SAMPLES", "LEAST", "MEAN", "MOST", "LAST"]]
     for name, (_, values) in series.items():
@@ -117,7 +118,7 @@ def _story(home: Home, record: RunRecord) -> str:
     if record.receipt is not None:
         parts += ["", "receipt:", *(f"  {line}" for line in record.receipt.text().splitlines()[1:])]
     link = _mlflow_link(record)
-    if link and (record.receipt is None or not record.receipt.tracked):  # it came after the receipt was written
+    if link and (record.receipt is None or not record.receipt.tracked):  # The link can arrive after the receipt.
         parts.append(f"tracked: {link}")
     uses = use_lines(sampled_uses(record.directory) if record.receipt is None else record.receipt.uses)
     if uses:
@@ -126,7 +127,7 @@ def _story(home: Home, record: RunRecord) -> str:
 
 
 def _mlflow_link(record: RunRecord) -> str:
-    """Return where the run is in MLflow, as is known now, or ""."""
+    """Return the run's address in MLflow, or "" while it is unknown."""
     tracked = from_directory(record.directory)
     if tracked is not None:
         return tracked.url
@@ -157,7 +158,7 @@ def _files_text(home: Home, record: RunRecord) -> list[str]:
         lines.append(f"  and {len(files) - _FILES_MAX} more")
     hangs = [name for name, _ in files if name.startswith("hang-")]
     if hangs:
-        lines.append(f"where ranks stood when nothing moved: {', '.join(hangs)}")
+        lines.append(f"stacks of hanging ranks: {', '.join(hangs)}")
     return lines
 
 
@@ -181,7 +182,7 @@ def _details(record: RunRecord) -> dict[str, object]:
 
 
 def use_lines(uses: Sequence[DeviceUse], nodes: Sequence[str] = ()) -> list[str]:
-    """Return a table of devices by rank, empty for one device; `nodes` has one name per device."""
+    """Return a table of devices by rank, or no lines for one device. `nodes` has one name per device."""
     if len(uses) < 2:
         return []
     head = ["#", "BUSY", "PEAK MEMORY", "ENERGY", "THROTTLED", "NODE", "DEVICE"]
@@ -197,12 +198,12 @@ def use_lines(uses: Sequence[DeviceUse], nodes: Sequence[str] = ()) -> list[str]
 
 
 def sampled_uses(directory: Path) -> tuple[DeviceUse, ...]:
-    """Return the device use of a local attempt from its samples."""
+    """Return the device use of a local attempt, computed from its samples."""
     uses: dict[str, DeviceTotals] = {}
     for path in sorted((directory / "logs").glob("*.telemetry")):
         try:
             lines, _ = decode(path.read_bytes())
-        except OSError:  # gone meanwhile
+        except OSError:  # The file was deleted in the meantime.
             continue
         header: Header | None = None
         for line in lines:
@@ -214,7 +215,7 @@ def sampled_uses(directory: Path) -> tuple[DeviceUse, ...]:
 
 
 def _cells(use: DeviceUse) -> list[str]:
-    form = format_bytes if use.uuid.startswith("CPU-") else format_gpu_memory  # a slot's is the host's
+    form = format_bytes if use.uuid.startswith("CPU-") else format_gpu_memory  # A CPU slot uses memory of the host.
     return [
         "-" if use.busy_percent is None else f"{use.busy_percent:.0f} %",
         "-" if not use.peak_memory_bytes else form(use.peak_memory_bytes),
@@ -224,7 +225,7 @@ def _cells(use: DeviceUse) -> list[str]:
 
 
 def server_details(view: RunView) -> dict[str, object]:
-    """Return everything about a run, for machines."""
+    """Return everything about a run of the server as JSON values."""
     files, attempts = _fetch_files_and_attempts(view)
     cost = _cost(view)
     return run_rows.as_json(view, cost) | {
@@ -239,7 +240,7 @@ def server_details(view: RunView) -> dict[str, object]:
 
 
 def server_story(view: RunView) -> Iterator[str]:
-    """Yield the lines that tell everything about a run."""
+    """Yield the lines that describe a run of the server."""
     files, attempts = _fetch_files_and_attempts(view)
     reason = "" if view.reason is None else view.reason.value
     yield " · ".join(part for part in (f"run {view.id}", view.name, view.state.value, reason) if part)
@@ -285,7 +286,10 @@ def server_story(view: RunView) -> Iterator[str]:
 
 
 def failure_text(view: RunView) -> str:
-    """Return how a run failed, for reading; "" for one that goes on or did not fail. Nothing is unpickled."""
+    """Return how a run failed, as text; "" for a run that continues or succeeded.
+
+    The function unpickles nothing.
+    """
     if view.state not in TERMINAL or view.state is State.SUCCEEDED or not view.fence:
         return ""
     found = fetch_ending(view)
@@ -293,7 +297,7 @@ def failure_text(view: RunView) -> str:
 
 
 def _receipt(view: RunView, crew: int | None = None) -> Receipt | None:
-    """Return the last attempt's receipt, or that of one of its nodes; None before it exists."""
+    """Return the receipt of the last attempt or of one of its nodes. Return None before it exists."""
     query = {} if crew is None else {"fence": str(view.fence), "crew": str(crew)}
     with patient_server(this_home().root) as connection:
         try:
@@ -303,7 +307,7 @@ def _receipt(view: RunView, crew: int | None = None) -> Receipt | None:
 
 
 def _cost(view: RunView) -> Cost | None:
-    """Return the run's cost from the server; None from a server of an earlier version."""
+    """Return the run's cost from the server. Return None if the server is of an earlier version."""
     wire = load("serverless_gpu.wire.runs")
     with patient_server(this_home().root) as connection:
         try:
@@ -327,7 +331,7 @@ def _fetch_files_and_attempts(view: RunView) -> tuple[FileList, AttemptList]:
 
 def _crew_row(view: RunView, crew: CrewView) -> list[str]:
     state = crew.state.value if crew.reason is None else f"{crew.state.value} · {crew.reason.value}"
-    silent = f"no word since {format_moment(crew.heard_ns)}" if crew.state is State.UNREACHABLE else ""
+    silent = f"no contact since {format_moment(crew.heard_ns)}" if crew.state is State.UNREACHABLE else ""
     last = crew.first_rank + crew.gpus - 1
     ranks = f"rank {last}" if crew.gpus == 1 else f"ranks {crew.first_rank} to {last}"
     what = f"{crew.gpus} device{'' if crew.gpus == 1 else 's'}" if view.spec.per_node else ranks

@@ -1,9 +1,11 @@
-"""Locates the home and the wanted run: on this machine, or on the server.
+"""Locates the home and the requested run, on this machine or on the server.
 
-A person names a run by any beginning or end that only one run has, or means the latest by naming none. A local run has
-its directory only here. A run of a server is the server's, even if this machine is the node that it ran on and has a
-directory of it. A server that cannot be reached is an error of its own and never "there is no run": a named run that
-is not here waits for it (`cli/server_connection.py`), a list shows the local runs and fails afterwards.
+A user names a run by a prefix or suffix that only one identifier has. Without a name, commands use the latest run. A
+local run has its directory only here. A run of a server counts as the server's, even if this machine was its node and
+has its directory.
+
+If the server is unreachable, commands report that, and never that the run is missing. A command about a named run that
+is not here waits for the server (`cli/server_connection.py`). A list shows the local runs and then fails.
 """
 
 from __future__ import annotations
@@ -34,40 +36,40 @@ _ID_CHARACTERS = 26
 _WHOLE = re.compile(r"[0-9a-z]{26}")
 _PART = re.compile(r"[0-9a-z]{1,25}")
 _FEW = 10
-"""Runs that begin alike: several mean that more has to be typed."""
+"""Maximum number of runs in a search by prefix. More than one match means that the prefix is too short."""
 _NAMED_MAX = 5
 
 
 class LocatedRun(NamedTuple):
-    """A run's identifier and the server's view of it; None for a run of this machine alone."""
+    """A run's identifier and the server's view of the run. A run without a server has no view."""
 
     run_id: str
     view: RunView | None
 
 
 def own_runs(home: Home) -> list[str]:
-    """Return the runs that have to do with no server, newest first."""
+    """Return the runs that no server started, newest first."""
     return [run_id for run_id in run_ids(home.runs) if not any((home.runs / run_id).glob(f"*/{REMOTE_FILE}"))]
 
 
 def server_runs(home: Home, *, limit: int, state: str = "") -> tuple[RunView, ...]:
-    """Return the server's latest runs, in a state or ("") any; none without a configured server."""
+    """Return the server's latest runs in a state, or in any for "". Without a server, return none."""
     page = _page(home, {"limit": str(min(limit, PAGE))} | ({"state": state} if state else {}))
     return () if page is None else page.runs
 
 
 def server_costs(home: Home, *, limit: int, state: str = "") -> tuple[tuple[RunView, ...], dict[str, Cost]]:
-    """Return the server's latest runs as `server_runs` does, and each one's cost by identifier."""
+    """Return the server's latest runs like `server_runs`, and the cost of each by identifier."""
     query = {"limit": str(min(limit, PAGE))} | ({"state": state} if state else {})
     try:
         page = _page(home, query | {"costs": "true"})
-    except InvalidValue:  # of an earlier version, which knows no such question
+    except InvalidValue:  # A server of an earlier version does not know the `costs` parameter.
         page = _page(home, query)
     return ((), {}) if page is None else (page.runs, {each.id: each.cost for each in page.costs})
 
 
 def locate(home: Home, wanted: str | None) -> LocatedRun:
-    """Return the wanted run; a named run that is not here waits for an unreachable server."""
+    """Return the requested run. For a named run that is not here, wait for an unreachable server."""
     own = own_runs(home)
     if wanted is not None and len(matching_ids(own, wanted)) == 1:
         return LocatedRun(matching_ids(own, wanted)[0], None)
@@ -75,16 +77,17 @@ def locate(home: Home, wanted: str | None) -> LocatedRun:
     views = {view.id: view for view in found}
     ids = sorted({*own, *views}, reverse=True)
     if wanted is None and not ids:
-        raise InvalidValue(f"there are no runs in {home.runs}, and none of a server")
+        raise InvalidValue(f"there are no runs in {home.runs} and no runs of a server")
     run_id = choose(home, wanted, ids, elsewhere=elsewhere)
     return LocatedRun(run_id, views.get(run_id))
 
 
 def _find_on_server(home: Home, wanted: str | None, own: Sequence[str]) -> tuple[tuple[RunView, ...], str]:
-    """Return the server's runs that a text may mean, and the end of the error if there are none.
+    """Return the server's runs that a text may mean, and the end of the error message without a match.
 
-    An identifier is requested by itself, and a beginning among the runs that begin so; an end is searched among the
-    latest runs. The latest run does not wait for the server: with its name, a local run needs none.
+    The function requests a whole identifier directly. It searches a prefix among all runs, and a suffix among the
+    latest
+    runs. Without a name, it does not wait for the server, because the user can name a local run instead.
     """
     if not is_configured(home.root, os.environ):
         return (), ""
@@ -100,7 +103,7 @@ def _find_on_server(home: Home, wanted: str | None, own: Sequence[str]) -> tuple
 
 
 def _unreachable_error(error: ServerUnavailable, wanted: str | None, own: Sequence[str]) -> ServerUnavailable:
-    """Return the error for a run that only the server can know."""
+    """Return the error for a run that only the server may know."""
     if wanted is not None:
         return ServerUnavailable(f"run {wanted!r} is not on this machine, and {error.message}", hint=error.hint)
     here = f"name the run; the latest of this machine is {own[0]}" if own else error.hint
@@ -125,7 +128,7 @@ def _query_runs(connection: Connection, text: str) -> tuple[RunView, ...]:
 
 
 def _page(home: Home, query: dict[str, str]) -> RunPage | None:
-    """Return a page of the server's runs; None where no server is configured."""
+    """Return a page of the server's runs, or None if no server is configured."""
     if not is_configured(home.root, os.environ):
         return None
     with contextlib.closing(connect_briefly(find_profile(home.root, os.environ))) as connection:
@@ -134,7 +137,7 @@ def _page(home: Home, query: dict[str, str]) -> RunPage | None:
 
 
 def this_home() -> Home:
-    """Return the home of this command; print a notice when it replaces the requested one."""
+    """Return the home of this command. Print a notice if it replaces the requested one."""
     home = find_home(os.environ)
     if home.note:
         say(f"sgpu: {home.note}", err=True)
@@ -142,21 +145,21 @@ def this_home() -> Home:
 
 
 def durable_home(why: str) -> Home:
-    """Return the home for a command that keeps something in it for good; see `find_durable_home`."""
+    """Return the home for a command that stores data permanently; see `find_durable_home`."""
     return find_durable_home(os.environ, why)
 
 
 def queued_runs(home: Home) -> tuple[str, ...]:
-    """Return the runs queued in the agent; none without an agent that answers."""
+    """Return the runs queued in the agent. Return none if no agent answers."""
     with contextlib.suppress(ServerlessGpuError):
-        if any(home.sockets().glob("agent-*.sock")):  # else the agent's protocol need not be loaded
+        if any(home.sockets().glob("agent-*.sock")):  # Without a socket, the agent's protocol need not be loaded.
             found: Status | None = load("serverless_gpu.client.agent").agent_status(home.root)
             return found.queued if found is not None else ()
     return ()
 
 
 def choose(home: Home, wanted: str | None, ids: Sequence[str] | None = None, *, elsewhere: str = "") -> str:
-    """Return the identifier of the wanted run, newest for None; `elsewhere` ends the error message."""
+    """Return the identifier of the requested run, or of the newest. `elsewhere` ends the error message."""
     ids = run_ids(home.runs) if ids is None else ids
     if wanted is None:
         if not ids:
@@ -175,7 +178,7 @@ def choose(home: Home, wanted: str | None, ids: Sequence[str] | None = None, *, 
 
 
 def matching_ids(ids: Sequence[str], wanted: str) -> list[str]:
-    """Return the runs with this identifier, or all that begin or end with it."""
+    """Return the run with this identifier, or all runs whose identifier begins or ends with the text."""
     text = wanted.strip().lower()
     if text in ids:
         return [text]
@@ -184,7 +187,7 @@ def matching_ids(ids: Sequence[str], wanted: str) -> list[str]:
 
 def _suggestion(text: str, ids: Sequence[str]) -> str:
     if not ids:
-        return "there are no runs here; is SERVERLESS_GPU_HOME the one that the run was started with?"
+        return "there are no runs here; check that SERVERLESS_GPU_HOME is the home in which the run started"
     close = difflib.get_close_matches(text, ids, n=1, cutoff=0.8)
     if close:
         return f"did you mean {close[0]}?"

@@ -1,4 +1,4 @@
-"""Runs of a server as commands list them, and how one ended; `run_details.py` has everything about one."""
+"""Rows for runs of a server, and the endings of such runs. `run_details.py` shows one run in full."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ENDING_S = 10.0
 
 
 def row(view: RunView) -> list[str]:
-    """Return a line's cells: run, name, state, started, took, devices, owner, place."""
+    """Return the cells of a row: run, name, state, started, took, devices, and place with owner."""
     nodes = nodes_text([crew.node for crew in view.crews])
     place = nodes or view.node or ("waits" if view.state is State.QUEUED else "server")
     if view.waiting is not None and view.waiting.place:
@@ -44,7 +44,7 @@ def row(view: RunView) -> list[str]:
 
 
 def devices_text(view: RunView) -> str:
-    """Return a run's devices, assigned or requested."""
+    """Return a run's devices as text, assigned or requested."""
     count = view.world_size or view.spec.resources.gpus
     kind = view.gpu_type or view.spec.resources.gpu_type or "GPU"
     noun = "CPU slot" if kind == CPU else kind
@@ -52,7 +52,7 @@ def devices_text(view: RunView) -> str:
 
 
 def as_json(view: RunView, cost: Cost | None = None) -> dict[str, object]:
-    """Return a run for machines, with the names that local runs have."""
+    """Return a run as JSON values, with the keys of local runs."""
     return {
         "id": view.id,
         "kind": "command" if isinstance(view.spec.payload, Command) else "function",
@@ -81,13 +81,13 @@ def as_json(view: RunView, cost: Cost | None = None) -> dict[str, object]:
 
 
 def took_ms(view: RunView) -> int:
-    """Return how long a run has run, or ran."""
+    """Return the run time so far, or the whole run time after the end, in milliseconds."""
     ended_ns = view.ended_ns or SystemClock().wall_ns()
     return max(0, ended_ns - (view.started_ns or ended_ns)) // 1_000_000
 
 
 def sentence_of(view: RunView) -> str:
-    """Return a run's sentence; of a wait in this machine's time zone."""
+    """Return a run's message. The message about a wait has times in this machine's time zone."""
     if view.waiting is None:
         return view.sentence
     wait = load("serverless_gpu.wire.queue").wait_of(view.waiting, view.id)
@@ -95,14 +95,14 @@ def sentence_of(view: RunView) -> str:
 
 
 def moment_of(waiting: WaitView) -> str:
-    """Return when a run that waits starts, as far as that is known."""
+    """Return the expected start of a waiting run as text."""
     assert waiting.at_ns is not None
     moment = format_moment(waiting.at_ns)
     return f"{moment} at the latest" if waiting.is_bound else f"about {moment}"
 
 
 def _waiting(waiting: WaitView) -> dict[str, object]:
-    """Return a wait for machines, with moments as elsewhere."""
+    """Return a wait as JSON values, with times in UTC."""
 
     def utc(at_ns: int | None) -> str | None:
         return None if at_ns is None else format_utc(at_ns)
@@ -142,14 +142,14 @@ def _crew(crew: CrewView) -> dict[str, object]:
 
 
 class RunEnding(NamedTuple):
-    """Ending of a run."""
+    """The ending of a run, and the files of its last attempt."""
 
     stopped: Stopped
-    directory: Path  # local files of the last attempt
+    directory: Path  # Directory of the last attempt's files on this machine.
 
 
 def fetch_ending(view: RunView) -> RunEnding | None:
-    """Return how a run that has ended did; None where the server does not say. Nothing is unpickled."""
+    """Return how an ended run ended, or None if the server does not know. The function unpickles nothing."""
     run = load("serverless_gpu.client.runs.attachment").attach(view.id)
     run.wait(_ENDING_S)
     stopped = read_ending(run.directory)

@@ -1,6 +1,6 @@
-"""`sgpu runs`: the runs of this home and of its server (rows of the latter: `run_rows.py`).
+"""`sgpu runs`: lists the runs of this home and of its server. `run_rows.py` makes the server's rows.
 
-This module and its imports load at each listing of runs: `test_lazy_commands.py` lists the modules that it may load.
+Each listing of runs loads this module and its imports. `test_lazy_commands.py` lists the modules that it may load.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _NAME_CHARACTERS_MAX = 32
 
 
 @click.command()
-@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="List at most this many.")
-@click.option("--state", type=click.Choice(_STATES, case_sensitive=False), help="List only runs in this state.")
-@click.option("--size", is_flag=True, help="Also show how much room each takes on disk.")
+@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Maximum number of runs.")
+@click.option("--state", type=click.Choice(_STATES, case_sensitive=False), help="Only runs in this state.")
+@click.option("--size", is_flag=True, help="Also show the disk space of each run.")
 @wide_option
 @json_option(JsonType("cli.json_types:RunRow", is_list=True))
 def runs(limit: int, state: str | None, size: bool, wide: bool, as_json: bool) -> None:
@@ -76,7 +76,7 @@ def _remote() -> ModuleType:
 
 
 def row(record: RunRecord, home: Home, *, size: bool = False) -> list[str]:
-    """Return the cells of one line: run, name, state, started, took, devices, where, size if wanted, used."""
+    """Return a row's cells: run, name, state, started, took, devices, where, size if wanted, and used."""
     name = name_of(record) or "-"
     if len(name) > _NAME_CHARACTERS_MAX:
         name = name[: _NAME_CHARACTERS_MAX - 1] + "…"
@@ -97,7 +97,7 @@ def row(record: RunRecord, home: Home, *, size: bool = False) -> list[str]:
 
 
 def run_json(home: Home, record: RunRecord, *, size: bool) -> dict[str, object]:
-    """Return a run for machines, with the names that runs of a server have."""
+    """Return a run as JSON values, with the keys of the server's runs."""
     receipt, cost = record.receipt, cost_so_far(home, record) if record.receipt is None else None
     cells: dict[str, object] = {
         "id": record.run_id,
@@ -121,14 +121,14 @@ def run_json(home: Home, record: RunRecord, *, size: bool) -> dict[str, object]:
 
 
 def name_of(record: RunRecord) -> str:
-    """Return a run's name: its function, or its kind."""
+    """Return the name of a run's function. For other runs, return their kind."""
     if record.kind != FUNCTION:
         return f"({record.kind})"
     return record.spec.name if record.spec is not None else ""
 
 
 def took_ms(record: RunRecord) -> int | None:
-    """Return how long user code ran, or has run by now; None where that is not known."""
+    """Return the run time of user code so far, in milliseconds. Return None if it is unknown."""
     if record.receipt is not None and record.receipt.segments.run_ms is not None:
         return record.receipt.segments.run_ms
     if record.began_ns is None:
@@ -137,13 +137,13 @@ def took_ms(record: RunRecord) -> int | None:
 
 
 def took_text(record: RunRecord) -> str:
-    """Return how long user code ran, or has run by now, for reading."""
+    """Return the run time of user code so far as text."""
     elapsed_ms = took_ms(record)
     return "-" if elapsed_ms is None else format_duration_ms(elapsed_ms)
 
 
 def cost_so_far(home: Home, record: RunRecord) -> Cost | None:
-    """Return a running run's cost so far; None for any other run."""
+    """Return a running run's cost so far. Return None for any other run."""
     if not record.live:
         return None
     found: Cost | None = load("serverless_gpu.client.runs.local_costs").cost_here(
@@ -153,5 +153,5 @@ def cost_so_far(home: Home, record: RunRecord) -> Cost | None:
 
 
 def used_text(cost: Cost | None) -> str:
-    """Return a run's use as one table cell."""
+    """Return the use of a run as a table cell."""
     return "-" if cost is None or not cost.gpu_ms else cost.used_text()

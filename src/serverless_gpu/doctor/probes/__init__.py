@@ -1,9 +1,9 @@
-"""Probes of this machine, thin and bounded: each returns facts, or the reason why it has no facts.
+"""Probes this machine. Each probe has a time limit and returns facts, or the reason why it has none.
 
     threads     home · runs · agent, cgroups · server · pool · tracking · kernel · limits · network  (a disk may hang)
-    processes   NVML · mounts · what is installed · what importing it does        (these crash and hang by nature)
+    processes   NVML · mounts · installed packages · package imports              (these may crash or hang)
 
-All start at once and each has the same limit, so the whole takes little longer than that.
+All probes start at the same time with the same limit, so the total time is only slightly longer than the limit.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ T = TypeVar("T")
 
 
 def gather(environ: Mapping[str, str], limit_s: float) -> MachineFacts:
-    """Return what can be seen, within so many seconds for each look; `environ` are the caller's variables."""
+    """Run all probes and return their facts.
+
+    `limit_s` limits each probe; `environ` has the caller's variables.
+    """
     looks: dict[str, Callable[[], object]] = {
         "imports": lambda: look_at_imports(limit_s),
         "interpreter": lambda: look_at_packages(limit_s),
@@ -66,7 +69,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> MachineFacts:
         "limits": look_at_limits,
         "network": look_at_network,
     }
-    # A little longer than the processes get, which end themselves and have more to say about it.
+    # The threads get more time than the processes, which enforce their own limit and return better reasons.
     seen = _told_once(side_by_side(looks, limit_s + 0.5))
 
     def area(name: str, kind: type[T]) -> T | UnknownFact:
@@ -101,7 +104,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> MachineFacts:
 
 
 def _told_once(seen: Mapping[str, object]) -> Mapping[str, object]:
-    """Return what was seen; where there is no home, the check of the home says why, and nothing else repeats it."""
+    """Replace repeated reasons. If there is no home, only the check of the home gives the reason."""
     home = seen["home"]
     if not isinstance(home, HomeFacts) or home.root or not home.problem:
         return seen

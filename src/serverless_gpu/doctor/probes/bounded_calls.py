@@ -1,6 +1,6 @@
-"""Bounded calls: several looks at once, in threads or processes; no look keeps the others from ending.
+"""Runs several probes in parallel with a time limit, in threads or processes.
 
-A look in a process of its own may crash, hang or write what it likes, and only that look is lost.
+A probe in a separate process may crash, hang or print anything. The other probes still return their facts.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _GONE_S = 1.0
 
 
 def side_by_side(looks: Mapping[str, Callable[[], T]], limit_s: float) -> dict[str, T | UnknownFact]:
-    """Return what each look saw, `UnknownFact` for one that failed or did not end in time.
+    """Return the result of each probe, or `UnknownFact` if it failed or timed out.
 
-    Each runs in a daemon thread of its own; the limit is for all of them together.
+    Each probe runs in its own daemon thread. The limit is for all of them together.
     """
     clock = SystemClock()
     deadline_ns = clock.boottime_ns() + int(limit_s * 1e9)
@@ -53,9 +53,9 @@ def _outcome(answer: Future[T], left_s: float, limit_s: float) -> T | UnknownFac
     try:
         return answer.result(timeout=left_s)
     except TimeoutError:
-        if answer.done():  # the look itself ran into a time limit
+        if answer.done():  # The probe itself raised TimeoutError.
             return UnknownFact(f"{answer.exception()}")
-        return UnknownFact(f"there was no answer within {limit_s:g} s")
+        return UnknownFact(f"no answer within {limit_s:g} s")
     except Exception as error:  # noqa: BLE001 - one look that fails must not cost the answers of the others
         return UnknownFact(f"{type(error).__name__}: {error}")
 
@@ -68,15 +68,15 @@ def _settle(answer: Future[T], look: Callable[[], T]) -> None:
 
 
 class ChildEnded(msgspec.Struct, frozen=True):
-    """How a look ended."""
+    """The result of a probe process."""
 
     answer: bytes
     written: str
-    code: int | None  # its exit code, negative for a signal; None when it was ended for taking too long
+    code: int | None  # The exit code, negative for a signal; None if the process was killed at the time limit.
 
     @property
     def why(self) -> str:
-        """Return in words how the process ended."""
+        """Return a description of the process's end."""
         if self.code is None:
             return "it took too long"
         if self.code < 0:
@@ -85,13 +85,13 @@ class ChildEnded(msgspec.Struct, frozen=True):
 
 
 def look(start: Callable[[int, int], subprocess.Popen[bytes]], limit_s: float) -> ChildEnded:
-    """Start a process, take what it sends, and end it after a limit; OSError when it cannot be started.
+    """Start a process, read its answer, and kill it at a time limit. Raise OSError if it cannot start.
 
-    `start` gets the descriptor to send on and the one to write to, and starts the process in a session of its own.
+    `start` receives a descriptor for the answer and one for the log. It starts the process in a new session.
     """
     deadline_ns = SystemClock().boottime_ns() + int(limit_s * 1e9)
     reading, sending = os.pipe()
-    log = os.memfd_create("sgpu-doctor")  # a file, so that the process itself can look at what it wrote
+    log = os.memfd_create("sgpu-doctor")  # The log is a file, so the process can read its own output.
     try:
         try:
             process = start(sending, log)
@@ -121,12 +121,12 @@ def _read_until(fd: int, deadline_ns: int) -> tuple[bytes, bool]:
 
 
 def _end(process: subprocess.Popen[bytes], in_time: bool) -> int | None:
-    """Return the exit code; a process that does not end of itself is ended, and left alone if not even that helps."""
+    """Return the exit code. Kill a process that does not exit, and abandon it if it survives that."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         if in_time:
             return process.wait(_GONE_S)
     with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)  # a session of its own: what it started goes, too
+        os.killpg(process.pid, signal.SIGKILL)  # The new session allows the probe to kill the children too.
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_GONE_S)
     return None

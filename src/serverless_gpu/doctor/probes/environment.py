@@ -1,8 +1,8 @@
-"""What is installed for this interpreter, and what importing it does, each asked in processes of their own.
+"""Probes the interpreter's packages and their imports, in separate processes.
 
-The programs (`packages.py`, `import_program.py`) use the standard library only and are started with the caller's
-variables, without the working directory on the path: a file of the caller's that has the name of a module is reported,
-never run. They answer in Python literals, one per line, so that they need to import next to nothing themselves.
+The programs (`packages.py`, `import_program.py`) use only the standard library. They get the caller's variables, but
+not the working directory on the module path. So they report a caller's file that has the name of a module, but never
+run it. They answer with Python literals, one per line, because that needs almost no imports.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from serverless_gpu.doctor.facts import Imported, ImportFacts, InterpreterFacts,
 from serverless_gpu.doctor.probes.bounded_calls import ChildEnded, look, side_by_side
 from serverless_gpu.json_codec import from_builtins
 
-# Two processes: what is built on torch, and what is built on NumPy.
+# One process imports packages built on torch, the other packages built on NumPy.
 _FAMILIES = (("torch", "torchvision", "torchaudio"), ("numpy", "scipy", "sklearn", "pandas", "pyarrow", "numba", "cv2"))
 _WORTHWHILE_S = 0.5
 _PROGRAMS = Path(__file__).parent
 
 
 def look_at_packages(limit_s: float) -> InterpreterFacts | UnknownFact:
-    """Return what is installed."""
+    """Return the interpreter and its installed packages."""
     ended = _run("packages.py", (), limit_s)
     for record in _records(ended):
         if record and record[0] == "packages":
@@ -36,7 +36,7 @@ def look_at_packages(limit_s: float) -> InterpreterFacts | UnknownFact:
 
 
 def look_at_imports(limit_s: float) -> ImportFacts:
-    """Return what importing the usual packages does."""
+    """Import the usual packages and return the outcomes."""
     looks = {family[0]: lambda family=family: _import_all(family, limit_s) for family in _FAMILIES}
     facts = ImportFacts()
     for found in side_by_side(looks, limit_s + 0.3).values():
@@ -50,7 +50,7 @@ def look_at_imports(limit_s: float) -> ImportFacts:
 
 
 def _import_all(names: Sequence[str], limit_s: float) -> ImportFacts:
-    """Import one after the other; after a crash, the others in a new process."""
+    """Import the modules in order. After a crash, import the remaining modules in a new process."""
     clock = SystemClock()
     deadline_ns = clock.boottime_ns() + int(limit_s * 1e9)
     modules: dict[str, Imported] = {}
@@ -60,7 +60,7 @@ def _import_all(names: Sequence[str], limit_s: float) -> ImportFacts:
         left_s = (deadline_ns - clock.boottime_ns()) / 1e9
         if left_s < _WORTHWHILE_S:
             break
-        ended = _run("import_program.py", left, left_s, "/")  # as the zygote imports
+        ended = _run("import_program.py", left, left_s, "/")  # The zygote imports in the same directory.
         seen = read_imports(list(_records(ended)), ended)
         modules |= seen.modules
         facts = ImportFacts(torch=facts.torch or seen.torch, openmp=(*facts.openmp, *seen.openmp))
@@ -72,7 +72,7 @@ def _import_all(names: Sequence[str], limit_s: float) -> ImportFacts:
 
 
 def read_imports(records: Sequence[tuple[object, ...]], ended: ChildEnded) -> ImportFacts:
-    """Return what the importing process reported before it ended, and what its end means for the rest."""
+    """Return the reported outcomes. Derive the outcome of an unfinished import from the exit."""
     modules: dict[str, Imported] = {}
     begun = ""
     torch: TorchFacts | None = None
@@ -116,7 +116,7 @@ def _records(ended: ChildEnded) -> Iterator[tuple[object, ...]]:
     for line in ended.answer.decode("ascii", "replace").splitlines():
         try:
             record = ast.literal_eval(line)
-        except (ValueError, SyntaxError):  # cut off by the end of the process
+        except (ValueError, SyntaxError):  # The end of the process cut off this line.
             continue
         if isinstance(record, tuple):
             yield record

@@ -1,4 +1,7 @@
-"""Probes of the GPUs. A process of its own asks NVML (`main`): a wedged driver blocks in the kernel and for ever."""
+"""Probes the GPUs.
+
+A separate process queries NVML (`main`), because a hung driver blocks its caller forever.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ _PCI = Path("/sys/bus/pci/devices")
 
 
 def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | UnknownFact:
-    """Return what NVML and the kernel say about NVIDIA GPUs, and who holds which; NVML may take `limit_s`."""
+    """Return the NVIDIA GPUs and their holders, according to NVML and the kernel. `limit_s` limits NVML."""
     home = ""
     with contextlib.suppress(StorageError):
         home = str(find_home(environ).root)
@@ -63,7 +66,10 @@ def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | Unkno
 
 
 def _held(directory: Path) -> dict[str, str]:
-    """Return who holds which device. A look takes each lock for a moment; a run that misses it tries again."""
+    """Return the run that holds each device.
+
+    This takes each lock for a moment. A run that fails to take a lock meanwhile tries again.
+    """
     held: dict[str, str] = {}
     for path in sorted(directory.glob("*.lock")):
         note = held_note(path)
@@ -75,7 +81,7 @@ def _held(directory: Path) -> dict[str, str]:
 
 
 def _on_bus() -> int:
-    """Return how many NVIDIA display controllers the PCI bus has, driver or not."""
+    """Return the number of NVIDIA display controllers on the PCI bus, with or without a driver."""
     count = 0
     with contextlib.suppress(OSError):
         for device in _PCI.iterdir():
@@ -89,16 +95,16 @@ T = TypeVar("T")
 
 
 def main(fd: int, home: str) -> NoReturn:
-    """Send what NVML says on a descriptor and end, in the process that `look_at_gpus` starts.
+    """Write NVML's answers to a descriptor and exit. `look_at_gpus` starts a process with this function.
 
-    The user's own GPU types are read from `home`; "" without one.
+    The function reads the user's own GPU types from `home`, unless it is "".
     """
     os.write(fd, msgspec.json.encode(ask_nvml(home)))
     os._exit(0)
 
 
 def ask_nvml(home: str) -> GpuFacts:
-    """Return what NVML says."""
+    """Return NVML's answers as facts."""
     try:
         import pynvml
     except ImportError as error:
@@ -131,7 +137,7 @@ def _health(pynvml: Any, uuid: str) -> GpuHealth:
     capability = _asked(pynvml, lambda: pynvml.nvmlDeviceGetCudaComputeCapability(handle))
     remapped = _asked(
         pynvml, lambda: pynvml.nvmlDeviceGetRemappedRows(handle)
-    )  # corrected, uncorrected, pending, failed
+    )  # The values are corrected, uncorrected, pending, failed.
     return GpuHealth(
         capability=None if capability is None else (capability[0], capability[1]),
         uncorrected_errors=_asked(pynvml, lambda: pynvml.nvmlDeviceGetTotalEccErrors(handle, *kinds)),
@@ -141,7 +147,7 @@ def _health(pynvml: Any, uuid: str) -> GpuHealth:
 
 
 def _asked(pynvml: Any, ask: Callable[[], Any], *, fails: bool = False) -> Any:
-    """Return NVML's answer, None where it has none; with `fails`, whether asking failed."""
+    """Return NVML's answer or None. With `fails`, return True if the query raises an error."""
     try:
         answer = ask()
     except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError):

@@ -1,8 +1,8 @@
-"""A program for `python -P -c`: import packages one after the other and tell what happened.
+"""A program for `python -P -c` that imports packages one after the other and reports the outcomes.
 
     begin <name> · end <name> <outcome> <error> <what it wrote>      a "begin" without an "end" is a crash or a hang
 
-Imports nothing but `os` and `sys` before: what is loaded here already could not be seen to fail.
+The program first imports only `os` and `sys`, because it could not see a failed import of an already loaded module.
 """
 
 import os
@@ -12,7 +12,7 @@ _WRITTEN_BYTES = 4_000
 
 
 def main() -> None:
-    """Import what the arguments name, then say what torch sees and which OpenMP runtimes are here."""
+    """Import the modules in the arguments. Then report torch's devices and the OpenMP runtimes."""
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     for name in sys.argv[2:]:
@@ -40,7 +40,7 @@ def _import(name: str) -> tuple[str, str]:
 
 
 def _tell_torch(fd: int, torch: object) -> None:
-    """Say what torch is, before it is asked what it sees: asking may hang."""
+    """Report torch's build before its devices, because the query for devices may hang."""
     version = getattr(torch, "version", None)
     said = {
         "version": str(getattr(torch, "__version__", "")),
@@ -78,7 +78,7 @@ def _openmp() -> list[str]:
 
 
 def _written_since(start: int) -> str:
-    """Return the end of what was written to stderr since; it is a file."""
+    """Return the end of the output to stderr since `start`. The stream is a file."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()

@@ -1,7 +1,7 @@
-"""Probes of this machine: home, run directories, limits, network, mounts, and the agent that serves the home.
+"""Probes the machine: home, run directories, limits, network, mounts, and the agent of the home.
 
-Nothing is started or changed, except that mounting is tried in a process that has a namespace of its own. Where no
-agent runs, cgroups are looked at as one started from here would find them, and what that makes is removed.
+The probes start and change nothing, with two exceptions. A process with its own namespace tries to mount an
+environment. If no agent runs, the probe looks for cgroups like an agent and removes the cgroup that this creates.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ def look_at_home(environ: Mapping[str, str]) -> HomeFacts:
 
 
 def look_at_runs(environ: Mapping[str, str]) -> RunsFacts:
-    """Return how many run directories there are, and how the last run started."""
+    """Return the number and size of the run directories, and the start of the last run."""
     home = find_home(environ)
     try:
         policy = read_configuration(home).retention
     except ServerlessGpuError:
-        policy = Policy()  # the configuration's own check says what is wrong with it
+        policy = Policy()  # The check of the configuration reports the mistake.
     ids = run_ids(home.runs)
     receipts = (read_run(home.runs, run_id).receipt for run_id in ids)
     last = next((receipt for receipt in receipts if receipt is not None), None)
@@ -111,7 +111,7 @@ def look_at_runs(environ: Mapping[str, str]) -> RunsFacts:
 
 
 def look_at_kernel() -> KernelFacts:
-    """Return whether the kernel has what every run needs."""
+    """Return the kernel's release and its support for pidfds, which every run needs."""
     refusal, hint = pidfd_refusal()
     return KernelFacts(release=os.uname().release, pidfd_refusal=refusal, hint=hint)
 
@@ -130,7 +130,7 @@ def look_at_limits() -> LimitFacts:
 
 
 def look_at_network() -> NetworkFacts:
-    """Return whether ranks of this machine can find each other."""
+    """Return the facts that decide if ranks on this machine can connect to each other."""
     hostname = socket.gethostname()
     resolved = side_by_side({"name": lambda: socket.getaddrinfo(hostname, None)}, _RESOLVE_S)["name"]
     port_problem = ""
@@ -149,10 +149,10 @@ def look_at_network() -> NetworkFacts:
 
 
 def look_at_agent(environ: Mapping[str, str]) -> tuple[AgentFacts, CgroupFacts | UnknownFact]:
-    """Return what the agent says, and what cgroups it uses or would use.
+    """Return the agent's status, and the cgroups that it uses or would use.
 
     Raises:
-        StorageError: there is no home, or its sockets cannot be had.
+        StorageError: there is no home, or the directory of its sockets is not usable.
     """
     home = find_home(environ)
     sockets = home.sockets()
@@ -162,7 +162,7 @@ def look_at_agent(environ: Mapping[str, str]) -> tuple[AgentFacts, CgroupFacts |
         pid = _holder(agent_socket(sockets).with_suffix(".lock")) or "unknown"
         agent = AgentFacts(
             problem=f"the agent (pid {pid}) does not answer: {answer.why}",
-            hint=f"kill -9 {pid}   (running attempts go on; the next call starts another agent)",
+            hint=f"kill -9 {pid}   (running attempts continue; the next call starts another agent)",
             others=others,
         )
         return agent, UnknownFact("the agent does not answer")
@@ -182,7 +182,7 @@ def look_at_agent(environ: Mapping[str, str]) -> tuple[AgentFacts, CgroupFacts |
 
 
 def look_at_mounts(environ: Mapping[str, str], limit_s: float) -> MountFacts | UnknownFact:
-    """Return whether a process of this user can mount an environment from its home."""
+    """Try to mount an environment from the home as this user."""
     home = find_home(environ)
     ended = look(
         lambda fd, log: clean_process(__name__, (fd, str(home.root)), fds=(fd,), log=log, environ=environ), limit_s
@@ -195,12 +195,12 @@ def look_at_mounts(environ: Mapping[str, str], limit_s: float) -> MountFacts | U
 
 
 def main(fd: int, home: str) -> None:
-    """Try to mount an environment, in the process that `look_at_mounts` starts, and write why not."""
+    """Try to mount an environment and write the reason of a failure. `look_at_mounts` starts this process."""
     os.write(fd, namespaces.probe_mounts(home).encode() or _FINE)
 
 
 def filesystem_of(path: str, mounts: str) -> str:
-    """Return the kernel's name of the file system an absolute path without links lies on, or "".
+    """Return the kernel's name for the file system of an absolute path without links, or "".
 
     `mounts` is the text of `/proc/self/mountinfo`.
     """
@@ -212,13 +212,13 @@ def filesystem_of(path: str, mounts: str) -> str:
             continue
         point = parts[4].replace("\\040", " ")
         inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):  # of two mounts at one point, the later one is seen
+        if inside and len(point) >= len(best):  # If two mounts have the same mount point, the later one is visible.
             best, kind = point, rest.split()[0]
     return kind
 
 
 def _write_problem(root: Path) -> StorageError | None:
-    """Return why a file cannot be written here; what a full disk or a quota does shows only in trying."""
+    """Return the reason why a write here fails. Only a real write reveals a full disk or a quota."""
     try:
         with tempfile.NamedTemporaryFile(dir=root, prefix=".doctor-") as file:
             file.write(b"\0" * _PROBE_BYTES)
@@ -267,13 +267,13 @@ def _loopback_problem() -> str:
 
 
 def count_ports(text: str) -> int:
-    """Return how many ports a range of the kernel has, from a line such as ``32768 60999``."""
+    """Return the number of ports in a kernel range, from a line such as ``32768 60999``."""
     numbers = text.split()
     return int(numbers[1]) - int(numbers[0]) + 1 if len(numbers) == 2 else 0
 
 
 def count_sockets(text: str) -> int:
-    """Return how many TCP sockets are in use or waiting to be forgotten, from lines such as ``TCP: inuse 5 tw 2``."""
+    """Return the number of TCP sockets in use or in TIME_WAIT, from lines such as ``TCP: inuse 5 tw 2``."""
     for line in text.splitlines():
         name, *words = line.split()
         if name == "TCP:":
@@ -299,7 +299,7 @@ def _cgroups_from_here(environ: Mapping[str, str]) -> CgroupFacts:
 
 
 def _others(sockets: Path) -> dict[str, str]:
-    """Return agents of other versions or protocols that serve this home, by the locks they hold."""
+    """Return the agents of other versions or protocols for this home. Each holds a lock."""
     found: dict[str, str] = {}
     for path in sorted(sockets.glob("agent-*.lock")):
         pid = _holder(path)
@@ -310,5 +310,5 @@ def _others(sockets: Path) -> dict[str, str]:
 
 
 def _holder(path: Path) -> str:
-    """Return the pid of the agent that holds a lock, or "" when it is free."""
+    """Return the pid of the agent that holds a lock, or "" if no agent holds it."""
     return (held_note(path) or b"")[:_PID_BYTES].decode("ascii", "replace").strip()

@@ -1,8 +1,8 @@
-"""A program for `python -P -c`: say what this interpreter is, what is installed, and which files hide which modules."""
+"""A program for `python -P -c` that reports the interpreter, its packages and files that hide modules."""
 
 import sys
 
-_AT_START = frozenset(sys.modules)  # a file cannot hide what is loaded before any program runs
+_AT_START = frozenset(sys.modules)  # Python loads these modules before any program runs, so no file can hide them.
 
 import contextlib  # noqa: E402
 import os  # noqa: E402
@@ -36,7 +36,7 @@ _KNOWN = (*_FAMILY, "pyarrow", "opencv-python", "datasets", "huggingface-hub", "
 
 
 def main() -> None:
-    """Send one record on the descriptor named by the argument."""
+    """Write one record to the descriptor in the argument."""
     broken, problem = _broken()
     said = {
         "executable": sys.executable,
@@ -63,7 +63,7 @@ def _version(name: str) -> str:
 
 
 def _shadows() -> list[dict[str, object]]:
-    """Return files in the working directory and in PYTHONPATH that are found before another module of their name."""
+    """Return files in the working directory and PYTHONPATH that hide another module of the same name."""
     places = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     with contextlib.suppress(OSError):
         places.insert(0, os.getcwd())
@@ -87,7 +87,7 @@ def _shadows() -> list[dict[str, object]]:
 
 
 def _modules_in(place: str) -> list[tuple[str, str]]:
-    """Return name and file of modules that lie directly in a directory."""
+    """Return the name and file of each module directly in a directory."""
     try:
         names = sorted(os.listdir(place))[:_NAMES_MAX]
     except OSError:
@@ -104,7 +104,7 @@ def _modules_in(place: str) -> list[tuple[str, str]]:
 
 
 def _broken() -> tuple[list[dict[str, str]], str]:
-    """Return requirements of torch's family that are not met, or why that cannot be said."""
+    """Return unmet requirements of torch and related packages, or the reason if they cannot be compared."""
     for module in ("packaging.requirements", "pip._vendor.packaging.requirements"):
         try:
             requirements = __import__(module, fromlist=["Requirement"])
@@ -124,7 +124,7 @@ def _broken() -> tuple[list[dict[str, str]], str]:
                 there = _version(requirement.name)
                 if there and requirement.specifier.contains(there, prereleases=True):
                     continue
-            except (ValueError, KeyError):  # an invalid requirement or version is another check's trouble
+            except (ValueError, KeyError):  # Another check reports an invalid requirement or version.
                 continue
             wanted = f"{requirement.name}{requirement.specifier}"
             found.append({"package": name, "version": version, "requirement": wanted, "found": there})

@@ -1,9 +1,12 @@
-"""Probes of servers: the one that remote calls go to, the Ray of a pool on this machine, and MLflow's.
+"""Probes servers: the server of remote calls, the Ray of this machine's pool, and MLflow servers.
 
-Failure cases: no server is configured (fine), its file cannot be used, no process listens, another program answers, the
-token is not taken, the role may not look at nodes; no pool, or its processes are another user's, or end meanwhile. What
-was learned until then is kept. Ray is not asked: everything comes from files of ours and from /proc. Each of MLflow's
-servers has two seconds to answer; nothing is imported or started.
+Failure cases of a server: No server is configured, which is fine. The configuration file is not usable. No process
+listens, or another program answers. The server rejects the token, or the role may not list nodes. Failure cases of a
+pool: The home is in no pool. Another user owns the pool's processes, or they end during the probe. The probe then
+returns the facts that it has so far.
+
+The probe does not query Ray: all facts come from files of this package and from /proc. Each MLflow server has two
+seconds to answer. The probe imports no package and starts no server.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ _LOOK_S = 5.0
 
 
 def look_at_server(environ: Mapping[str, str]) -> ServerFacts:
-    """Return what can be seen of the server, without waiting for one that is away.
+    """Return facts about the server. Do not wait for a server that does not answer.
 
     Raises StorageError without a home.
     """
@@ -76,7 +79,7 @@ def look_at_server(environ: Mapping[str, str]) -> ServerFacts:
 
 
 def _asked(facts: ServerFacts, profile: ServerProfile) -> ServerFacts:
-    """Ask one thing after the other, until it is clear what is wrong."""
+    """Send one request after the other until one of them fails."""
     state, base = load("serverless_gpu.wire.server_status"), load("serverless_gpu.wire.base")
     access, fleet = load("serverless_gpu.wire.access"), load("serverless_gpu.wire.nodes")
     connection = load("serverless_gpu.wire.connection").Connection(profile.url, profile.token, ca=profile.ca)
@@ -86,7 +89,9 @@ def _asked(facts: ServerFacts, profile: ServerProfile) -> ServerFacts:
             data, headers = connection.fetch("/version")
             version = from_json(data, state.Version)
         except (ServerlessGpuError, msgspec.MsgspecError) as error:
-            return replace(facts, away=getattr(error, "message", "") or f"what answers there is no server: {error}")
+            return replace(
+                facts, away=getattr(error, "message", "") or f"the program at this address is not a server: {error}"
+            )
         facts = replace(
             facts,
             version=version.version,
@@ -118,13 +123,16 @@ def _asked(facts: ServerFacts, profile: ServerProfile) -> ServerFacts:
 
 
 class _Certificate(msgspec.Struct, frozen=True):
-    """What is read here of the server's `certificate.json`."""
+    """The part of the server's `certificate.json` that the probe reads."""
 
     until_ns: int
 
 
 def _written(home: Path) -> float | None:
-    """Return how long the certificate of this home's server is good: it is asked over loopback, where it shows none."""
+    """Return the seconds until the certificate of this home's server expires.
+
+    The probe reads the date from a file, because clients on the same machine connect without TLS.
+    """
     try:
         found = from_json((home / "server" / "certificate.json").read_bytes(), _Certificate)
     except (OSError, msgspec.MsgspecError):
@@ -133,7 +141,7 @@ def _written(home: Path) -> float | None:
 
 
 def _shown(profile: ServerProfile) -> float | None:
-    """Return how long the certificate is good that a server shows."""
+    """Return the seconds until the certificate in the server's TLS handshake expires."""
     parts = urlsplit(profile.url)
     if parts.scheme != "https" or not parts.hostname:
         return None
@@ -144,16 +152,16 @@ def _shown(profile: ServerProfile) -> float | None:
             context.wrap_socket(plain, server_hostname=parts.hostname) as connection,
         ):
             until = (connection.getpeercert() or {}).get("notAfter")
-    except OSError:  # that it cannot be reached, or not be trusted, is another finding
+    except OSError:  # Another finding reports a server that is unreachable or not trusted.
         return None
     return ssl.cert_time_to_seconds(until) - SystemClock().wall_ns() / 1e9 if isinstance(until, str) else None
 
 
 def _unwell(connection: Connection) -> tuple[str, ...]:
-    """Return what the server itself says is wrong."""
+    """Return the problems that the server itself reports."""
     try:
         health = connection.health()
-    except NotAuthenticated:  # is another finding
+    except NotAuthenticated:  # Another finding reports a rejected token.
         return ()
     except ServerlessGpuError as error:
         return (error.message,)
@@ -192,7 +200,7 @@ _ADDRESS = re.compile(rb"--node[-_]ip[-_]address=(\S+)")
 
 
 def look_at_pool(environ: Mapping[str, str]) -> PoolFacts:
-    """Return what can be seen of the pool that this home is in. Raises StorageError without a home."""
+    """Return facts about the pool of this home. Raises StorageError without a home."""
     found = ray_keepers(find_home(environ).root)
     if not found:
         return PoolFacts()
@@ -220,7 +228,7 @@ def look_at_pool(environ: Mapping[str, str]) -> PoolFacts:
 
 
 def _version(pids: list[int]) -> str:
-    """Return the version of the Ray that runs, which need not be the one that is installed by now."""
+    """Return the version of the running Ray. The installed version may be newer."""
     for pid in pids:
         with contextlib.suppress(OSError):
             program = Path(os.readlink(f"/proc/{pid}/exe"))
@@ -233,7 +241,7 @@ def _version(pids: list[int]) -> str:
 
 
 def _listeners(pids: list[int]) -> Iterator[ListeningPort]:
-    """Yield what processes listen on; an address of all is "*"."""
+    """Yield the ports on which the processes listen. The address "*" means all addresses."""
     inodes = {inode: pid for pid in pids for inode in _sockets(pid)}
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
@@ -245,7 +253,7 @@ def _listeners(pids: list[int]) -> Iterator[ListeningPort]:
 
 
 def readable_address(text: str) -> str:
-    """Return an address of /proc/net as people write it: words of 32 bits, each in this machine's order."""
+    """Convert an address from /proc/net, which has 32-bit words in this machine's byte order."""
     raw = b"".join(bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8))
     address = ipaddress.ip_address(raw)
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
@@ -263,7 +271,7 @@ def _sockets(pid: int) -> Iterator[str]:
 
 
 def _addresses() -> tuple[str, ...]:
-    """Return the addresses of this machine that are not loopback's or of one link."""
+    """Return the addresses of this machine, without loopback and link-local ones."""
     found: list[str] = []
     for addresses in psutil.net_if_addrs().values():
         for each in addresses:
@@ -292,7 +300,7 @@ _ANSWER_S = 2.0
 
 
 def look_at_tracking(environ: Mapping[str, str]) -> TrackingFacts:
-    """Return where runs would be tracked, and how MLflow's servers of this home are.
+    """Return the tracking destination of runs, and the state of this home's MLflow servers.
 
     Raises StorageError without a home.
     """
@@ -308,7 +316,7 @@ def look_at_tracking(environ: Mapping[str, str]) -> TrackingFacts:
 
 
 def without_userinfo(uri: str) -> str:
-    """Return an address without name and password."""
+    """Return an address without user name and password."""
     return without_password(uri).replace("…@", "")
 
 
@@ -329,11 +337,11 @@ def _server(server: MlflowServer) -> TrackingServer:
 
 
 def _away(uri: str) -> str:
-    """Return why a server does not answer, or ""."""
+    """Return the reason if a server does not answer, or ""."""
     try:
         with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_ANSWER_S):
             return ""
-    except urllib.error.HTTPError as error:  # 401 of a proxy that wants a name: it answers
+    except urllib.error.HTTPError as error:  # A proxy that requires a login answers 401, so it is reachable.
         error.close()
         return "" if error.code < 500 else f"HTTP {error.code}"
     except (OSError, ValueError) as error:

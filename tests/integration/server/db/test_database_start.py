@@ -29,7 +29,9 @@ def test_22B9_a_database_that_starts_is_waited_for_and_both_is_said(postgres: Cl
     with contextlib.closing(Database(postgres.url(name), clock=SystemClock())) as database:
         acquire_when_started(database, clock=SystemClock(), announce=announce)
         assert database.leader_lock.is_held
-    assert lines[0].startswith("the database does not answer: ") and lines[0].endswith("waiting for the database, 60 s at most")
+    assert lines[0].startswith("the database does not answer: ") and lines[0].endswith(
+        "waiting for the database, 60 s at most"
+    )
     assert lines[1:] == ["the database answers"]
 
 

@@ -210,7 +210,10 @@ def test_22B10_files_of_runs_that_the_database_does_not_know_are_named(home: Pat
         (DatabasePosition(database_id="a" * 32, generation=2, commits=9, audit=7), "the database ends at commit 9"),
         (DatabasePosition(database_id="a" * 32, generation=1, commits=10, audit=7), "generation 1"),
         (DatabasePosition(database_id="a" * 32, generation=3, commits=11, audit=6), "audit row 6"),
-        (DatabasePosition(database_id="b" * 32, generation=9, commits=90, audit=70), "the present database is bbbbbbbb"),
+        (
+            DatabasePosition(database_id="b" * 32, generation=9, commits=90, audit=70),
+            "the present database is bbbbbbbb",
+        ),
         (None, "present database is empty"),
     ],
 )

@@ -29,7 +29,7 @@ ROOT = Caller(name="root", role="admin", token_id="t")
 @pytest.fixture
 def services(database: Database, tmp_path: Path, clock: FakeClock) -> Services:
     """Return services with the administrator `other` and the team `search`."""
-    add_people(database, "root")
+    add_people(database, "root", "node")
     made = made_services(database, tmp_path, clock=clock)
     made.principals.make(ROOT, PrincipalRequest(name="other", role="admin"))
     made.principals.make_team(ROOT, "search")

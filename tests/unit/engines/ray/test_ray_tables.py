@@ -107,9 +107,7 @@ def test_a_node_that_is_missing_from_the_table_is_lost_after_a_while_only() -> N
     there = ray_tables.update_nodes({}, [raw()], 0)
     missing = ray_tables.update_nodes(there, [], 5)
     assert ray_tables.node_changes({"n1": ""}, missing) == []
-    assert ray_tables.refusal(gang(("n1", "H100", 1)), missing) == Waiting(
-        sentence="n1 has not rejoined the Ray head"
-    )
+    assert ray_tables.refusal(gang(("n1", "H100", 1)), missing) == Waiting(sentence="n1 has not rejoined the Ray head")
     still = ray_tables.update_nodes(missing, [], 4 + MISSING_NS)
     assert ray_tables.node_changes({"n1": ""}, still) == []
     lost = ray_tables.update_nodes(still, [], 5 + MISSING_NS)
@@ -184,11 +182,11 @@ def refusal_by_ray(scheduling: str, state: str = "PENDING", **free: float) -> Wa
 def test_what_ray_refuses_is_a_sentence() -> None:
     assert refusal_by_ray("NO_RESOURCES", h100=1.0) == Waiting(sentence="Ray reports 1 of 3 H100 free on n1")
     assert refusal_by_ray("NO_RESOURCES") == Waiting(sentence="Ray is still reserving r:1")
-    assert refusal_by_ray("INFEASIBLE") == Impossible(sentence="Ray reports that its cluster can never provide 3 H100 on n1")
-    assert refusal_by_ray("QUEUED") == Waiting(sentence="Ray is still reserving r:1")
-    assert refusal_by_ray("AWAITING_BLESSING") == Waiting(
-        sentence="Ray reports the state 'AWAITING_BLESSING' for r:1"
+    assert refusal_by_ray("INFEASIBLE") == Impossible(
+        sentence="Ray reports that its cluster can never provide 3 H100 on n1"
     )
+    assert refusal_by_ray("QUEUED") == Waiting(sentence="Ray is still reserving r:1")
+    assert refusal_by_ray("AWAITING_BLESSING") == Waiting(sentence="Ray reports the state 'AWAITING_BLESSING' for r:1")
     assert refusal_by_ray("QUEUED", "IN_LIMBO") == Waiting(sentence="Ray reports the state 'QUEUED' for r:1")
 
 

@@ -344,20 +344,20 @@ def test_what_the_platform_failed_waits_longer_each_time_and_nothing_else_waits(
 
 def test_the_reference_says_when_another_attempt_follows() -> None:
     page = (REPOSITORY / "docs" / "reference.md").read_text(encoding="utf-8")
-    table = page.partition("### A run that goes on as another attempt")[2].partition("\n## ")[0]
-    said: dict[str, str] = {}
-    for row in re.findall(r"^\| (`.*?) \| (.*?) \|$", table, re.MULTILINE):
-        said |= dict.fromkeys(re.findall(r"`(\w+)`", row[0]), row[1])
+    table = page.partition("### Further attempts")[2].partition("\n## ")[0]
+    said: dict[str, list[bool]] = {}
+    for reasons, *cells in re.findall(r"^\| (.*?)" + r" \| (yes|no)" * 4 + r" \|$", table, re.MULTILINE):
+        said |= {name: [cell == "yes" for cell in cells] for name in re.findall(r"`(\w+)`", reasons) or [""]}
     for reason in Reason:
-        words = said.get(reason, "for one of `retries`")
+        automatic, resume, retry_on_infra, retries = said.get(reason, said[""])
 
         def follows(*, reason: Reason = reason, began: bool = True, **given: object) -> bool:
             return REQUEUE in advance(changed(RUNNING, began=began, **given), AttemptEnded(reason, began=began))[1]
 
-        assert follows(retries_left=1) == (golden("model.run_lifecycle.one-retries") in words), reason
-        assert follows(faults_left=1) == ("`retry_on_infra=True`" in words), reason
-        assert follows(may_resume=True) == ("`resume=True`" in words), reason
-        assert follows(began=False) == ("by itself" in words), reason
+        assert follows(retries_left=1) == retries, reason
+        assert follows(faults_left=1) == retry_on_infra, reason
+        assert follows(may_resume=True) == resume, reason
+        assert follows(began=False) == automatic, reason
         assert follows(began=False, infra_left=0) == (reason in ("preempted", "drained")), reason
         assert not follows(), reason
 

@@ -160,7 +160,7 @@ def test_every_setting_is_an_option_of_sgpu_up(tmp_path: Path) -> None:
 
 def test_the_reference_says_what_holds_of_the_queue_without_a_setting(tmp_path: Path) -> None:
     reference = (REPOSITORY / "docs" / "reference.md").read_text()
-    rows = dict(re.findall(r"^\| `(queue_\w+)` \| .* \| `?([^`|]+?)`? \|$", reference, re.MULTILINE))
+    rows = dict(re.findall(r"^- `(queue_\w+)` \(default `([^`]+)`\): ", reference, re.MULTILINE))
     assert rows == {
         each.name: f"{each.value}" for each in effective_settings(tmp_path) if each.name.startswith("queue_")
     }
@@ -171,4 +171,4 @@ def test_every_setting_is_in_the_reference(tmp_path: Path) -> None:
         read_settings(tmp_path, {"prot": 1})
     reference = (REPOSITORY / "docs" / "reference.md").read_text()
     for name in caught.value.hint.removeprefix("settings: ").split(", "):
-        assert f"| `{name}` |" in reference, f"docs/reference.md, Settings of a server, lacks {name}"
+        assert f"\n- `{name}` (default" in reference, f"docs/reference.md, Settings of a server, lacks {name}"
