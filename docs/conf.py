@@ -15,12 +15,12 @@ project = "serverless-gpu"
 author = "the serverless-gpu authors"
 version = release = __version__
 language = "en"
+smartquotes = False
 
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx_click",
     "sphinx_copybutton",
     "product_reference",
 ]

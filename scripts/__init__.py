@@ -1,1 +1,1 @@
-"""What contributors and CI run; nothing here is part of the installed package."""
+"""Programs for contributors and CI. The installed package contains none of them."""

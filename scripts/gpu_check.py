@@ -1,11 +1,11 @@
-"""Check what only a real GPU shows: `python -m scripts.gpu_check` (`make gpu-check`).
+"""Checks features that only a real GPU shows: `python -m scripts.gpu_check` (`make gpu-check`).
 
-Where no NVIDIA GPU is at hand it says so in one line and ends with 0. With one it runs every check through
-`@distributed(gpu_type=None)` in a home of its own, prints what it saw, writes build/gpu-check.md and ends with 1 when a
-check failed. It takes all GPUs of the machine for about a minute and asks for 1 GiB on each.
+Without an NVIDIA GPU the program prints one line and exits with status 0. With one, it runs every check through
+`@distributed(gpu_type=None)` in a temporary home. It prints the evidence and writes build/gpu-check.md. It exits with
+status 1 if a check failed. It uses all GPUs of the machine for about a minute and allocates 1 GiB on each.
 
-Failure cases: a check raises or takes longer than three minutes (it failed, the others still run); torch cannot use the
-GPUs (said in one line, 1). Evidence that cannot be had is never a pass.
+Failure cases: A check that raises or takes more than three minutes has failed, and the other checks still run. If torch
+cannot use the GPUs, the program prints one line and exits with status 1. A check never passes without evidence.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _FIRST_KERNEL = "import torch; torch.ones(1, device='cuda'); torch.cuda.synchron
 
 
 class Failed(Exception):
-    """A check did not show what it should; the text is the evidence."""
+    """A check failed; the text is the evidence."""
 
 
 class Result(NamedTuple):
-    """What one check showed."""
+    """The outcome of one check."""
 
     name: str
     passed: bool
@@ -63,14 +63,14 @@ class Result(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What the checks work with."""
+    """The home, NVML and GPUs that the checks use."""
 
     home: Path
     nvml: NvmlProvider
     gpus: tuple[Device, ...]
 
 
-# --- what ranks do ----------------------------------------------------------------------------------------------------
+# --- functions that ranks run -----------------------------------------------------------------------------------------
 
 
 def look_around() -> dict[str, object]:
@@ -93,7 +93,7 @@ def add_up() -> float:
     result = float(value.min()), float(value.max())
     dist.destroy_process_group()
     if result[0] != result[1]:
-        raise ValueError(f"all_reduce gave {result[0]} and {result[1]} in one tensor")
+        raise ValueError(f"all_reduce returned both {result[0]} and {result[1]} in one tensor")
     return result[0]
 
 
@@ -107,7 +107,7 @@ def hold_memory(directory: str, count: int) -> None:
 
 
 def leave_child_behind(directory: str, program: str, count: int) -> int:
-    """Start a CUDA process in a session of its own, through a parent that ends at once; return its pid."""
+    """Start a CUDA process in a new session, through a parent that exits at once. Return its pid."""
     held = Path(directory) / "child-held"
     hold = [sys.executable, "-c", program, str(held), str(count)]
     starter = (
@@ -116,7 +116,7 @@ def leave_child_behind(directory: str, program: str, count: int) -> int:
     )
     printed = subprocess.run([sys.executable, "-c", starter, *hold], check=True, stdout=subprocess.PIPE).stdout
     while not held.exists():
-        os.kill(int(printed), 0)  # raises when it has ended instead
+        os.kill(int(printed), 0)  # Raises ProcessLookupError if the process has ended.
         time.sleep(0.05)
     return int(printed)
 
@@ -139,33 +139,33 @@ def check_order(machine: Machine) -> str:
     ranks, receipt = _run(distributed(quiet=True)(look_around).submit())
     wanted = [_bare(uuid) for uuid in receipt.gpus]
     if len(wanted) != len(machine.gpus):
-        raise Failed(f"asked for every GPU ({len(machine.gpus)}), got {len(wanted)}")
+        raise Failed(f"requested every GPU ({len(machine.gpus)}), got {len(wanted)}")
     for rank in ranks:
         uuids = rank["uuids"]
         seen = [_bare(str(uuid)) for uuid in uuids] if isinstance(uuids, list) else []
         if len(seen) != len(wanted):
             raise Failed(f"rank {rank['local_rank']} sees {len(seen)} GPUs of {len(wanted)}")
         if not all(seen):
-            raise Failed("this torch does not tell UUIDs of devices, so their order cannot be checked")
+            raise Failed("this version of torch does not report UUIDs, so the order of devices cannot be checked")
         if seen != wanted:
-            raise Failed(f"rank {rank['local_rank']} sees {seen}, LOCAL_RANK order is {wanted}")
+            raise Failed(f"rank {rank['local_rank']} sees {seen}, but the LOCAL_RANK order is {wanted}")
     return f"{len(ranks)} ranks see {len(wanted)} GPUs each, by UUID in the order of the receipt"
 
 
 def check_nccl(machine: Machine) -> str:
-    """An NCCL process group over all GPUs adds up."""
+    """An NCCL all_reduce over all GPUs returns the right sum."""
     sums, _ = _run(distributed(quiet=True)(add_up).submit())
     wanted = len(machine.gpus) * (len(machine.gpus) + 1) / 2
     if set(sums) != {wanted}:
-        raise Failed(f"all_reduce of rank + 1 over {len(machine.gpus)} GPUs gave {sums}, not {wanted}")
-    return f"all_reduce over {len(sums)} ranks gave {wanted:g} on each"
+        raise Failed(f"all_reduce of rank + 1 over {len(machine.gpus)} GPUs returned {sums}, not {wanted}")
+    return f"all_reduce over {len(sums)} ranks returned {wanted:g} on each"
 
 
 def check_first_touch(machine: Machine) -> str:
-    """CUDA is first touched in ranks: the zygote has no context while ranks have one."""
+    """Only ranks initialize CUDA: the zygote has no context while ranks have one."""
     ranks, _ = _run(distributed(quiet=True)(look_around).submit())
     if not all(rank["first_touch"] for rank in ranks):
-        raise Failed("CUDA was initialised before the function began")
+        raise Failed("CUDA was initialized before the function began")
     run, pids = _start_holding(machine)
     try:
         zygotes = _zygotes(machine.home)
@@ -175,30 +175,36 @@ def check_first_touch(machine: Machine) -> str:
         run.cancel()
         run.receipt(LIMIT_S)
     if not zygotes:
-        raise Failed("no zygote is running, so there is nothing to look at")
+        raise Failed("no zygote is running, so the check has nothing to examine")
     if any(devices.values()):
         raise Failed(f"a zygote has GPU device files open: {devices}")
     listed = {process.pid for entry in usage.values() for process in entry.processes}
     if listed & set(zygotes):
         raise Failed(f"NVML lists a zygote ({sorted(listed & set(zygotes))}) as a GPU process")
-    seen = f"NVML lists ranks {sorted(listed & pids)}" if listed & pids else "NVML does not show our pids here"
-    return f"zygotes {zygotes}: no GPU device file open, not listed by NVML; {seen}; ranks began without CUDA"
+    seen = (
+        f"NVML lists ranks {sorted(listed & pids)}"
+        if listed & pids
+        else "NVML does not show the pids of this container"
+    )
+    return (
+        f"zygotes {zygotes} have no open GPU device file and are not in NVML's list; {seen}; ranks began without CUDA"
+    )
 
 
 def check_left_behind(machine: Machine) -> str:
-    """A CUDA process that outlives its rank is gone when the gate has passed."""
+    """The gate kills a CUDA process that outlives its rank."""
     with tempfile.TemporaryDirectory() as directory:
         child = distributed(gpus=1, quiet=True)(leave_child_behind)
         (pid,), receipt = _run(child.submit(directory, _HOLD, HELD_BYTES))
     if Path(f"/proc/{pid}").exists() and "child-held" in _command_line(pid):
-        raise Failed(f"process {pid} is still there after the receipt; gate: {receipt.gate}")
+        raise Failed(f"process {pid} still exists after the receipt; gate: {receipt.gate}")
     if receipt.quarantined:
         raise Failed(f"quarantined {receipt.quarantined}; gate: {receipt.gate}")
-    return f"grandchild {pid} with {HELD_BYTES >> 20} MiB in a session of its own is gone; gate: {receipt.gate}"
+    return f"grandchild {pid} with {HELD_BYTES >> 20} MiB in a separate session has ended; gate: {receipt.gate}"
 
 
 def check_cancel(machine: Machine) -> str:
-    """Cancelled ranks that hold GPU memory give it back, verified."""
+    """Cancelled ranks release their GPU memory, and the gate verifies this."""
     run, _ = _start_holding(machine)
     started_ns = _now_ns()
     run.cancel()
@@ -210,7 +216,7 @@ def check_cancel(machine: Machine) -> str:
 
 
 def check_telemetry(machine: Machine) -> str:
-    """Telemetry knows memory, power, clocks and temperature of every GPU, and whose memory it is."""
+    """Telemetry reports memory, power, clocks and temperature of every GPU, and memory by process."""
     run, pids = _start_holding(machine)
     sampler = NvmlSampler(wait_s=LIMIT_S)
     try:
@@ -227,12 +233,12 @@ def check_telemetry(machine: Machine) -> str:
             raise Failed(f"{uuid}: {seen}; {reading.problem}")
     held = sum(reading.memory_by_pid.get(pid, 0) for pid in pids) if reading.memory_by_pid is not None else None
     if held is not None and held < HELD_BYTES * len(machine.gpus):
-        raise Failed(f"the ranks {sorted(pids)} hold {HELD_BYTES} bytes each, NVML says {held} for all")
+        raise Failed(f"the ranks {sorted(pids)} hold {HELD_BYTES} bytes each, but NVML reports {held} in total")
     return f"a sample of {len(reading.gpus)} GPUs takes {took_ms:.0f} ms; {next(iter(reading.gpus.values()))}"
 
 
 def check_out_of_memory(machine: Machine) -> str:
-    """Out of GPU memory is torch's own exception in the caller, with reason gpu_oom."""
+    """The caller gets torch's own exception if GPU memory runs out, with reason gpu_oom."""
     run = distributed(gpus=1, quiet=True)(ask_for_too_much).submit()
     try:
         run.results(LIMIT_S)
@@ -240,14 +246,14 @@ def check_out_of_memory(machine: Machine) -> str:
         reason = run.receipt(LIMIT_S).reason
         if reason != "gpu_oom":
             raise Failed(f"reason is {reason!r}, not 'gpu_oom'") from error
-        return f"caller got {type(error).__module__}.{type(error).__qualname__}, reason {reason}"
+        return f"the caller got {type(error).__module__}.{type(error).__qualname__}, reason {reason}"
     finally:
         run.cancel()
-    raise Failed("asking for 1 PiB did not fail")
+    raise Failed("the allocation of 1 PiB did not fail")
 
 
 def check_first_kernel(machine: Machine) -> str:
-    """Time to the first finished kernel, warm and cold, beside a fresh interpreter; informs, has no bar."""
+    """Time to the first finished kernel: warm, cold, and in a fresh interpreter, without a limit."""
     call = distributed(gpus=1, quiet=True)(first_kernel)
     _run(call.submit())
     warm = []
@@ -263,7 +269,7 @@ def check_first_kernel(machine: Machine) -> str:
         called_ns = _now_ns()
         subprocess.run([sys.executable, "-c", _FIRST_KERNEL], check=True, timeout=LIMIT_S)
         fresh.append((_now_ns() - called_ns) / 1e6)
-    return f"call → first kernel done: warm {_text(warm)}, cold {_text(cold)}; a fresh interpreter {_text(fresh)}"
+    return f"time from call to first kernel: warm {_text(warm)}, cold {_text(cold)}; a fresh interpreter {_text(fresh)}"
 
 
 CHECKS: tuple[Callable[[Machine], str], ...] = (
@@ -278,20 +284,20 @@ CHECKS: tuple[Callable[[Machine], str], ...] = (
 )
 
 
-# --- how they run -----------------------------------------------------------------------------------------------------
+# --- main program -----------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
-    """Run every check if there is a GPU; return the exit status."""
+    """Run every check if the machine has a GPU. Return the exit status."""
     nvml = NvmlProvider()
     gpus = restrict(nvml.devices(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     left_out = "; ".join(f"{device.name}: {device.reason}" for device in nvml.unavailable())
     if not gpus:
-        print(f"gpu-check: skipped, no NVIDIA GPU at hand{f' ({left_out})' if left_out else ''}")
+        print(f"gpu-check: skipped, this machine has no usable NVIDIA GPU{f' ({left_out})' if left_out else ''}")
         return 0
     problem = _torch_problem()
     if problem:
-        print(f"gpu-check: {len(gpus)} GPUs are here, but {problem}")
+        print(f"gpu-check: this machine has {len(gpus)} GPUs, but {problem}")
         return 1
     os.environ.pop("SERVERLESS_GPU_FAKE", None)
     with tempfile.TemporaryDirectory(prefix="sgpu-gpu-check-") as home:
@@ -313,7 +319,7 @@ def _checked(check: Callable[[Machine], str], machine: Machine) -> Result:
         result = Result(name, True, check(machine))
     except Failed as failure:
         result = Result(name, False, str(failure))
-    except Exception as error:  # noqa: BLE001 - whatever a check raises is its failure, and the others still run
+    except Exception as error:  # noqa: BLE001 - any exception is a failed check, and the others still run
         result = Result(name, False, f"{type(error).__name__}: {error}")
     print(f"{'pass' if result.passed else 'FAIL'}  {name}\n      {result.evidence}", flush=True)
     return result
@@ -323,7 +329,7 @@ def _write(machine: Machine, results: Sequence[Result], left_out: str) -> None:
     lines = ["# GPU check", "", f"- {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}, {platform.node()}"]
     lines += [f"- GPU {gpu.index}: {gpu.product or gpu.type}, {gpu.memory_bytes >> 20} MiB" for gpu in machine.gpus]
     lines += [f"- serverless-gpu {__version__}, torch {torch.__version__}, Python {platform.python_version()}"]
-    lines += [f"- not lent: {left_out}"] if left_out else []
+    lines += [f"- not usable: {left_out}"] if left_out else []
     lines += ["", "| check | | evidence |", "|---|---|---|"]
     for result in results:
         evidence = " ".join(result.evidence.split()).replace("|", "\\|")
@@ -333,15 +339,15 @@ def _write(machine: Machine, results: Sequence[Result], left_out: str) -> None:
 
 
 def _run(run: Run[R]) -> tuple[list[R], Receipt]:
-    """Return results and receipt of a run; a run that takes too long is cancelled."""
+    """Return results and receipt of a run. Cancel a run that takes too long."""
     try:
         return run.results(LIMIT_S), run.receipt(LIMIT_S)
     finally:
-        run.cancel()  # does nothing when it has ended
+        run.cancel()  # Has no effect on a run that has ended.
 
 
 def _start_holding(machine: Machine) -> tuple[Run[None], set[int]]:
-    """Start ranks that hold memory on every GPU; return the run and their pids once they do."""
+    """Start ranks that hold memory on every GPU. Return the run and the pids once all ranks hold memory."""
     with tempfile.TemporaryDirectory() as directory:
         run = distributed(quiet=True)(hold_memory).submit(directory, HELD_BYTES)
         files = [Path(directory) / f"held-{rank}" for rank in range(len(machine.gpus))]
@@ -349,7 +355,7 @@ def _start_holding(machine: Machine) -> tuple[Run[None], set[int]]:
         while not all(file.exists() and file.read_text() for file in files):
             if run.wait(0.05):
                 run.results()
-                raise Failed("the ranks ended instead of holding memory")
+                raise Failed("the ranks ended without holding memory")
             if time.monotonic() > deadline:
                 run.cancel()
                 raise Failed(f"the ranks did not hold memory within {LIMIT_S:.0f} s; the run is {run.status()}")
@@ -363,7 +369,7 @@ def _zygotes(home: Path) -> list[int]:
 
 
 def _open_gpu_files(pid: int) -> list[str]:
-    """Return the GPU device files a process has open: a CUDA context cannot be without."""
+    """Return the GPU device files that a process has open. A CUDA context needs at least one."""
     files = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
     return sorted({file for file in files if file.startswith("/dev/nvidia")})
 
@@ -376,7 +382,7 @@ def _command_line(pid: int) -> str:
 
 
 def _torch_problem() -> str:
-    """Return why torch cannot use the GPUs, or ""."""
+    """Return the reason if torch cannot use the GPUs, or ""."""
     return "" if torch.cuda.device_count() else f"torch {torch.__version__} sees none of them"
 
 

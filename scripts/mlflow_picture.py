@@ -1,10 +1,10 @@
-"""The picture of MLflow's page in the how-to: a run on two nodes, in a real server, by a real browser.
+"""Draws the how-to page's picture of MLflow: a run on two nodes, in a real server and a real browser.
 
     simulated gang ──delivery──▶ mlflow server ◀──page── Chromium, headless ──▶ docs/images/mlflow.png
 
-Run as `python -m scripts.mlflow_picture`; nothing else needs it, and no test compares it. It needs `.venv/mlflow`
-(`make .venv/.installed-mlflow`), Chromium (Debian's package `chromium`) and `pip install playwright`, which drives it.
-Failure cases: one of them is not there, or the page is not drawn in time; then there is no new picture.
+Run it as `python -m scripts.mlflow_picture`. No test compares the picture. The program needs `.venv/mlflow`
+(`make .venv/.installed-mlflow`), Chromium (Debian's package `chromium`) and playwright (`pip install playwright`),
+which controls Chromium. If one of them is missing, or the page takes too long, the old picture stays.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tests.support.tracking.mlflow_server import PYTHON, MlflowServer
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "mlflow.png"
 EXPERIMENT = "/Users/ada/digits"
 SHOWN = "gpu_[0-2]_util"
-# It talks to nobody but the page.
+# These options keep the browser from contacting other servers.
 OPTIONS = ["--no-sandbox", "--disable-quic", "--disable-background-networking", "--disable-component-update"]
 
 
 def _draw(page: Page, address: str) -> None:
-    """Show some of the charts of both nodes, and keep what a person would see."""
+    """Show some charts of both nodes and save a screenshot."""
     page.goto(address)
     page.get_by_role("button", name="Close").first.click()
     search = page.get_by_placeholder("Search metric charts")
@@ -39,7 +39,7 @@ def _draw(page: Page, address: str) -> None:
 
 
 def main() -> None:
-    """Make the picture."""
+    """Draw the picture."""
     browser = shutil.which("chromium")
     if browser is None or not PYTHON.exists():
         sys.exit(

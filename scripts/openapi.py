@@ -13,7 +13,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "openapi.json"
 
 
 def text() -> str:
-    """Return the page as it should be."""
+    """Return the expected text of the page."""
     return json.dumps(document(all_routes()), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 

@@ -1,10 +1,10 @@
-"""The terminal picture of the README: real commands under a pseudo terminal, drawn as `docs/images/terminal.svg`.
+"""Draws the README's terminal picture, `docs/images/terminal.svg`, from the output of real commands.
 
-    commands ──pty──▶ what they printed ──▶ names of this machine taken out ──▶ rich ──▶ SVG
+    commands ──pty──▶ their output ──▶ names of this machine replaced ──▶ rich ──▶ SVG
 
-Run as `make picture`; nothing else needs it, and no test compares it. What is printed is kept as it is but for paths
-and the host's name; colours are the picture's own. Failure cases: a command ends otherwise than it should; its output
-moves the cursor, which this is no terminal for. Then there is no new picture.
+Run it with `make picture`. No test compares the picture. The program keeps the output unchanged except for paths and
+the host name, and adds its own colours. Failure cases: A command ends with an unexpected exit code, or its output moves
+the cursor, which this program does not support. Then the old picture stays.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ train.distributed()
 
 
 class Shown(NamedTuple):
-    """One command of the picture, and the exit code it has to end with."""
+    """One command of the picture and its expected exit code."""
 
     command: str
     code: int = 0
@@ -74,7 +74,7 @@ STYLES = (
 
 
 def main() -> int:
-    """Record and draw; return the exit status."""
+    """Record the commands and draw the picture. Return the exit status."""
     folder = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
     try:
         text = _record(folder)
@@ -83,7 +83,7 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
     svg = draw(text)
     if len(svg) > BYTES_MAX:
-        print(f"error: the picture has {len(svg)} bytes, over {BYTES_MAX}")
+        print(f"error: the picture has {len(svg)} bytes, more than {BYTES_MAX}")
         return 1
     PICTURE.parent.mkdir(exist_ok=True)
     PICTURE.write_text(svg, encoding="utf-8")
@@ -92,30 +92,30 @@ def main() -> int:
 
 
 def _record(folder: Path) -> str:
-    """Return what the commands print, one after the other, each below its prompt."""
+    """Return the output of all commands in order, each below its prompt."""
     work = folder / "work"
     work.mkdir()
     (work / "train.py").write_text(FAILING, encoding="utf-8")
     (work / "examples").symlink_to(ROOT / "examples")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("SERVERLESS_GPU_", "SGPU_"))}
-    environ["TERM"] = "dumb"  # a picture stands still: no line is redrawn
+    environ["TERM"] = "dumb"  # With a dumb terminal, programs do not redraw lines.
     environ |= {"SERVERLESS_GPU_HOME": str(folder / "home"), "PATH": f"{Path(sys.executable).parent}:{environ['PATH']}"}
-    for shown in SCENE:  # the first start is cold, and says so in a long line
+    for shown in SCENE:  # This first round warms up: a cold start prints a long line.
         run_under_pty(shown.command, work, environ)
     parts = []
     for shown in SCENE:
         printed, code = run_under_pty(shown.command, work, environ)
         if code != shown.code:
-            raise SystemExit(f"error: {shown.command} ended with {code}, not {shown.code}:\n{printed}")
+            raise SystemExit(f"error: {shown.command} ended with exit code {code}, not {shown.code}:\n{printed}")
         parts.append(f"$ {shown.command}\n{printed.rstrip()}\n")
     return without_names("\n".join(parts), folder)
 
 
 def run_under_pty(command: str, directory: Path, environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return what a command prints on a terminal, and its exit code.
+    """Return the terminal output of a command and its exit code.
 
     Raises:
-        ValueError: it moves the cursor.
+        ValueError: the command moves the cursor.
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
@@ -136,12 +136,12 @@ def run_under_pty(command: str, directory: Path, environ: Mapping[str, str]) -> 
 def _read(fd: int) -> bytes:
     try:
         return os.read(fd, 65_536)
-    except OSError:  # EIO: the last one who had the terminal is gone
+    except OSError:  # EIO means that the last process has closed the terminal.
         return b""
 
 
 def without_names(text: str, folder: Path) -> str:
-    """Return the text as it would be on anybody's machine."""
+    """Return the text without names of this machine."""
     replaced = {
         str(folder / "home"): "~/.serverless_gpu",
         str(folder / "work"): "~/project",
@@ -153,7 +153,7 @@ def without_names(text: str, folder: Path) -> str:
 
 
 def draw(text: str) -> str:
-    """Return an SVG that needs no font from elsewhere."""
+    """Return an SVG that uses only system fonts."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     coloured = Text(text)
     for pattern, style in STYLES:

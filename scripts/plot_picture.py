@@ -1,7 +1,7 @@
-"""Draw the picture of the page about watching (docs/images/plot.png) again: `python -m scripts.plot_picture`.
+"""Draws docs/images/plot.png for the how-to page about watching: `python -m scripts.plot_picture`.
 
-Its samples are made up, so that one page shows what is worth knowing: eight GPUs, a failure, a second attempt, one GPU
-that is less busy than the others.
+The samples are made up, so that one picture shows all features. It has eight GPUs, a failure, a second attempt, and one
+GPU that is less busy than the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SLOW = 3
 
 
 def main() -> None:
-    """Write the picture."""
+    """Draw the picture."""
     metrics = {name: series for gpu in range(8) for name, series in _gpu(gpu).items()}
     marks = [
         CurveMark(BEGAN + FAILED_S - 2, "failure", "FAILED (rank_signal, rank 5): a signal ended a rank"),

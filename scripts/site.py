@@ -1,4 +1,4 @@
-"""Build the documentation site: `python -m scripts.site` (`make site`).
+"""Builds the documentation site: `python -m scripts.site` (`make site`).
 
     docs/*.md + code ──Sphinx -W──▶ build/site/<version>/   the pages of this version, with a search that works offline
                                     build/site/versions.js   all versions there, for the menu in the sidebar
@@ -33,14 +33,14 @@ class _Links(html.parser.HTMLParser):
         self.external: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note the address of a link."""
+        """Store the address of a link."""
         for name, value in attrs:
             if name == "href" and value and ":" in value.partition("/")[0]:
                 self.external.append(value)
 
 
 def bad_links(page: str) -> list[str]:
-    """Return the links of an HTML page to other sites that are no address of the web or of a mailbox."""
+    """Return the links of an HTML page that are not valid web or mail addresses."""
     parser = _Links()
     parser.feed(page)
     return [link for link in parser.external if not _is_address(link)]
@@ -55,7 +55,7 @@ def _is_address(link: str) -> bool:
 
 
 def main() -> int:
-    """Build the site; return the exit status."""
+    """Build the site. Return the exit status."""
     target = SITE / __version__
     shutil.rmtree(target, ignore_errors=True)
     built = subprocess.run(
@@ -84,7 +84,7 @@ def main() -> int:
         for link in bad_links(page.read_text(encoding="utf-8"))
     ]
     for each in broken:
-        print(f"error: no address: {each}", file=sys.stderr)
+        print(f"error: not a valid address: {each}", file=sys.stderr)
     versions = sorted((each.name for each in SITE.iterdir() if (each / "index.html").is_file()), reverse=True)
     (SITE / "versions.js").write_text(f"window.SITE_VERSIONS = {json.dumps(versions)};\n", encoding="utf-8")
     redirect = f'<!doctype html><meta http-equiv="refresh" content="0; url={__version__}/index.html">\n'

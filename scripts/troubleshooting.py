@@ -1,15 +1,17 @@
-"""Write docs/troubleshooting.md from the doctor's table: `python -m scripts.troubleshooting` (`make docs`).
+"""Writes docs/troubleshooting.md from the doctor's table (`make docs`).
 
-The page and `sgpu doctor` say the same because they come from the same rows. A test fails while the file is not what
-this writes.
+Run it as `python -m scripts.troubleshooting`. The page and `sgpu doctor` agree because they use the same rows. A test
+fails if the file differs from the output of this program.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
+from scripts.lints.voice import WIDTH_MAX
 from serverless_gpu.doctor.examination import TABLE
 from serverless_gpu.doctor.facts import Check, CheckGroup
 
@@ -20,9 +22,9 @@ _HEAD = """\
 
 <!-- Written by `make docs` from src/serverless_gpu/doctor: change the table there, not this page. -->
 
-`sgpu doctor` looks for most of this by itself and prints the command that mends it; each section says under which name.
-What only a run can show is in the last part. `sgpu show` tells how the latest run ended, `sgpu logs --rank all` what
-its ranks wrote.
+`sgpu doctor` checks for most of these problems and prints the command that fixes each one. A section names its check.
+The last part lists problems that only a run can show. `sgpu show` shows how the latest run ended, and
+`sgpu logs --rank all` shows the output of its ranks.
 """
 
 _GROUPS = {
@@ -37,8 +39,8 @@ _GROUPS = {
 
 
 def page() -> str:
-    """Return the whole page."""
-    parts = [_HEAD, "| what you see | look at |\n|---|---|\n" + "".join(_index())]
+    """Return the text of the page."""
+    parts = [_HEAD, "\n".join(_index()) + "\n"]
     for group, checks in groupby(TABLE, lambda check: check.group):
         parts.append(f"## {_GROUPS[group]}\n")
         parts += [_section(check) for check in checks]
@@ -53,18 +55,28 @@ def main() -> None:
 
 def _index() -> Iterator[str]:
     for check in TABLE:
-        for symptom in check.symptoms:
-            yield f"| {_code(symptom).replace('|', chr(92) + '|')} | [{check.title}](#{check.code}) |\n"
+        if check.symptoms:
+            yield f"- [{check.title}](#{check.code})"
+            yield from (_wrapped(f"  - {_code(symptom)}", "    ") for symptom in check.symptoms)
 
 
 def _section(check: Check) -> str:
-    # An anchor of its own: titles may change, codes do not.
+    # Explicit anchors keep links valid: titles may change, codes do not.
     lines = [f'<a id="{check.code}"></a>', f"### {check.title}", ""]
-    lines += ["```text", *check.symptoms, "```", ""]
-    lines += [check.cause, "", "What mends it:", "", "```text", check.mend, "```", ""]
+    lines += ["```text", *(_wrapped(symptom, "    ") for symptom in check.symptoms), "```", ""]
+    lines += [_wrapped(check.cause), "", "Fix:", "", "```text", _wrapped(check.mend, "    "), "```", ""]
     if check.probe is not None:
-        lines += [f"`sgpu doctor` looks at it as `{check.code}`.", ""]
+        lines += [f"The check `{check.code}` of `sgpu doctor` finds this problem.", ""]
     return "\n".join(lines)
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    """Return text in lines that fit a page; `indent` begins each continued line."""
+    lines = (
+        textwrap.wrap(line, WIDTH_MAX, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        for line in text.splitlines()
+    )
+    return "\n".join("\n".join(each) for each in lines)
 
 
 def _code(text: str) -> str:

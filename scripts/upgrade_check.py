@@ -1,14 +1,14 @@
-"""A node of the previous commit beside the server of this one, with a run that goes on across the server's upgrade.
+"""Checks an upgrade of the server while a node of the previous commit runs a job.
 
     make upgrade-check            the commit before HEAD
     python -m scripts.upgrade_check --base v0.1.0
 
-    server of BASE, node of BASE ─ a run begins ─▶ that server ends ─▶ server of today, same home ─▶ the run ends well,
-                                                                      and another one goes through the node of BASE
+    server of BASE, node of BASE ─ a run begins ─▶ server ends ─▶ server of today, same home ─▶ the run succeeds, and
+                                                                      a second run succeeds on the node of BASE
 
-The source of BASE comes from `git archive`; without that commit (a source archive, a shallow clone) there is nothing
-to be done, which is said. Database: there is one revision of the tables so far, and until a release it is edited in
-place; where it was edited since BASE, that is said, too, and nothing is checked.
+`git archive` provides the source of BASE. If the repository lacks that commit (a source archive, a shallow clone), the
+program says so and checks nothing. Until the first release, developers edit the only revision of the tables in place.
+If the revision has changed since BASE, the program says so and checks nothing.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ if __name__ == "__main__":
 
 
 def main() -> int:
-    """Check it; return 0 if nothing was lost."""
+    """Run the check. Return 0 if no run was lost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", default="HEAD~1", help="the version before (default: %(default)s)")
+    parser.add_argument("--base", default="HEAD~1", help="the previous version (default: %(default)s)")
     base = parser.parse_args().base
     found = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short", f"{base}^{{commit}}"],
@@ -59,11 +59,14 @@ def main() -> int:
         check=False,
     )
     if found.returncode != 0:
-        print(f"NOTHING WAS CHECKED: there is no {base} here, so there is nothing to upgrade from")
+        print(f"NOTHING WAS CHECKED: this repository has no {base}, so there is no version to upgrade from")
         return 0
     if _was_edited_in_place(base):
-        print(f"NOTHING WAS CHECKED: the tables were edited in place since {base}; its database cannot be opened")
-        print("hint: name a commit that has the tables of today: python -m scripts.upgrade_check --base COMMIT")
+        print(
+            f"NOTHING WAS CHECKED: the tables were edited in place since {base}, so this version cannot open "
+            "its database"
+        )
+        print("hint: name a commit with the current tables: python -m scripts.upgrade_check --base COMMIT")
         return 0
     home = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
     try:
@@ -72,12 +75,12 @@ def main() -> int:
     finally:
         _command(ROOT / "src", home, "stop", check=False)
         shutil.rmtree(home, ignore_errors=True)
-    print(f"a run began under {found.stdout.strip()} and ended under this version; its node went on to take runs")
+    print(f"a run began under {found.stdout.strip()} and ended under this version; its node then ran another run")
     return 0
 
 
 def _was_edited_in_place(base: str) -> bool:
-    """Return whether a revision of the tables that BASE has is another one now; only before a release that is done."""
+    """Return True if a table revision of BASE has changed, which is allowed only before a release."""
     words = ["git", "-C", str(ROOT), "diff", "--quiet", "--diff-filter=MD", base, "--", _REVISIONS]
     return subprocess.run(words, check=False).returncode != 0
 
@@ -94,7 +97,8 @@ def _check(home: Path, before: Path) -> None:
     script = home / "call.py"
     script.write_text(CALL)
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])  # the same for both: the node is not told of another one
+        # Both servers use this port, because the node does not learn about a new port.
+        port = str(probe.getsockname()[1])
     server = _server(before, home, "--port", port)
     directory = home / "first"
     directory.mkdir()
@@ -103,7 +107,7 @@ def _check(home: Path, before: Path) -> None:
     _end(server)
     server = _server(
         ROOT / "src", home, "--no-node", "--port", port
-    )  # the node of before stays, as one on another machine would
+    )  # The old node stays, like a node on another machine.
     try:
         (directory / "go").touch()
         _answered(caller)
@@ -149,7 +153,9 @@ def _call(source: Path, home: Path, script: Path, directory: Path) -> subprocess
 
 def _answered(caller: subprocess.Popen[str]) -> None:
     said, _ = caller.communicate(timeout=_LIMIT_S)
-    assert caller.returncode == 0 and said.strip().endswith("done"), f"the call ended with {caller.returncode}: {said}"
+    assert caller.returncode == 0 and said.strip().endswith("done"), (
+        f"the call ended with exit code {caller.returncode}: {said}"
+    )
 
 
 def _wait(found: object, what: str) -> None:

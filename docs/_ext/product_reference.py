@@ -1,8 +1,10 @@
-"""Directives for pages that follow from the code: the catalogue of errors, and the routes of the HTTP API.
+"""Directives for pages that follow from the code or from files outside of `docs`.
 
-    {error-catalogue}   each public exception: its code, its base, its documentation
-    {http-api}          `docs/openapi.json`: each route with its parameters and messages, and each message's fields
-    {diagram} FILE      an SVG picture of `docs/images`, in the colours of the page
+{commands} SECTION       the commands of a section of `sgpu --help`: usage, arguments, options
+{error-catalogue}        each public exception: its code, its base, its documentation
+{http-api}               `docs/openapi.json`: each route with its parameters and messages, and each message's fields
+{repository-page} FILE   a page that stands at the top of the repository, without its title
+{diagram} FILE           an SVG picture of `docs/images`, in the colours of the page
 """
 
 from __future__ import annotations
@@ -14,14 +16,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from serverless_gpu import errors
+from serverless_gpu.cli import program
 
 DOCS = Path(__file__).parents[1]
+_TOP_PAGES = {
+    "ARCHITECTURE.md": "architecture.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "README.md": "../index.md",
+}
+_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
 _ANCHOR = re.compile(r'^<a id="([^"]+)"></a>[ \t]*\n*(?=#|\S)', re.MULTILINE)
 
 
@@ -43,13 +54,71 @@ class Generated(SphinxDirective):
         return parsed.children
 
 
+class Commands(Generated):
+    """The commands of one section of `sgpu --help`; short names of `sgpu run` stand only there."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def lines(self) -> Iterator[str]:
+        """Yield a section for each command that is no group."""
+        root = click.Context(program.sgpu, info_name="sgpu")
+        short = {name for name, entry in program.COMMANDS.items() if entry in program.RUN_COMMANDS.values()}
+        for name in program.SECTIONS[self.arguments[0]]:
+            command = program.sgpu.get_command(root, name)
+            if command is not None and name not in short:
+                yield from _command_lines(command, click.Context(command, info_name=name, parent=root))
+
+
+def _command_lines(command: click.Command, context: click.Context) -> Iterator[str]:
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            found = command.get_command(context, name)
+            if found is not None:
+                yield from _command_lines(found, click.Context(found, info_name=name, parent=context))
+        return
+    yield f"### {context.command_path}"
+    yield ""
+    yield from inspect.cleandoc(command.help or "").replace("\b\n", "").splitlines()
+    yield from ("", "```text", " ".join([context.command_path, *command.collect_usage_pieces(context)]), "```", "")
+    for option in command.params:
+        record = option.get_help_record(context) if isinstance(option, click.Option) else None
+        if record is not None:
+            yield f"- `{record[0]}`: {record[1]}"
+    yield ""
+
+
+class RepositoryPage(Generated):
+    """A page of the repository's top folder; links to files that the site lacks become plain text."""
+
+    required_arguments = 1
+
+    def lines(self) -> Iterator[str]:
+        """Yield the page below its title."""
+        path = DOCS.parent / self.arguments[0]
+        self.env.note_dependency(str(path))
+        text = path.read_text(encoding="utf-8").partition("\n")[2]
+        yield from _LINK.sub(_link_text, text).splitlines()
+
+
+def _link_text(match: re.Match[str]) -> str:
+    text, target = match.groups()
+    if target.startswith(("http://", "https://", "#")):
+        return match[0]
+    name, _, anchor = target.partition("#")
+    page = _TOP_PAGES.get(name) or (f"../{name[5:]}" if name.startswith("docs/") and name.endswith(".md") else "")
+    return f"[{text}]({page}{'#' if anchor else ''}{anchor})" if page else text
+
+
 class ErrorCatalogue(Generated):
     """Every public exception of `serverless_gpu.errors`."""
 
     def lines(self) -> Iterator[str]:
         """Yield a section for each exception, in the order of the module."""
         for name, error in vars(errors).items():
-            if not (inspect.isclass(error) and issubclass(error, BaseException) and error.__module__ == errors.__name__):
+            if not (
+                inspect.isclass(error) and issubclass(error, BaseException) and error.__module__ == errors.__name__
+            ):
                 continue
             if name.startswith("_"):
                 continue
@@ -114,9 +183,7 @@ def _message_lines(name: str, schema: dict[str, Any]) -> Iterator[str]:
 
 
 def _content(part: dict[str, Any]) -> str:
-    found = [
-        f"{_type_text(each.get('schema', {}))} as `{media}`" for media, each in part.get("content", {}).items()
-    ]
+    found = [f"{_type_text(each.get('schema', {}))} as `{media}`" for media, each in part.get("content", {}).items()]
     return ", or ".join(found)
 
 
@@ -144,6 +211,8 @@ class Diagram(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Return the picture as HTML; other builders get nothing."""
         path = DOCS / "images" / self.arguments[0]
+        if not path.is_file():
+            raise self.error(f"no picture {path.name} in docs/images")
         self.env.note_dependency(str(path))
         svg = path.read_text(encoding="utf-8")
         return [nodes.raw("", f'<div class="diagram">{svg}</div>', format="html")]
@@ -157,6 +226,8 @@ def read_anchors(app: Sphinx, name: str, content: list[str]) -> None:
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directives."""
     app.connect("source-read", read_anchors)
+    app.add_directive("commands", Commands)
+    app.add_directive("repository-page", RepositoryPage)
     app.add_directive("error-catalogue", ErrorCatalogue)
     app.add_directive("http-api", HttpApi)
     app.add_directive("diagram", Diagram)

@@ -1,6 +1,6 @@
-"""Our own lints: each one is a convention that ruff cannot see, with its story in the module's docstring.
+"""The project's own lints, for conventions that ruff cannot check.
 
-A lint is a module with `AREAS` (top folders it reads) and `check(source)`, which yields findings. It is added by
-naming it in `LINTS` in `__main__.py` and planting one bad and one good snippet in `test_lints.py`. It uses the
-standard library only.
+The docstring of each lint explains its convention. A lint is a module with `AREAS` (the top folders that it reads) and
+`check(source)`, which yields findings. To add one, name it in `LINTS` in `__main__.py` and add one bad and one good
+snippet to `test_lints.py`. A lint uses the standard library only.
 """

@@ -1,4 +1,7 @@
-"""Run our lints over the current directory: `python -m scripts.lints`. Exit status 1 when anything is found."""
+"""Runs the lints over the current directory: `python -m scripts.lints`.
+
+The exit status is 1 if a lint has findings.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from scripts.lints import (
     transactions,
     type_ignores,
     unpickling,
+    voice,
 )
 from scripts.lints.source import Finding, Source, collect
 
@@ -29,11 +33,12 @@ LINTS: tuple[ModuleType, ...] = (
     transactions,
     type_ignores,
     unpickling,
+    voice,
 )
 
 
 def findings(sources: Sequence[Source]) -> Iterator[Finding]:
-    """Yield everything our lints have to say about these files, file by file."""
+    """Yield the findings of all lints, file by file."""
     for source in sources:
         for lint in LINTS:
             if source.area in lint.AREAS:
@@ -41,9 +46,10 @@ def findings(sources: Sequence[Source]) -> Iterator[Finding]:
 
 
 def main() -> int:
-    """Check the tree in the current directory; return the exit status."""
-    sources = collect(Path.cwd())
-    found = list(findings(sources))
+    """Check the tree in the current directory. Return the exit status."""
+    root = Path.cwd()
+    sources = collect(root)
+    found = [*findings(sources), *voice.page_findings(root)]
     for finding in found:
         print(finding)
     broad = broad_excepts.per_1000_lines(sources)
@@ -51,7 +57,11 @@ def main() -> int:
     literal = sentences.literals(sources)
     if len(literal) > sentences.SENTENCES_MAX:
         print(
-            *(f"{path}:{line}: sentence in an assertion: name it in tests/golden" for path, line in literal), sep="\n"
+            *(
+                f"{path}:{line}: sentence in an assertion: move it to tests/golden and name its key"
+                for path, line in literal
+            ),
+            sep="\n",
         )
     limit = f"{broad:.1f} broad excepts per 1,000 lines of src (limit {broad_excepts.PER_1000_LINES_MAX:.1f})"
     print(f"lints: {len(sources)} files, {len(found)} findings, {limit}{': too many' if too_many else ''}")

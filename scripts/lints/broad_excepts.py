@@ -1,8 +1,8 @@
-"""A broad `except` stands at a true boundary, says why on its line, and is rare.
+"""Requires a reason for each broad `except`, and limits their number.
 
-`except Exception` in the middle of a program turns every bug into silence. Where a loop or foreign code must not take
-us down it is right, and then the reason is one short comment: `except Exception as error: # noqa: BLE001 - user code
-may raise anything`. The number per 1,000 lines of src is printed on every run and bounded.
+`except Exception` in the middle of a program hides every bug. It is right where a loop or foreign code must not end the
+process. Such a line has a short reason: `except Exception as error: # noqa: BLE001 - user code may raise anything`. The
+lints print the number per 1,000 lines of src on every run, and fail above a limit.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Iterator, Sequence
 from scripts.lints.source import Finding, Source
 
 AREAS = ("src", "scripts")
-# The aim is 1 per 1,000; a small tree is mostly boundary, so the gate starts here and is lowered as it grows.
+# The goal is 1 per 1,000 lines. A small tree has many boundaries, so the limit starts here and falls as the tree grows.
 PER_1000_LINES_MAX = 3.0
 REASON_WORDS_MIN = 2
 _DIRECTIVE = re.compile(r"#\s*noqa(?::\s*[A-Z]+[0-9]+(?:[,\s]+[A-Z]+[0-9]+)*)?|#\s*pragma:[^#]*")
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """Yield broad excepts without a reason on their line."""
+    """Yield each broad except without a reason on its line."""
     comments = dict(source.comments())
     for handler in broad_handlers(source):
         if len(re.findall(r"\w+", _DIRECTIVE.sub("", comments.get(handler.lineno, "")))) < REASON_WORDS_MIN:
@@ -30,13 +30,13 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def broad_handlers(source: Source) -> list[ast.ExceptHandler]:
-    """Return the handlers of this file that swallow everything; one that ends in `raise` only tidies up."""
+    """Return the handlers that swallow every exception. A handler that ends in `raise` does not count."""
     handlers = (node for node in ast.walk(source.tree) if isinstance(node, ast.ExceptHandler))
     return [handler for handler in handlers if _is_broad(handler.type) and not _raises_again(handler)]
 
 
 def per_1000_lines(sources: Sequence[Source]) -> float:
-    """Return broad excepts per 1,000 lines of src; a tree of fewer than 1,000 lines counts as 1,000."""
+    """Return the broad excepts per 1,000 lines of src. A tree with fewer lines counts as 1,000 lines."""
     ours = [source for source in sources if source.area == "src"]
     lines = sum(source.line_count for source in ours)
     return 1000 * sum(len(broad_handlers(source)) for source in ours) / max(lines, 1000)

@@ -1,9 +1,9 @@
-"""The calendar is read in `ambient.py` only; decisions take time as a value.
+"""Allows only `ambient.py` to read the calendar; other code takes times as values.
 
-A wall clock jumps (NTP, suspend, a careless admin), and a deadline computed from it ends runs early or never; code
-that reads it cannot be tested without sleeping. Deadlines come from `Clock.boottime_ns`, calendar time from
-`Clock.wall_ns`. `node/inside` cannot import `ambient` and reads `time.clock_gettime_ns(time.CLOCK_BOOTTIME)` or
-`time.monotonic`, which this lint lets pass.
+A wall clock jumps (NTP, suspend, manual changes), so a deadline computed from it ends runs early or never. Tests of
+code that reads it would have to sleep. Deadlines come from `Clock.boottime_ns`, calendar time from `Clock.wall_ns`.
+`node/inside` cannot import `ambient`. It reads `time.clock_gettime_ns(time.CLOCK_BOOTTIME)` or `time.monotonic`, which
+this lint allows.
 """
 
 from __future__ import annotations
@@ -35,6 +35,6 @@ def check(source: Source) -> Iterator[Finding]:
     for line, name in source.references():
         if name in WALL_CLOCKS:
             message = (
-                f"{name} reads the wall clock; take a serverless_gpu.ambient.Clock and ask boottime_ns() or wall_ns()"
+                f"{name} reads the wall clock; take a serverless_gpu.ambient.Clock and call boottime_ns() or wall_ns()"
             )
             yield source.finding(line, "wall-clock", message)

@@ -1,9 +1,8 @@
-"""No import inside a function, except of an optional or heavy package.
+"""Forbids imports inside functions, except of optional or heavy packages.
 
-An inner import is how a cycle between two rooms is hidden, and how a missing dependency is found by a user at night
-instead of by a test. The packages that may be imported late are listed once, in pyproject.toml
-(`banned-module-level-imports`, which ruff also keeps out of module level). Ruff's PLC0415 says the same, but can be
-silenced in a comment; this lint cannot.
+An inner import can hide a cycle between two packages. If a dependency is missing, a user finds out instead of a test.
+Only pyproject.toml lists the packages that may be imported late (`banned-module-level-imports`). Ruff forbids these
+packages at module level. Ruff's PLC0415 is the same rule, but a comment can silence it; no comment silences this lint.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ AREAS = ("src",)
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """Yield imports inside functions that name anything but an optional package."""
+    """Yield imports inside functions, except of optional packages."""
     for function in ast.walk(source.tree):
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
             for node in _own_nodes(function):
@@ -35,14 +34,14 @@ def check(source: Source) -> Iterator[Finding]:
 
 @cache
 def optional_packages() -> frozenset[str]:
-    """Return the packages that are imported late, from pyproject.toml."""
+    """Return the packages that may be imported late, from pyproject.toml."""
     with open(Path(__file__).parents[2] / "pyproject.toml", "rb") as file:
         settings = tomllib.load(file)
     return frozenset(settings["tool"]["ruff"]["lint"]["flake8-tidy-imports"]["banned-module-level-imports"])
 
 
 def _own_nodes(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.AST]:
-    """Yield what stands in this function but not in a function nested in it, which reports for itself."""
+    """Yield the nodes of a function without nested functions, which `check` visits separately."""
     waiting: list[ast.AST] = list(function.body)
     while waiting:
         node = waiting.pop(0)

@@ -1,9 +1,8 @@
-"""`node/inside` runs in the user's own environment: standard library and itself, nothing else.
+"""Limits the imports of `node/inside`, which runs in user environments, to the standard library.
 
-Zygote, stem and rank start from a folder on the path of an interpreter that has never heard of us. An import of
-msgspec, or of a module one folder up, works on every developer's machine and fails on the first user's.
-`import-linter` forbids the rest of our package; this lint also refuses third-party packages and relative imports that
-climb out.
+Zygote, stem and rank start in a user's interpreter that does not have this package installed. An import of msgspec, or
+of a module one folder up, works for every developer and fails for the first user. `import-linter` forbids imports of
+the rest of the package. This lint also forbids third-party packages and relative imports that leave the folder.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ AREAS = ("src",)
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """Yield imports of `node/inside` that reach outside it."""
+    """Yield imports of `node/inside` from outside of it."""
     if not source.path.startswith(INSIDE):
         return
     depth = source.path.removeprefix(INSIDE).count("/")
     for node in _run_nodes(source.tree):
         if isinstance(node, ast.ImportFrom) and node.level > depth + 1:
             yield source.finding(
-                node.lineno, "inside-room", "a relative import leaves node/inside; copy the few lines needed"
+                node.lineno, "inside-room", "a relative import leaves node/inside; copy the few lines that it needs"
             )
         elif isinstance(node, ast.Import):
             for alias in node.names:
@@ -36,7 +35,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _run_nodes(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yield what can run: not what stands under `if TYPE_CHECKING:`, which only mypy reads."""
+    """Yield the nodes that can run. Only mypy reads the code under `if TYPE_CHECKING:`."""
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop(0)
@@ -48,5 +47,5 @@ def _run_nodes(tree: ast.Module) -> Iterator[ast.AST]:
 def _absolute(source: Source, line: int, name: str) -> Iterator[Finding]:
     root = name.partition(".")[0]
     if root not in sys.stdlib_module_names and root not in optional_packages():
-        message = f"{name} is not in the standard library, and the user's environment need not have it"
+        message = f"{name} is not in the standard library, and the user's environment may not have it"
         yield source.finding(line, "inside-room", message)

@@ -1,7 +1,7 @@
-"""Relative links in Markdown files lead to files that exist, and their anchors to headings.
+"""Checks that relative links in Markdown files lead to existing files and headings.
 
-A moved page breaks links in pages nobody opens during the move, and a reworded heading those that point to it. Run as
-`python -m scripts.lints.links`; addresses on the network are not looked at.
+A moved page breaks links in other pages. A changed heading breaks the links to it. Run it as
+`python -m scripts.lints.links`. It does not check addresses on the network.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NOT_OURS = frozenset({"node_modules", "build", "dist", "vendor"})
 
 
 def check(root: Path) -> Iterator[Finding]:
-    """Yield every relative link of a Markdown file under `root` whose target, or heading in it, is not there."""
+    """Yield each relative link of a Markdown file under `root` whose target or heading does not exist."""
     for page in sorted(_pages(root)):
         for line, target in _links(page.read_text(encoding="utf-8")):
             if problem := _problem(root, page, target):
@@ -35,7 +35,7 @@ def check(root: Path) -> Iterator[Finding]:
 
 
 def main() -> int:
-    """Check the Markdown files under the current directory; return the exit status."""
+    """Check the Markdown files under the current directory. Return the exit status."""
     findings = list(check(Path.cwd()))
     for finding in findings:
         print(finding)
@@ -54,7 +54,7 @@ def _pages(root: Path) -> Iterator[Path]:
 
 
 def _problem(root: Path, page: Path, target: str) -> str:
-    """Return what is wrong with a link, "" when it leads somewhere."""
+    """Return the problem of a link, or "" if its target exists."""
     path, _, anchor = target.partition("#")
     path = unquote(path.partition("?")[0])
     base = root if path.startswith("/") else page.parent
@@ -62,12 +62,12 @@ def _problem(root: Path, page: Path, target: str) -> str:
     if not leads_to.exists():
         return "which does not exist"
     if anchor and leads_to.suffix == ".md" and unquote(anchor) not in _anchors(leads_to.read_text(encoding="utf-8")):
-        return "where no heading is called so"
+        return "where no heading has this anchor"
     return ""
 
 
 def _anchors(text: str) -> set[str]:
-    """Return the anchors of a page, as GitHub makes them from its headings, and those it names itself."""
+    """Return the anchors of a page: those that GitHub makes from headings, and explicit ones."""
     found: set[str] = set(_NAMED.findall(text))
     fence = ""
     for line in text.splitlines():
@@ -85,7 +85,7 @@ def _anchors(text: str) -> set[str]:
 
 
 def _links(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the line number and target of relative links outside of code."""
+    """Yield the line number and target of each relative link outside of code."""
     fence = ""
     for number, line in enumerate(text.splitlines(), start=1):
         if mark := _FENCE.match(line):

@@ -1,7 +1,7 @@
-"""Sentences that users read stand in the golden files of the tests, so that an assertion names them by key.
+"""Limits literal sentences in assertions: tests take user-facing sentences from golden files by key.
 
-Counted are literals of four or more words that an assertion compares (`==`, `!=`, `in`, `not in`) or matches
-(`match=`). A few may stand in tests: fragments of code or of foreign programs' output.
+The lint counts literals of four or more words that an assertion compares (`==`, `!=`, `in`, `not in`) or matches
+(`match=`). Tests may have a few, such as fragments of code or of foreign programs' output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _sentences(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 def _strings(operand: ast.expr) -> Iterator[ast.Constant | ast.JoinedStr]:
-    """Yield the strings that an operand consists of: itself, or the items of a display; not arguments of a call."""
+    """Yield the strings of an operand: itself or the items of a display, but not arguments of a call."""
     if isinstance(operand, ast.JoinedStr) or (isinstance(operand, ast.Constant) and isinstance(operand.value, str)):
         yield operand
     elif isinstance(operand, (ast.List, ast.Tuple, ast.Set)):

@@ -1,6 +1,6 @@
-"""What every lint works on: one parsed file, and the finding it may yield.
+"""Defines the input and output of every lint: a parsed file and a finding.
 
-Here: reading and parsing, the meaning of names under their imports. Not here: any rule.
+This module reads and parses files and resolves imported names. It contains no rule.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 AREAS_ALL = ("src", "tests", "scripts", "examples", "benchmarks")
-# An exact copy of somebody else's code keeps their conventions.
+# Vendored code keeps the conventions of its authors.
 VENDOR = "/node/inside/vendor/"
 INSIDE = "src/serverless_gpu/node/inside/"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One place that breaks one rule."""
+    """A place in a file that breaks a rule."""
 
     path: str
     line: int
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One Python file of the repository, parsed; `path` is relative to the root, with forward slashes."""
+    """One parsed Python file of the repository. `path` is relative to the root, with forward slashes."""
 
     path: str
     text: str
@@ -51,13 +51,13 @@ class Source:
         return Finding(path=self.path, line=line, rule=rule, message=message)
 
     def comments(self) -> Iterator[tuple[int, str]]:
-        """Yield the line number and text of every comment (strings that look like comments are not comments)."""
+        """Yield the line number and text of every comment, but not strings that look like comments."""
         for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
             if token.type == tokenize.COMMENT:
                 yield token.start[0], token.string
 
     def references(self) -> Iterator[tuple[int, str]]:
-        """Yield the line number and full dotted name of every use of an imported name, aliases resolved."""
+        """Yield the line number and full dotted name of every use of an imported name. Resolve aliases."""
         meanings = _meanings(self.tree)
         for node in ast.walk(self.tree):
             if isinstance(node, (ast.Attribute, ast.Name)):
@@ -76,7 +76,7 @@ def parse(path: str, text: str) -> Source:
 
 
 def collect(root: Path) -> list[Source]:
-    """Return every Python file of ours under `root`, parsed, in a stable order."""
+    """Return every Python file of the project under `root`, parsed, in a stable order."""
     found = []
     for area in AREAS_ALL:
         for file in sorted((root / area).rglob("*.py")):
@@ -87,7 +87,7 @@ def collect(root: Path) -> list[Source]:
 
 
 def _meanings(tree: ast.Module) -> dict[str, str]:
-    """Return what each imported name stands for: `import time as t` gives {"t": "time"}."""
+    """Return the full name of each imported name: `import time as t` gives {"t": "time"}."""
     meanings: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -101,7 +101,7 @@ def _meanings(tree: ast.Module) -> dict[str, str]:
 
 
 def _dotted(node: ast.expr) -> str:
-    """Return "a.b.c" for an attribute chain that starts at a name, else an empty string."""
+    """Return "a.b.c" for an attribute chain that starts with a name, else an empty string."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):

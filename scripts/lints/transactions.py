@@ -1,7 +1,7 @@
-"""Transactions begin and end in the database's own room; work on rows is a function of a connection.
+"""Allows only the database's modules to begin and end transactions; other code works on a connection.
 
-A commit in the middle of a verb splits one decision in two, and a crash between them leaves half of it. On SQLite it
-would also commit what other threads have in the same transaction (`server/db/group_commit.py`).
+A commit in the middle of an operation splits one decision in two. A crash between them leaves half of the decision. On
+SQLite the commit would also commit the work of other threads in the same transaction (`server/db/group_commit.py`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ CALLS = frozenset({"begin", "begin_nested", "commit", "rollback"})
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """Yield every call of the server that begins or ends a transaction outside of the database's modules."""
+    """Yield each call in the server that begins or ends a transaction outside of the database's modules."""
     if not source.path.startswith(PLACE) or source.path in OWNERS:
         return
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CALLS:
             message = (
-                f".{node.func.attr}() is for server/db/database.py; pass a work to `Database.write`, which commits it"
+                f".{node.func.attr}() belongs in server/db/database.py; pass a function to `Database.write`, "
+                "which commits"
             )
             yield source.finding(node.lineno, "transaction", message)

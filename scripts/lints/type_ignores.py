@@ -1,7 +1,7 @@
-"""A `type: ignore` names its code and its reason.
+"""Requires an error code and a reason for each `type: ignore`.
 
-Without a code it also hides the next error on that line; without a reason nobody dares to remove it. The form mypy
-accepts is two comments: `# type: ignore[attr-defined] # set by the C extension`.
+Without a code, the comment also hides the next error on that line. Without a reason, a later reader cannot judge
+whether to remove it. mypy accepts two comments: `# type: ignore[attr-defined] # set by the C extension`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _WITH_CODE_AND_REASON = re.compile(r"#\s*type:\s*ignore\[[a-z0-9, -]+\]\s*#\s*(?
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """Yield ignores without a code or without a reason."""
+    """Yield each ignore without a code or a reason."""
     for line, comment in source.comments():
         if _IGNORE.match(comment) and not _WITH_CODE_AND_REASON.match(comment):
-            message = "needs a code and a reason: # type: ignore[code]  # why this is right"
+            message = "needs an error code and a reason: # type: ignore[code]  # why this is right"
             yield source.finding(line, "type-ignore", message)

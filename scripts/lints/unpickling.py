@@ -1,11 +1,10 @@
-"""Unpickling executes whatever the bytes say, so it happens in one room only: `node/inside/payload.py`.
+"""Allows only `node/inside/payload.py` to unpickle, because unpickling executes code from the bytes.
 
-Server, agent, supervisor and web pages handle payloads of many users; one convenient `pickle.load` there hands the
-machine to whoever wrote the file. Everything that can unpickle counts, `torch.load` and `shelve` included. Rooms that
-handle other people's bytes all day may not even import what unpickles (or reaches our own room for it): a name that
-is looked up while the program runs, or a pipe of `multiprocessing`, would pass a rule about uses. What an example
-trains is the user's own, and its ranks load what they saved: `torch.load` with `weights_only=True`, which does not
-execute anything.
+Server, agent, supervisor and web pages handle payloads of many users. One `pickle.load` there would give the machine to
+the author of the payload. The rule covers everything that can unpickle, including `torch.load` and `shelve`. Packages
+that handle other users' bytes may not even import such a module, or `payload.py`. A rule about uses alone would miss
+names that the program looks up at run time, and pipes of `multiprocessing`. Examples may call `torch.load` with
+`weights_only=True`, which executes nothing, on the weights that their own ranks have saved.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from collections.abc import Iterator
 
 from scripts.lints.source import INSIDE, Finding, Source
 
-# Tests may unpickle what they have pickled themselves.
-AREAS = ("src", "scripts", "examples")  # benchmarks compare with pickle
+# Tests may unpickle their own pickles.
+AREAS = ("src", "scripts", "examples")  # Benchmarks compare with pickle.
 ROOM = f"{INSIDE}payload.py"
 _PAYLOAD = "serverless_gpu.node.inside.payload"
 SEALED = tuple(
@@ -44,20 +43,22 @@ UNPICKLERS = frozenset(
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """Yield every use of something that unpickles, outside the one room."""
+    """Yield each use of a function that unpickles, outside of `payload.py`."""
     if source.path == ROOM:
         return
     weights = _weights_only(source) if source.path.startswith("examples/") else frozenset()
     for line, name in source.references():
         if name in UNPICKLERS and line not in weights:
-            message = f"{name} executes what it reads; use load() or loads() of serverless_gpu.node.inside.payload"
+            message = (
+                f"{name} executes code from its input; use load() or loads() of serverless_gpu.node.inside.payload"
+            )
             yield source.finding(line, "unpickling", message)
     if source.path.startswith(SEALED) and not source.path.startswith(INSIDE):
         yield from _imports(source)
 
 
 def _imports(source: Source) -> Iterator[Finding]:
-    """Yield every import, in a room that handles other people's bytes, of something that unpickles."""
+    """Yield each import of a module that can unpickle, in a package that handles other users' bytes."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -67,12 +68,12 @@ def _imports(source: Source) -> Iterator[Finding]:
             continue
         for name in names:
             if name.partition(".")[0] in NOT_IN_SEALED or name.startswith(_PAYLOAD):
-                message = f"{name} can unpickle, and nothing in this room needs it; bytes of users stay bytes here"
+                message = f"{name} can unpickle; this package must not unpickle the bytes of users"
                 yield source.finding(node.lineno, "unpickling", message)
 
 
 def _weights_only(source: Source) -> frozenset[int]:
-    """Return the lines of calls that load tensors and plain values only."""
+    """Return the lines of calls that load only tensors and plain values."""
     return frozenset(
         node.lineno
         for node in ast.walk(source.tree)

@@ -1,6 +1,6 @@
-"""Prose that people read: docstrings, comments and messages of `src`, and the pages.
+"""Checks the prose that people read: docstrings, comments and messages of `src`, and the pages.
 
-The rules are those of CONTRIBUTING.md, "Prose". The lint finds what a regular expression can find:
+CONTRIBUTING.md, "Prose", lists the rules. The lint checks those that a regular expression can check:
 
     phrase     a turn of phrase that hides the actor ("nobody", "is told", "of which")
     opening    a docstring that opens with What, Who, Whether, That, How, Where, When or Which
@@ -8,7 +8,7 @@ The rules are those of CONTRIBUTING.md, "Prose". The lint finds what a regular e
     sentence   a sentence of over 25 words; code counts as one word, pictures, tables and examples do not count
     width      a line of a page of over 120 characters
 
-Records of decisions keep the words of their day: only their width counts.
+Records of decisions keep their original wording, so the lint checks only their width.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.lints.source import Finding, Source, parse
+
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 AREAS = ("src",)
 WORDS_MAX = 25
@@ -34,7 +36,6 @@ _PHRASE = re.compile(
 )
 _OPENING = re.compile(r"(What|Who|Whose|Whom|Whether|That|How|Where|When|Which)\b")
 _CODE = re.compile(r"!\[[^\]]*\]\([^)]*\)|``.*?``|`[^`]*`|https?://\S+|\([^()]*\.\w+\)")
-_PICTURE = re.compile(r"[─│└┌├▶◀┐┘▼▲═╌]")
 _END = re.compile(r"(?<=[.!?:])[\"')*_”]*\s+(?=[\"'(*_`“\[A-Z0-9])|\n\s*\n")
 _FENCE = re.compile(r"^\s*(```|~~~)")
 _TABLE = re.compile(r"^\s*(\||[-=+ ]+$)")
@@ -46,25 +47,43 @@ def check(source: Source) -> Iterator[Finding]:
     for number, text in _texts(source):
         for match in _PHRASE.finditer(text):
             yield source.finding(number, "voice", f"'{match[0]}' hides who acts: name the actor")
-    for node in ast.walk(source.tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            docstring = ast.get_docstring(node)
-            if docstring:
-                for message in _docstring(docstring):
-                    yield source.finding(node.body[0].lineno, "voice", message)
+    for node in documented(source.tree):
+        for message in _summary(ast.get_docstring(node) or ""):
+            yield source.finding(node.body[0].lineno, "voice", message)
+    for line, text in prose(source):
+        yield from (source.finding(line, "voice", message) for message in long_sentences(text))
+
+
+def documented(tree: ast.Module) -> Iterator[Documented]:
+    """Yield the module, classes and functions that have a docstring."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(
+            node
+        ):
+            yield node
+
+
+def prose(source: Source) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of every docstring, without pictures and examples, and of every block of comments."""
+    for node in documented(source.tree):
+        text = (ast.get_docstring(node) or "").splitlines()
+        # Indented lines are pictures, tables or the entries of `Args:`, which are phrases.
+        yield node.body[0].lineno, "\n".join("" if line.startswith("    ") else line for line in text)
     block: list[str] = []
     begin = last = 0
     for number, comment in source.comments():
         if number != last + 1:
-            yield from (source.finding(begin, "voice", message) for message in long_sentences("\n".join(block)))
+            if block:
+                yield begin, "\n".join(block)
             block, begin = [], number
         block.append(comment.lstrip("#").strip())
         last = number
-    yield from (source.finding(begin, "voice", message) for message in long_sentences("\n".join(block)))
+    if block:
+        yield begin, "\n".join(block)
 
 
 def check_page(path: str, text: str) -> Iterator[Finding]:
-    """Yield what a page breaks; of a record of a decision, its width."""
+    """Yield the findings in a page. For a record of a decision, check only the width."""
 
     def found(line: int, message: str) -> Finding:
         return Finding(path=path, line=line, rule="voice", message=message)
@@ -77,14 +96,20 @@ def check_page(path: str, text: str) -> Iterator[Finding]:
             for match in _PHRASE.finditer(line):
                 yield found(number, f"'{match[0]}' hides who acts: name the actor")
     if not decision:
-        for number, paragraph in _paragraphs(text):
+        for number, paragraph in paragraphs(text):
             yield from (found(number, message) for message in long_sentences(paragraph))
 
 
 def pages(root: Path) -> list[Path]:
     """Return the pages of the repository that people read."""
     top = [root / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-    return [*top, *sorted((root / "docs").rglob("*.md"))]
+    return [page for page in (*top, *sorted((root / "docs").rglob("*.md"))) if page.is_file()]
+
+
+def page_findings(root: Path) -> Iterator[Finding]:
+    """Yield what the pages of the repository break."""
+    for page in pages(root):
+        yield from check_page(page.relative_to(root).as_posix(), page.read_text(encoding="utf-8"))
 
 
 def check_path(path: Path) -> list[Finding]:
@@ -95,39 +120,37 @@ def check_path(path: Path) -> list[Finding]:
     return list(check(parse(path.as_posix(), text)))
 
 
+def split_sentences(text: str) -> list[str]:
+    """Return the sentences of a text; a colon before a capital ends one, too."""
+    return [sentence for sentence in _END.split(text) if sentence]
+
+
 def long_sentences(text: str) -> Iterator[str]:
-    """Yield a message for each sentence that has too many words; pictures and indented examples are no sentences."""
-    for sentence in _END.split(text):
-        plain = _CODE.sub(" x ", sentence)
-        words = re.findall(r"[^\W_][\w'’.,%/+-]*", plain)
+    """Yield a message for each sentence that has too many words."""
+    for sentence in split_sentences(text):
+        words = re.findall(r"[^\W_][\w'’.,%/+-]*", _CODE.sub(" x ", sentence))
         if len(words) > WORDS_MAX:
             yield f"a sentence of {len(words)} words (at most {WORDS_MAX}): '{' '.join(sentence.split())[:60]}…'"
 
 
 def _texts(source: Source) -> Iterator[tuple[int, str]]:
-    """Yield the line and text of every comment and every string: code is no prose."""
+    """Yield the line and text of every comment and every string."""
     yield from source.comments()
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
 
 
-def _docstring(docstring: str) -> Iterator[str]:
+def _summary(docstring: str) -> Iterator[str]:
     summary = docstring.split("\n", 1)[0]
     if _OPENING.match(summary):
         yield f"a docstring opens with a verb phrase or a noun, not with '{summary.split()[0]}'"
     if len(summary) > SUMMARY_MAX:
         yield f"a summary of {len(summary)} characters (at most {SUMMARY_MAX})"
-    kept: list[str] = []
-    for line in docstring.splitlines():
-        # Indented lines are pictures, tables or `Args:` whose entries are phrases: they are not counted.
-        kept.append("" if line.startswith("    ") and _PICTURE.search(line) else line)
-    prose = "\n".join("" if line.startswith("    ") else line for line in kept)
-    yield from long_sentences(prose)
 
 
-def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the paragraphs and list items of a page with their line, without code and tables."""
+def paragraphs(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the paragraphs and list items of a page with their line numbers, without code and tables."""
     fenced = False
     begin, block = 1, list[str]()
     for number, line in enumerate(text.splitlines(), 1):

@@ -50,7 +50,7 @@ PLACES = (
     "after_rows_before_output",  # Retention has deleted the run's rows, but not its output.
     # Ledger.
     "in_charging",  # New ledger entries of attempts are in a transaction that is not committed.
-    "after_charges_before_more",  # Some attempts have charges; others wait for the next transaction.
+    "after_charges_before_more",  # Some attempts have charges; other attempts wait for the next transaction.
     # Operation of the server.
     "before_backup_is_named",  # A backup is complete except for its final name.
     "before_restored_is_named",  # A restored server is complete except for its final name.
@@ -58,7 +58,7 @@ PLACES = (
     "after_restore_is_settled",  # A restore has recorded the new states of runs but has not removed its marker.
     # Uplink of a node.
     "after_directory_before_launch",  # The attempt's directory exists, but the uplink has asked no agent to run it.
-    "before_secrets_are_complete",  # The first of an attempt's secrets is in a file, the others are not.
+    "before_secrets_are_complete",  # The first of an attempt's secrets is in a file, but the other secrets are not.
     "after_secrets_before_launch",  # The attempt's secrets are in files, but the uplink has asked no agent to run it.
     "after_launch_before_ack",  # The attempt runs, but the server does not know that the node took the order.
     "after_answer_before_confirm",  # The server has answered the first report, but the supervisor does not know.

@@ -1,4 +1,4 @@
-"""The import path `from serverless_gpu.launcher import distributed`, as existing code writes it."""
+"""Supports the import path `from serverless_gpu.launcher import distributed` of existing code."""
 
 from __future__ import annotations
 

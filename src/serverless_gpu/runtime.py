@@ -1,4 +1,4 @@
-"""Tells a process its ranks and stop requests: `from serverless_gpu import runtime as rt`.
+"""Gives a process its ranks and stop requests: `from serverless_gpu import runtime as rt`.
 
 The variables of torch and torchrun have priority, so that the answers are also right under `torchrun` and
 `accelerate`. Outside of any gang, a process is rank 0 of 1 and receives no stop requests.

@@ -74,8 +74,8 @@ def export(file: Path) -> None:
     """Copy the audit log into FILE.
 
     FILE gets one JSON object on each line. The command verifies the entries that FILE already has, and appends new
-    ones.
-    Run the command regularly on another machine. A person who changes the server's database cannot change that copy.
+    ones. Run the command regularly on another machine. A person who changes the server's database cannot change that
+    copy.
     """
     with server() as connection, open_copy(file) as (copy, head):
         before = head
@@ -93,8 +93,7 @@ def verify(file: Path | None, offline: bool) -> None:
     """Verify the chain of the audit log.
 
     The command reads the server's chain. With FILE, it also checks that FILE is a part of the chain. It exits with 1
-    and
-    names the first entry that was changed, removed or inserted.
+    and names the first entry that was changed, removed or inserted.
     """
     if offline:
         if file is None:

@@ -38,8 +38,7 @@ def list_budgets(wide: bool, as_json: bool) -> None:
     """List budgets, their use and forecast.
 
     HELD is the expected use of running runs one minute from now. FORECAST is the use so far plus the mean daily use of
-    the
-    last seven days times the days left. Alarms of the last seven days follow the table.
+    the last seven days times the days left. Alarms of the last seven days follow the table.
     """
     with server() as connection:
         found = connection.ask("GET", "/budgets", answer=BudgetList)
@@ -104,9 +103,8 @@ def set_budget(
     """Create or change a budget.
 
     Options that you leave out keep their value. Use since the beginning of the period counts. At 100 % of a hard
-    budget,
-    the server sends SIGTERM to the budget's runs. They then have their grace period to save a checkpoint. Raising the
-    budget does not undo a stop.
+    budget, the server sends SIGTERM to the budget's runs. They then have their grace period to save a checkpoint.
+    Raising the budget does not undo a stop.
     """
     changes = _scope(everything, said) | _limit(said)
     changes |= {} if per is None else {"period": Period(per)}
@@ -132,8 +130,7 @@ def reopen_budget(name: str) -> None:
     """Reopen a hard budget that stopped runs.
 
     New runs start until the rest of the budget is used up. If nothing is left, raise the budget instead (sgpu budget
-    set).
-    Stopped runs stay stopped.
+    set). Stopped runs stay stopped.
     """
     with server() as connection:
         found = connection.ask("POST", f"{_path(name)}/reopen", answer=BudgetView)

@@ -19,7 +19,7 @@ import click
 from serverless_gpu.lazy_import import load
 
 HELP_CHARACTERS_MAX = 45
-"""Maximum length of a one-line help. With the longest command name, it fits a terminal of 80 columns."""
+"""Maximum length of a one-line help, which must fit 80 columns beside the longest command name."""
 
 
 class CommandEntry(NamedTuple):

@@ -27,8 +27,7 @@ def doctor(as_json: bool, limit: float) -> None:
     """Find what prevents runs on this machine.
 
     The command checks this machine, the agent, the GPUs, and the environment of the interpreter that runs sgpu. It
-    starts
-    no agent. It exits with 1 if a check failed. Warnings and unknown results do not change the exit code.
+    starts no agent. It exits with 1 if a check failed. Warnings and unknown results do not change the exit code.
     """
     # Importing the doctor's modules at the top would make every other command start a fifth slower.
     examination = importlib.import_module("serverless_gpu.doctor.examination")

@@ -1,13 +1,15 @@
 """Exit codes of commands, which shells and job schedulers act on.
 
-0     success
-N     the program's own exit code, 1 to 255, if that ended the run
-75    the run or its node is lost, or the server is unreachable; a retry may help (EX_TEMPFAIL)
-124   the run reached its timeout (as in timeout(1))
-130   the run was cancelled, or the user pressed Ctrl-C
-137   a signal or the out-of-memory killer ended a rank (128 + SIGKILL, for every signal)
-1     any other failure, such as an exception of a rank
-2     the command line was wrong, and nothing was started (the code of click)
+    0     success
+    N     the program's own exit code, 1 to 255, if that ended the run
+    75    the run or its node is lost, or the server is unreachable; a retry may help (EX_TEMPFAIL)
+    124   the run reached its timeout (as in timeout(1))
+    130   the run was cancelled, or the user pressed Ctrl-C
+    137   a signal or the out-of-memory killer ended a rank (128 + SIGKILL, for every signal)
+    1     any other failure, such as an exception of a rank
+    2     the command line was wrong, and nothing was started (the code of click)
+
+`exit_code` returns the code for an exception.
 """
 
 from __future__ import annotations

@@ -55,8 +55,7 @@ def join(host: str, token_file: Path, **options: Any) -> None:
     """Make this machine a node of a Ray pool.
 
     HOST is the address of the machine that runs `sgpu up --engine ray`. The machine is a node for as long as the
-    command
-    runs. After Ctrl-C, the server places no new runs here, and running runs continue.
+    command runs. After Ctrl-C, the server places no new runs here, and running runs continue.
     """
     home = durable_home("a node stores reports there until its server acknowledges them")
     if options["unit"]:

@@ -41,7 +41,7 @@ from serverless_gpu.wire.nodes import (
 )
 
 _LOOK_S = 0.5
-_UUID_CHARACTERS_MIN = 4  # Minimum length of a uuid prefix.
+_UUID_CHARACTERS_MIN = 4  # Minimum length of a uuid prefix that names a device.
 _ZONES = "/zoneinfo/"
 
 
@@ -110,8 +110,7 @@ def forget(name: str, certain: bool) -> None:
     """Declare a dead node and its runs lost.
 
     The server waits until an unreachable node has certainly stopped its runs. Use this command only if you know that
-    the
-    machine is off. If the machine still works, its runs may run twice.
+    the machine is off. If the machine still works, its runs may run twice.
     """
     if not certain:
         raise click.UsageError(
@@ -129,8 +128,8 @@ def forget(name: str, certain: bool) -> None:
 def approve(name: str) -> None:
     """Admit a node that waits for approval.
 
-    A node waits if an operator created its token by hand (`sgpu token create`), without a join file. Check in
-    `sgpu node list` that you know the machine. A node receives users' code, arguments and secrets.
+    A node waits if an operator created its token by hand (`sgpu token create`), without a join file. Check in `sgpu
+    node list` that you know the machine. A node receives users' code, arguments and secrets.
     """
     with server() as connection:
         view = connection.ask("POST", "/nodes/approve", ApproveRequest(name=name), answer=NodeView)
@@ -221,8 +220,7 @@ def drain(name: str, stop: bool, note: str, wait: str | None) -> None:
     """Place no new runs on a node.
 
     The drain lasts until `sgpu node resume`, also across restarts of the server. Running runs continue. With --stop,
-    the
-    server stops them at once instead, with their grace period.
+    the server stops them at once instead, with their grace period.
     """
     limit_s = duration_s("--wait", wait) if wait is not None else 0.0
     with server(patience_s=limit_s) as connection:
@@ -278,10 +276,8 @@ def calendar(name: str, clear: bool, as_json: bool, **said: object) -> None:
     """Show or set a node's owner and calendar.
 
     Without options, the command shows both. Options that you leave out keep their value. Five minutes before others
-    lose
-    the node, the server warns their runs. It then stops them with their grace period. Runs with resume continue on
-    another
-    node.
+    lose the node, the server warns their runs. It then stops them with their grace period. Runs with resume continue on
+    another node.
     """
     given = {key: value for key, value in said.items() if value not in (None, ())}
     with server() as connection:

@@ -48,8 +48,7 @@ def queue(limit: int, mine: bool, wide: bool, as_json: bool) -> None:
     """List waiting runs in their order.
 
     PLACE is the position among visible runs that need the same kind of devices. A run without a place is not in the
-    queue
-    yet.
+    queue yet.
     """
     with server() as connection:
         query = {"limit": f"{limit}", "mine": f"{mine}".lower()}
@@ -135,9 +134,8 @@ def set_pool(
 
     Without NAME, the command changes the pool `default`. Options that you leave out keep their value. A new pool is
     on-demand: every run that names no pool may use it. Its nodes run only code of the server's first administrator.
-    Runs of
-    other principals wait with the reason `isolation`. With --isolation none, you accept that these runs share one
-    operating-system user.
+    Runs of other principals wait with the reason `isolation`. With --isolation none, you accept that these runs share
+    one operating-system user.
     """
     asked = PoolRequest(
         kind=None if reserved is None else "reserved" if reserved else "on-demand",
@@ -187,9 +185,8 @@ def list_shares(wide: bool, as_json: bool) -> None:
     """List weights and use of teams and users.
 
     USED is the device time of the runs of a team or user. The queue orders by COUNTED: the use, plus one minute for
-    each
-    device of running runs. Both decay with age, so that all teams and users get their share over time. The table has a
-    user of a team only if their weight within the team was set.
+    each device of running runs. Both decay with age, so that all teams and users get their share over time. The table
+    has a user of a team only if their weight within the team was set.
     """
     with server() as connection:
         found = connection.ask("GET", "/shares", answer=ShareList)
@@ -218,7 +215,7 @@ def set_share(kind: str, name: str, weight: float) -> None:
     A team's weight counts among all teams. A user's weight counts within their team. The default weight is 1.
     """
     if not math.isfinite(weight):  # JSON cannot represent infinity and NaN.
-        raise InvalidValue(f"a weight cannot be {weight}", hint="a number above 0")
+        raise InvalidValue(f"a share cannot be {weight}", hint="a number above 0")
     with server() as connection:
         view = connection.ask("PUT", _share(kind, name), ShareRequest(weight=weight), answer=ShareView)
     say(f"{view.kind} {view.name} has weight {view.weight:g}")

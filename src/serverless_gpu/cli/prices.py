@@ -87,10 +87,8 @@ def set_price(
     """Set the hourly price of a resource.
 
     RESOURCE is a GPU type (H100), `core` or `memory` (one GiB). The price applies to attempts that the server places
-    after
-    its start. It ends the previous price, and earlier attempts keep theirs. The price of a family (H100) also applies
-    to
-    its members without a price of their own.
+    after its start. It ends the previous price, and earlier attempts keep theirs. The price of a family (H100) also
+    applies to its members without a price of their own.
     """
     dbu_per_gpu_hour, usd_per_dbu = dbu["dbu_per_gpu_hour"], dbu["usd_per_dbu"]
     made = (dbu_per_gpu_hour, usd_per_dbu)
@@ -123,8 +121,7 @@ def end_price(resource: str, pool: str, until: str | None, as_json: bool) -> Non
     """End a price.
 
     Attempts that the server places later use the price for all pools, if there is one. The command also withdraws
-    prices
-    that are planned for later.
+    prices that are planned for later.
     """
     query = {"pool": pool} if pool else {}
     until_ns = None if until is None else moment_ns("--at", until)

@@ -269,8 +269,8 @@ def set_user(name: str, role: Role | None, disabled: bool | None, runs: OnDisabl
 def delete_user(name: str) -> None:
     """Delete a user or a service.
 
-    The user must own no runs that the server still has, no nodes and no secrets, and no budget or policy may name
-    them. To end the access of a user with runs, use `sgpu user set NAME --disable`. Their use stays in reports.
+    The user must own no runs that the server still has, no nodes and no secrets, and no budget or policy may name them.
+    To end the access of a user with runs, use `sgpu user set NAME --disable`. Reports keep their use.
     """
     with server() as connection:
         gone = connection.ask("DELETE", f"/users/{quote(name, safe='')}", answer=PrincipalView)
@@ -312,8 +312,7 @@ def delete_team(name: str) -> None:
     """Delete a team.
 
     The team must have no waiting or running runs and no secrets. No budget or policy may name it. Its ended runs stay
-    with
-    their owners, and its use stays in reports.
+    with their owners, and its use stays in reports.
     """
     with server() as connection:
         gone = connection.ask("DELETE", f"/teams/{quote(name, safe='')}", answer=TeamView)

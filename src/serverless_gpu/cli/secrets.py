@@ -50,8 +50,7 @@ def set_secret(name: str, path: Path | None, team: str, local: bool) -> None:
     """Set a secret from a prompt, stdin or a file.
 
     Attempts that start from now on get the new value. The command removes one line end from a typed or piped value. It
-    does
-    not change a value from a file.
+    does not change a value from a file.
     """
     _refuse_both(team, local)
     value = check_value(check_name(name), _read_value(name, path))

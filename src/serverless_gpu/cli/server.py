@@ -128,8 +128,7 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
     """Start a server in the foreground.
 
     Without options the server uses a database in this home, this machine's devices and a loopback address. It writes
-    its
-    token to a file that only you can read. Scripts and notebooks of this home use the server with @distributed(...,
+    its token to a file that only you can read. Scripts and notebooks of this home use the server with @distributed(...,
     remote=True). Settings can also come from variables (SGPU_PORT, ...) and from server.toml in the home. `sgpu server
     config` shows the effective values.
     """
@@ -335,8 +334,7 @@ def drain(note: str, wait: str | None) -> None:
     """Start no new runs on the server.
 
     The drain lasts until `sgpu server resume`, also across restarts. Running runs continue. The server accepts new
-    runs.
-    They wait and show who drains the server and why.
+    runs. They wait and show who drains the server and why.
     """
     limit_s = duration_s("--wait", wait) if wait is not None else 0.0
     with server(patience_s=limit_s) as connection:
@@ -465,12 +463,10 @@ def rotate(certain: bool) -> None:
     """Replace the server's key and all tokens.
 
     Use this command if code of several principals shared one operating-system user. Use it also if others could read
-    the
-    server's directory. Stop the server first. The command seals secrets and variables of unended runs with the new key.
-    It
-    does not change the values of secrets; change them at their source. It revokes every token and makes new ones for
-    this
-    machine's administrator and node. If the command is killed, run it again. Until then `sgpu up` refuses to start.
+    the server's directory. Stop the server first. The command seals secrets and variables of unended runs with the new
+    key. It does not change the values of secrets; change them at their source. It revokes every token and makes new
+    ones for this machine's administrator and node. If the command is killed, run it again. Until then `sgpu up` refuses
+    to start.
     """
     refuse_incomplete()
     settings = load("serverless_gpu.server.core.settings").read_settings(
@@ -589,7 +585,7 @@ class FollowedFile:
                 return
             if is_same:
                 return
-            yield from self._lines()  # The rest of the old file, which the server has rotated away.
+            yield from self._lines()  # Read the rest of the old file, which the server has renamed.
             os.close(self._fd)
             self._fd, self._held = -1, b""
 

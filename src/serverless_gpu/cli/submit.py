@@ -185,14 +185,11 @@ def submit(program: str, arguments: Sequence[str], local: bool, detach: bool, **
     """Run a script or a program on GPUs.
 
     PROGRAM is a Python script (its name ends in .py), a module (-m NAME) or a program. All arguments after PROGRAM go
-    to
-    it, without a first --. The command prints the output until the run ends.
+    to it, without a first --. The command prints the output until the run ends.
 
     The exit code is 0 for success, or the program's own exit code. It is 124 after a timeout and 130 after a cancel. It
-    is
-    137 if a signal or a lack of memory ended a rank. It is 75 if the run, its node or the server is lost. It is 1 after
-    any
-    other failure.
+    is 137 if a signal or a lack of memory ended a rank. It is 75 if the run, its node or the server is lost. It is 1
+    after any other failure.
     """
     dry_run, as_json = options.pop("dry_run"), options.pop("as_json")
     if as_json and not dry_run:
@@ -220,7 +217,7 @@ def _launch(spec: RunSpec, program: str, *, watch: bool) -> Run[None]:
 
 @contextlib.contextmanager
 def _command_line_syntax(program: str) -> Iterator[None]:
-    """Let errors name options in the syntax of `sgpu submit`."""
+    """Make errors name options in the syntax of `sgpu submit`."""
     try:
         yield
     except NoSuitableNode as error:

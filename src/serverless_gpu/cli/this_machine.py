@@ -174,8 +174,8 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""  # Reason why the server is unusable, or "".
     principal: str = ""  # Name and role of the caller; "" if unknown.
     version: str = ""
-    waiting: int = 0  # Number of visible queued runs.
-    going: int = 0  # Number of visible running runs.
+    waiting: int = 0  # Number of queued runs that the caller may see.
+    going: int = 0  # Number of running runs that the caller may see.
     waits: tuple[str, ...] = ()  # Messages of a few of the caller's queued runs, oldest first.
     nodes: dict[str, int] | None = None  # Counts by state. None if the caller may not see nodes.
     draining: str = ""  # Who drains the server and why, or "".
@@ -267,8 +267,7 @@ def mlflow(store: str, is_end: bool, as_json: bool) -> None:
     """Start MLflow's server and print its address.
 
     The command leaves a running server as it is. STORE is your own store (sqlite:////path/mlflow.db, or a directory),
-    which
-    gets a server of its own.
+    which gets a server of its own.
     """
     home = durable_home("the MLflow server keeps its runs there")
     if store and ":" not in store:

@@ -158,7 +158,7 @@ def _live(feed: Feed, home: Home) -> None:
 
 
 class Feed:
-    """Frames of the monitor. `connect` starts the monitor if needed and returns a connection."""
+    """Reads frames of the monitor. `connect` returns a connection and starts the monitor if needed."""
 
     def __init__(self, connect: Callable[[], Channel], fakes: str, clock: Clock) -> None:
         self._connect = connect
@@ -167,7 +167,7 @@ class Feed:
         self._channel: Channel | None = None
         self._heard_ns = self._tried_ns = clock.boottime_ns()
         self._failure = ""
-        self._is_same = False  # True if the connected monitor sent the last frame. A new monitor counts from the start.
+        self._is_same = False  # True if the connected monitor sent the last frame. A new monitor restarts its counters.
         self.frame: messages.NodeFrame | None = None
         self.before: messages.NodeFrame | None = None
 

@@ -426,7 +426,7 @@ def _run(run: RunRow, now_ns: int, columns: int, style: Style) -> list[str]:
     name = _clean(run.name)[:_NAME_MAX]
     lines = _wrap([part for part in (f"run {run.run_id}", name, run.state, took, attempt) if part], columns, style)
     link = f"  MLflow: {_clean(run.tracked)}"
-    if run.tracked and len(link) <= columns:  # A part of a link would be useless.
+    if run.tracked and len(link) <= columns:  # A cut link would be useless.
         lines.append(link)
     return lines + [f"  {line}" for line in _rank_lines(run.ranks, columns - 2)]
 

@@ -88,8 +88,7 @@ def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> No
     """Report use and cost.
 
     You see your own use and that of your teams. An operator sees all use. FIELDS: user, team, pool, policy, gpu_type,
-    name,
-    workload, environment, run, day, week, month, tag:KEY.
+    name, workload, environment, run, day, week, month, tag:KEY.
     """
     if sum((as_json, as_csv, parquet is not None)) > 1:
         raise click.UsageError("give only one of --json, --csv and --parquet")

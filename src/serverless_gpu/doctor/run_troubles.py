@@ -22,7 +22,10 @@ CHECKS = (
     _row(
         "captured-dataset",
         "A call that sends gigabytes",
-        ("serverless-gpu: the call is … large", "calls are slow, and slower with more data in the notebook"),
+        (
+            "serverless-gpu: every rank loads the … that this call to … carries; largest: …",
+            "calls are slow, and slower with more data in the notebook",
+        ),
         "The function captures a data set or model from outside, and the client copies it for each call.",
         "load data inside the function, or pass a path",
     ),
@@ -150,7 +153,7 @@ CHECKS = (
     _row(
         "supervisor-lost",
         "A run that is LOST",
-        ("NodeLost: the run's supervisor process died (was it killed, or the machine restarted?)",),
+        ("NodeLost: the run's supervisor process died …",),
         "The supervisor of the run was killed: out of memory, a reboot, or the end of a container or login "
         "session (KillUserProcesses=yes).",
         "start the run again; `loginctl enable-linger` keeps processes after logout",

@@ -408,7 +408,7 @@ TRACKING_CHECKS = (
         code="tracking",
         group=CheckGroup.TRACKING,
         title="The tracking server",
-        symptoms=("MLflow at http://… does not answer: …",),
+        symptoms=("MLflow at http://… does not answer (…)",),
         cause="The server in MLFLOW_TRACKING_URI does not answer. Runs continue without it. The node keeps unsent "
         "data and sends it later.",
         mend="start that server, or unset MLFLOW_TRACKING_URI",

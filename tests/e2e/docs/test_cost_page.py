@@ -36,7 +36,7 @@ def _tables(text: str) -> Iterator[list[_Row]]:
 
 
 _PRICES, _FACTS, _LINES, _ENTRIES, _STANDINGS, _DAY, _SLOTS, _MIXES = _tables(_EXAMPLE)
-_SAID = re.findall(r"^```text\n(.*?)\n```$", _EXAMPLE, re.MULTILINE | re.DOTALL)
+_SAID = [" ".join(text.split()) for text in re.findall(r"^```text\n(.*?)\n```$", _EXAMPLE, re.MULTILINE | re.DOTALL)]
 
 
 def _ns(moment: str) -> int:
@@ -173,8 +173,10 @@ def test_how_a_budget_stands_and_when_it_stops_the_run() -> None:
         )
         standing = judge(budget, BudgetUse(), [spender], at_ns)
         reached = standing.reached
-        said = {80: "80 % is said", 95: "95 % is said"}.get(max(reached, default=0) if len(reached) > before else 0)
-        then = "has ended" if is_over else "is asked to stop" if standing.stop else said or "goes on"
+        said = {80: "80 % is reached", 95: "95 % is reached"}.get(
+            max(reached, default=0) if len(reached) > before else 0
+        )
+        then = "has ended" if is_over else "must stop" if standing.stop else said or "goes on"
         before = len(reached)
         found.append(
             {

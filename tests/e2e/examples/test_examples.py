@@ -65,7 +65,7 @@ def number(pattern: str, text: str) -> float:
 def test_the_index_names_every_example() -> None:
     """Each file has its line in the index, and its test here."""
     files = sorted(file.name for file in EXAMPLES.glob("*.py"))
-    index = re.findall(r"^\| \[(\w+\.py)\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text("utf-8"), re.MULTILINE)
+    index = re.findall(r"^- \[(\w+\.py)\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text("utf-8"), re.MULTILINE)
     assert sorted(name for name, _ in index) == sorted(target for _, target in index) == files
     run_here = re.findall(r'run_example\("(\w+\.py)"', Path(__file__).read_text("utf-8"))
     assert sorted({*run_here, *ELSEWHERE}) == files

@@ -335,7 +335,7 @@ def test_stop_leaves_the_server_to_runs_that_go_on(
     ready(there, mlflow)
     run = distributed(gpus=1, gpu_type="CPU", quiet=True)(stay).submit(str(tmp_path))
     announced(tmp_path, "rank0")
-    assert "MLflow's server stays" in sgpu("stop")
+    assert "MLflow's server keeps running" in sgpu("stop")
     assert stage(place) == "ready"
     run.cancel()
     assert golden("local.mlflow_server.mlflow-server-stopped") in sgpu("stop")

@@ -106,7 +106,7 @@ def test_a_machine_joins_runs_leaves_and_its_run_goes_on(
 ) -> None:
     command = joining(second, first)
     join = second.start(*command)
-    second.wait_said(f"two gives 2 H100, {len(os.sched_getaffinity(0))} CPU to the pool of https://127.0.0.2:", join)
+    second.wait_said(f"two offers 2 H100, {len(os.sched_getaffinity(0))} CPU to the pool of https://127.0.0.2:", join)
     wait_for(lambda: "two" in first.run("node", "list").stdout, "its agent is there", limit_s=START_S)
 
     before = {"one": first.rays(), "two": second.rays()}
@@ -125,7 +125,8 @@ def test_a_machine_joins_runs_leaves_and_its_run_goes_on(
     join.send_signal(signal.SIGINT)
     assert join.wait(60) == 0
     assert second.said.endswith(
-        "two has left the pool and is given nothing new; 1 run goes on here, and the server hears how it ends\n"
+        "two has left the pool and gets no new runs; 1 run continues here, "
+        "and this machine tells the server how it ends\n"
     )
     assert second.rays() == []
     wait_for(

@@ -41,9 +41,9 @@ def test_what_was_done_is_listed_exported_and_verified(served: Path, tmp_path: P
     wait_for(lambda: done("team.create", "audited-2"), "the second entry is in the chain")
     assert sgpu("audit", "export", str(copy)).exit_code == 0
     assert lines(copy)[: len(before)] == before and len(lines(copy)) > len(before)
-    assert "is whole" in sgpu("audit", "verify").stdout
-    assert "is whole" in sgpu("audit", "verify", str(copy)).stdout
-    assert "is whole" in sgpu("audit", "verify", "--offline", str(copy)).stdout
+    assert "is intact" in sgpu("audit", "verify").stdout
+    assert "is intact" in sgpu("audit", "verify", str(copy)).stdout
+    assert "is intact" in sgpu("audit", "verify", "--offline", str(copy)).stdout
 
 
 def test_a_torn_copy_is_mended_and_a_changed_one_is_named(served: Path, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_torn_copy_is_mended_and_a_changed_one_is_named(served: Path, tmp_path
     assert sgpu("audit", "export", str(copy)).exit_code == 0
     whole = copy.read_bytes()
     copy.write_bytes(whole[:-20])  # killed while it wrote the last line
-    refused("is torn", "verify", "--offline", str(copy))
+    refused("is incomplete", "verify", "--offline", str(copy))
     assert sgpu("audit", "export", str(copy)).exit_code == 0
     assert copy.read_bytes().startswith(whole)
     copy.write_bytes(whole.replace(b'"principal":"', b'"principal":"not-', 1))
@@ -60,7 +60,7 @@ def test_a_torn_copy_is_mended_and_a_changed_one_is_named(served: Path, tmp_path
         refused("entry 1 ", "verify", *arguments)
     refused("entry 1 ", "export", str(copy))
     copy.write_bytes(b"no audit\n")
-    refused("line 1 is no entry", "verify", "--offline", str(copy))
+    refused("line 1 is not an audit entry", "verify", "--offline", str(copy))
 
 
 @pytest.mark.slow
@@ -85,4 +85,4 @@ def test_whoever_changes_the_database_is_found_out(own_server: ServerProcess, ho
     database.close()
     assert sgpu("audit", "verify").exit_code == 0  # the chain alone does not show its end
     refused("which the server does not have", "verify", str(copy))
-    refused("is not what the server has there", "export", str(copy))
+    refused("but the server's entry of that number", "export", str(copy))

@@ -53,7 +53,10 @@ def test_a_run_leaves_a_node_that_is_drained_and_goes_on_without_the_gpu_that_is
     said = sgpu("node", "quarantine", node, uuid.rpartition("-")[2], "--note", "hot").stdout
     assert said == golden("remote.nodes.left-out-runs", uuid=uuid, node=node)
     done = sgpu("node", "drain", node, "--stop", "--wait", "60s").stdout
-    assert done.startswith(f"{node} is given nothing new; 2 runs go on there\n") and "nothing runs there\n" in done
+    assert (
+        done.startswith(f"{node} gets no new runs; 2 runs are running there\n")
+        and "no runs are running there\n" in done
+    )
     with pytest.raises(Exception, match=golden("remote.nodes.run-leave-node")):
         ends.results()
     wait_for(lambda: "drains it since" in (run.waiting_for() or ""), "the first one waits, and knows why")
@@ -67,14 +70,14 @@ def test_a_run_leaves_a_node_that_is_drained_and_goes_on_without_the_gpu_that_is
     assert len(seen.read_text().split()) == 2 and seen.read_text().split()[1] != uuid
     assert sgpu("logs", run.id).stdout.endswith("attempt 2\n")
     assert sgpu("node", "release", node, uuid).stdout == golden("remote.nodes.given-runs-again", uuid=uuid, node=node)
-    assert "left out" not in sgpu("node", "list").stdout
+    assert "is quarantined" not in sgpu("node", "list").stdout
     assert sgpu("node", "release", node, uuid).stdout == golden("remote.nodes.left-out", uuid=uuid, node=node)
 
 
 def test_22A3_machines_are_invited_and_approved(node: str, served: Path, tmp_path: Path) -> None:
     path = tmp_path / "join.json"
     said = sgpu("node", "invite", "--uses", "10", "--for", "1h", "--out", str(path)).stdout
-    assert said.startswith(f"{path} lets in 10 machines until ") and path.stat().st_mode & 0o777 == 0o600
+    assert said.startswith(f"{path} admits 10 machines until ") and path.stat().st_mode & 0o777 == 0o600
     file = read_join_file(path)
     assert file.token.startswith("sgpu_") and file.server == find_profile(served, os.environ).url
     with contextlib.closing(Connection(file.server, file.token)) as joining, pytest.raises(NotAllowed):
@@ -114,4 +117,4 @@ def test_a_calendar_is_set_shown_changed_in_part_and_cleared(node: str, served: 
     assert '"shared": [' in sgpu("node", "calendar", node, "--json").stdout
     with pytest.raises(InvalidValue, match=re.escape(golden("remote.nodes.window-calendar"))):
         sgpu("node", "calendar", node, "--shared", "mo-fr")
-    assert sgpu("node", "calendar", node, "--clear").stdout.endswith("everybody may use it at any time\n")
+    assert sgpu("node", "calendar", node, "--clear").stdout.endswith("all users may use it at any time\n")

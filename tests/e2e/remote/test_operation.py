@@ -115,7 +115,7 @@ def test_a_server_restored_from_a_backup_starts_nothing_again_and_its_machines_r
     systemd_unit.stop()
     (home / "server").rename(tmp_path / "lost")
     (backup,) = (tmp_path / "backups").glob("*Z")
-    assert "is whole" in sgpu("server", "verify", str(backup))
+    assert "is intact" in sgpu("server", "verify", str(backup))
     sgpu("server", "restore", str(backup))
     systemd_unit.start()
     go(tmp_path / "going")

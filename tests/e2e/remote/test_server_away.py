@@ -202,9 +202,9 @@ def test_22B5_another_server_or_another_principal_is_not_asked(
 
 KEEPING = (
     (("up", "--port", "0"), "a server keeps its database, keys and tokens there"),
-    (("server", "config"), "the server of this home is there"),
-    (("server", "logs"), "the log of its server is there"),
-    (("secret", "delete", "--local", "TOKEN"), "secrets are kept there"),
+    (("server", "config"), "the server stores its files there"),
+    (("server", "logs"), "the server stores its log there"),
+    (("secret", "delete", "--local", "TOKEN"), "secrets are stored there"),
     (("mlflow",), "the MLflow server keeps its runs there"),
     (("queue",), "its server.json names the server"),
 )

@@ -83,7 +83,7 @@ def test_F71_F72_two_policies_and_a_hard_budget_stop_a_run_that_has_saved_and_ra
     assert so_far is not None
     budget = so_far / 1e6 + PER_SECOND * LEFT_S
     llm = ("budget", "set", "llm", "--tag", "team=search", "--per", "month", "--hard")
-    assert "runs are stopped" in told(*llm, "--money", f"{budget:.2f}")
+    assert "the server stops runs" in told(*llm, "--money", f"{budget:.2f}")
     kept = [home / "checkpoints" / run.id / "1" / f"{rank}.json" for rank in (0, 1)]
     wait_for(lambda: all(path.exists() for path in kept), "its checkpoint is saved", limit_s=60)
     told(*llm, "--money", f"{100 * budget:.2f}")

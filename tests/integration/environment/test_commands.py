@@ -300,8 +300,8 @@ def test_gc_leaves_what_is_used_now(place: Place) -> None:
 def test_gc_shrinks_what_was_unpacked_here(place: Place, tmp_path: Path) -> None:
     place.run("restore", place.capture(), str(tmp_path / "there"), "--python", sys.executable)
     assert json.loads(place.run("gc", "--json").stdout)["cache_units"] > 0
-    assert place.lines("gc", "--cache", "0", "--dry-run")[-1].startswith("unpacked on this node: 2 units, ")
-    assert place.lines("gc", "--cache", "0")[-1].startswith("unpacked on this node: 0 units, 0 B; ")
+    assert place.lines("gc", "--cache", "0", "--dry-run")[-1].startswith("cache of this node: 2 units, ")
+    assert place.lines("gc", "--cache", "0")[-1].startswith("cache of this node: 0 units, 0 B; ")
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_another_active_environment_is_mentioned(place: Place, monkeypatch: pyte
     monkeypatch.setenv("VIRTUAL_ENV", str(place.prefix))
     monkeypatch.setattr(sys, "executable", str(place.python))
     result = CliRunner().invoke(program.sgpu, ["env", "fingerprint"], catch_exceptions=False)
-    said = f"sgpu: this is about {sys.prefix}, which sgpu belongs to; for the active one: --python {place.prefix}\n"
+    said = f"sgpu: using sgpu's own environment, {sys.prefix}; for the active one, add --python {place.prefix}\n"
     assert result.stderr.startswith(said)
 
 

@@ -319,7 +319,7 @@ def test_a_run_that_gives_its_devices_back_is_not_deleted_and_not_to_be_cancelle
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(InvalidValue) as caught:
             sgpu("clean", SECOND)
-    said = f"run {SECOND} is FAILED, and is not over: it is giving its devices back"
+    said = f"run {SECOND} is FAILED and still releases its devices"
     assert str(caught.value) == golden("cli.cli.hint-can-deleted", said=said)
     sgpu("clean", SECOND)
     assert os.listdir(runs) == [FIRST]
@@ -384,7 +384,7 @@ def test_columns() -> None:
         ("CANCELLED", "1 GPU free: no process of the run is left"),
         (
             "FAILED",
-            "it had no devices any more; attempt 1 gave them back, 1 GPU free: no process of the run is left",
+            "it no longer had devices; attempt 1 released them: 1 GPU free: no process of the run is left",
         ),
     ],
 )

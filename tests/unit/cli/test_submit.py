@@ -81,7 +81,7 @@ def test_23B2_a_mistyped_option_is_a_usage_error_that_names_the_one_that_was_mea
         (["./nope.sh"], "no program './nope.sh'"),
         (["--local", "nope"], "no program 'nope'"),
         (["--env-var", "X", "train.py"], "'X' is not KEY=VALUE"),
-        (["--env-var", "PATH=/x", "train.py"], "PATH does not travel"),
+        (["--env-var", "PATH=/x", "train.py"], "PATH is not passed to other machines"),
         (["--workdir", "nowhere", "train.py"], "'nowhere' does not exist"),
     ],
 )

@@ -47,7 +47,7 @@ PIP = f"{PYTHON} -m pip install"
             "torchvision",
             NMS,
             "torchvision",
-            f"{PIP} --upgrade --force-reinstall torch torchvision   (both, from the same index)",
+            f"{PIP} --upgrade --force-reinstall torch torchvision   (both from the same index)",
         ),
         ("torch", CUDNN, "cuda-libraries", f"{PIP} --force-reinstall torch"),
         (
@@ -152,7 +152,7 @@ def test_requirements() -> None:
     ],
 )
 def test_files_that_hide_modules(shadow: Shadow, outcome: CheckOutcome, sentence: str) -> None:
-    expected = (outcome, sentence, f"give {shadow.file} another name")
+    expected = (outcome, sentence, f"rename {shadow.file}")
     assert one("shadowed-modules", MachineFacts(interpreter=replace(INTERPRETER, shadows=(shadow,)))) == expected
 
 

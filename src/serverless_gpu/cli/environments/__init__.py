@@ -87,8 +87,7 @@ def capture(repair: bool, python: str | None, store: str | None, as_json: bool) 
     """Capture the current environment.
 
     The command sends missing files to the store and prints the address. After an interruption, the next capture sends
-    only
-    the files that are still missing.
+    only the files that are still missing.
     """
     with _interruptible(
         "no snapshot was made; the store keeps the files sent so far, and the next capture sends the rest"
@@ -126,8 +125,7 @@ def diff(first: str | None, second: str | None, python: str | None, store: str |
 
     Differences are packages, edited files, code, the interpreter and start-up variables. Without addresses, the command
     compares the last capture with the current state. With A alone, it compares A with the current state. With A and B,
-    it
-    compares A with B. The exit code is 0 without differences, 1 with differences and 2 after a failure.
+    it compares A with B. The exit code is 0 without differences, 1 with differences and 2 after a failure.
     """
     with _interruptible("nothing was changed"):
         try:
@@ -151,7 +149,7 @@ def diff(first: str | None, second: str | None, python: str | None, store: str |
     metavar="AGE",
     default="1d",
     show_default=True,
-    help="Delete units marked this long ago; at least 6h, longer than any capture takes.",
+    help="Delete units that were condemned this long ago; at least 6h, longer than any capture takes.",
 )
 @click.option(
     "--force", is_flag=True, help="Allow a shorter --grace. Use it only while no capture into this store runs."
@@ -159,14 +157,14 @@ def diff(first: str | None, second: str | None, python: str | None, store: str |
 @click.option(
     "--cache", metavar="SIZE", help="Also shrink the cache of this node to at most this size, for example 20GB or 0."
 )
-@click.option("--dry-run", is_flag=True, help="Only print what the command would mark and delete.")
+@click.option("--dry-run", is_flag=True, help="Only print what the command would condemn and delete.")
 @_store
 @json_option(JsonType("cli.json_types:EnvironmentCollection"))
 def gc(keep: str, grace: str, cache: str | None, store: str | None, **flags: bool) -> None:
     """Delete unused units of environments.
 
     The command keeps all units of recent snapshots and running attempts. It deletes in two steps, so that concurrent
-    captures lose nothing. It marks unused units, and a later gc deletes them after --grace.
+    captures lose nothing. It marks unused units as condemned, and a later gc deletes them after --grace.
     """
     with _interruptible("some units may be deleted already, and the next gc deletes the rest"):
         _module("store").collect_garbage((keep, grace, cache), store, **flags)

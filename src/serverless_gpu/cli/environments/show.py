@@ -156,7 +156,7 @@ def _timed(times: dict[str, int], name: str, work: Callable[[], Value]) -> Value
 
 def _difference(look: EnvironmentState, blobs: StoreBlobs) -> Difference:
     """Return the differences. List edited files of a unit if its old and new versions are available."""
-    assert look.last is not None  # The callers ensure this.
+    assert look.last is not None  # Callers pass a state with a last capture.
     changes = differences_of_files(look.last, look.now, look.sources, blobs)
     before, after = set(look.last.facts.variables), set(look.now.facts.variables)
     return Difference(

@@ -172,12 +172,12 @@ def collect_garbage(
 
 def collected_text(done: CollectionResult, url: str) -> list[str]:
     """Return the summary of a garbage collection."""
-    deleted, condemned = ("would delete", "would mark") if done.dry_run else ("deleted", "marked")
+    deleted, condemned = ("would delete", "would condemn") if done.dry_run else ("deleted", "condemned")
     lines = [
         url,
         f"  {deleted}: {_tally_text(done.deleted)}",
         f"  {condemned}: {_tally_text(done.condemned)}",
-        f"  marked before, deleted later: {_tally_text(done.waiting)}",
+        f"  condemned before, deleted later: {_tally_text(done.waiting)}",
         f"  needed: {_tally_text(done.kept)}",
     ]
     if done.unreadable:

@@ -308,7 +308,7 @@ def chosen(past: PastUse, wanted: UseFilter) -> tuple[str, GpuTypeUses]:
 
 
 def _since_first_use(past: PastUse) -> PastUse:
-    """Let the time range start at the first use, and return the past use."""
+    """Move the start of the time range to the first use, and return the past use."""
     starts = [use.start_ns for kind in past.kinds.values() for use in kind.uses]
     past.start_ns = min(past.end_ns - 1, max(past.start_ns, min(starts, default=past.start_ns)))
     return past

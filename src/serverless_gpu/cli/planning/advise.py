@@ -89,8 +89,7 @@ def advise_command(**options: Any) -> None:
     """Recommend how many GPUs to reserve.
 
     The command also lists runs that did not use their GPUs. It reads the server's ledger. Without a server, it reads
-    the
-    runs of this machine. TRACE is a file in the format of `sgpu simulate`.
+    the runs of this machine. TRACE is a file in the format of `sgpu simulate`.
     """
     drawing = None if options["png"] is None else load_drawing(options["png"], "serverless_gpu.replay.charts")
     configuration = read_configuration(this_home())
@@ -146,7 +145,7 @@ def _report(
     advice = None if rates is None else advise(curve, rates, gpu_type=gpu_type, now=options["have"])
     waiting = None if options["waiting"] is None else micros("--waiting", options["waiting"], most=_PRICE_MAX)
     found: tuple[QueueOutcome, ...] = ()
-    if advice is not None:  # Replays pools of the advised size, the current size and sizes around the mean demand.
+    if advice is not None:  # Simulates pools of the advised size, the current size and sizes around the mean demand.
         mean = -(-curve.used_ns // curve.span_ns)
         sizes = {advice.best.slots, advice.now.slots, mean, (mean + curve.peak) // 2}
         found = queues(kind.uses, advice.rates, sizes, waiting=waiting)
@@ -221,7 +220,7 @@ class AdviceReport(msgspec.Struct, frozen=True, kw_only=True):
     kind: GpuTypeUses
     advice: Advice | None  # Advice on reserved GPUs. None if a price is missing (`why_not`).
     why_not: str
-    queues: tuple[QueueOutcome, ...]  # Replays of pools without on-demand overflow.
+    queues: tuple[QueueOutcome, ...]  # Simulated pools without on-demand overflow.
     runs: tuple[OversizedRuns, ...]  # Runs with more GPU than they used.
     waiting: int | None  # Micros for one run that waits one hour for one GPU. None if unpriced.
     currency: str

@@ -68,10 +68,8 @@ def logs(run: str | None, rank: str | None, stream: str, attempt: int | None, **
     """Print the output of a run.
 
     Output of ranks to stdout goes to stdout, and output to stderr goes to stderr. Of several attempts, the command
-    prints
-    the last one. With --follow, it also prints later ones. RUN is an identifier, or the beginning or end of one;
-    without
-    RUN, the latest run.
+    prints the last one. With --follow, it also prints later ones. RUN is an identifier, or the beginning or end of one;
+    without RUN, the latest run.
     """
     tail: int | None = options["tail"]
     follow: bool = options["follow"]
@@ -291,7 +289,7 @@ def refuse_missing_attempt(run_id: str, attempt: int, last: int) -> None:
 
 
 def tail_start(end: int, read: Callable[[int, int], bytes], lines: int) -> int:
-    """Return the offset of the last lines. The function reads backwards with `read(offset, count)`."""
+    """Return the offset of the last lines, found by backward reads with `read(offset, count)`."""
     if lines == 0:
         return end
     position, wanted = end, lines
@@ -362,7 +360,7 @@ class ServedOutput(RunOutput):
         return source
 
     def goes_on(self) -> bool:
-        """Return True if more output may come. Turn to the next attempt after the end of the previous one."""
+        """Return True if more output may come. Move to the next attempt after the end of the previous one."""
         if self._next:
             if self._fence:
                 say(f"sgpu: attempt {self._next} of run {self.run_id}", err=True)

@@ -57,8 +57,7 @@ def result(run: str | None, rank: str, directory: Path | None, as_json: bool) ->
 
     Each result becomes <rank>.pkl in a directory. The command prints the paths. It does not load results, because that
     would run code of their author. In Python, `serverless_gpu.attach(RUN).result(rank)` loads one. RUN is an
-    identifier, or
-    the beginning or end of one; without RUN, the latest run.
+    identifier, or the beginning or end of one; without RUN, the latest run.
     """
     home = this_home()
     found = locate(home, run)

@@ -54,8 +54,7 @@ def preempt(run: str) -> None:
     """Ask a run to yield its devices.
 
     The ranks get the reason and may save a checkpoint first. A run of the server with `resume` continues as a new
-    attempt
-    when devices are free. Any other run ends. RUN is an identifier, or the beginning or end of one.
+    attempt when devices are free. Any other run ends. RUN is an identifier, or the beginning or end of one.
     """
     found = locate(this_home(), run)
     handle = attach_to(found.run_id)
@@ -129,9 +128,8 @@ def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_ru
     """Delete directories of ended runs.
 
     The command deletes their logs and results, and local copies of results of the server's runs. Without RUN and
-    options,
-    it deletes the runs that the configuration no longer keeps. The agent does the same every hour. Runs that ended less
-    than an hour ago stay unless you name them or give a shorter AGE. Running runs always stay.
+    options, it deletes the runs that the configuration no longer keeps. The agent does the same every hour. Runs that
+    ended less than an hour ago stay unless you name them or give a shorter AGE. Running runs always stay.
     """
     home = this_home()
     if run and (older_than or keep):
@@ -190,7 +188,7 @@ def _find_named(home: Home, runs: tuple[str, ...]) -> list[_Directory]:
             if record.live or record.ended_ns is None:
                 raise InvalidValue(f"run {run_id} is {record.state}", hint=f"`sgpu cancel {run_id}` stops it")
             chosen.append(_entry(home.runs, run_id, record.ended_ns))
-        if run_id in copied:  # The server has the originals.
+        if run_id in copied:  # The server keeps the original results.
             chosen.append(_entry(home.remote, run_id, read_run(home.remote, run_id, ()).ended_ns))
     return chosen
 

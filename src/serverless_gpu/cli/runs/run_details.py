@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from serverless_gpu.wire.runs import AttemptList, CrewView, FileList, RunView
 
 _FILES_MAX = 200
-# Another line shows these, or they are not options.
+# Options that another line of the output shows, and fields that are not options.
 _OMITTED_OPTIONS = frozenset({"name", "resources", "tracker", "ray"})
 _SHOWN_MAX = 128
 
@@ -118,7 +118,7 @@ def _story(home: Home, record: RunRecord) -> str:
     if record.receipt is not None:
         parts += ["", "receipt:", *(f"  {line}" for line in record.receipt.text().splitlines()[1:])]
     link = _mlflow_link(record)
-    if link and (record.receipt is None or not record.receipt.tracked):  # The link can arrive after the receipt.
+    if link and (record.receipt is None or not record.receipt.tracked):  # The MLflow link can arrive after the receipt.
         parts.append(f"tracked: {link}")
     uses = use_lines(sampled_uses(record.directory) if record.receipt is None else record.receipt.uses)
     if uses:

@@ -86,8 +86,7 @@ def _find_on_server(home: Home, wanted: str | None, own: Sequence[str]) -> tuple
     """Return the server's runs that a text may mean, and the end of the error message without a match.
 
     The function requests a whole identifier directly. It searches a prefix among all runs, and a suffix among the
-    latest
-    runs. Without a name, it does not wait for the server, because the user can name a local run instead.
+    latest runs. Without a name, it does not wait for the server, because the user can name a local run instead.
     """
     if not is_configured(home.root, os.environ):
         return (), ""

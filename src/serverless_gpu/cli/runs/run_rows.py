@@ -149,7 +149,7 @@ class RunEnding(NamedTuple):
 
 
 def fetch_ending(view: RunView) -> RunEnding | None:
-    """Return how an ended run ended, or None if the server does not know. The function unpickles nothing."""
+    """Return the ending of an ended run, or None if the server does not know it. Unpickle nothing."""
     run = load("serverless_gpu.client.runs.attachment").attach(view.id)
     run.wait(_ENDING_S)
     stopped = read_ending(run.directory)

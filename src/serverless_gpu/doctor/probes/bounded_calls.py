@@ -56,14 +56,14 @@ def _outcome(answer: Future[T], left_s: float, limit_s: float) -> T | UnknownFac
         if answer.done():  # The probe itself raised TimeoutError.
             return UnknownFact(f"{answer.exception()}")
         return UnknownFact(f"no answer within {limit_s:g} s")
-    except Exception as error:  # noqa: BLE001 - one look that fails must not cost the answers of the others
+    except Exception as error:  # noqa: BLE001 - a failed probe must not hide the answers of the others
         return UnknownFact(f"{type(error).__name__}: {error}")
 
 
 def _settle(answer: Future[T], look: Callable[[], T]) -> None:
     try:
         answer.set_result(look())
-    except Exception as error:  # noqa: BLE001 - handed to the thread that waits
+    except Exception as error:  # noqa: BLE001 - the waiting thread receives the exception
         answer.set_exception(error)
 
 

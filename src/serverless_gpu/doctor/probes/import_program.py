@@ -34,7 +34,7 @@ def _import(name: str) -> tuple[str, str]:
         if error.name == name:
             return "absent", ""
         return "raised", f"ModuleNotFoundError: {error}"
-    except BaseException as error:  # noqa: BLE001 - packages raise anything, SystemExit too
+    except BaseException as error:  # noqa: BLE001 - packages may raise any exception, including SystemExit
         return "raised", f"{type(error).__name__}: {error}"
     return "ok", ""
 
@@ -58,7 +58,7 @@ def _tell_torch(fd: int, torch: object) -> None:
         if cuda is not None:
             seen["devices"] = int(cuda.device_count()) if cuda.is_available() else 0
             seen["architectures"] = [str(name) for name in cuda.get_arch_list()]
-    except BaseException as error:  # noqa: BLE001 - whatever a broken driver makes torch raise
+    except BaseException as error:  # noqa: BLE001 - with a broken driver, torch may raise any exception
         seen["problem"] = f"{type(error).__name__}: {error}"
     written = _written_since(start).strip()
     if written and "problem" not in seen:

@@ -198,7 +198,7 @@ class DriverLink:
         return child.ask(operation, deadline_s, **arguments)
 
     def failed(self, error: Exception) -> None:
-        """Drop the child after a failed look at Ray's tables: the head may have changed."""
+        """Drop the child after a failed poll of Ray's tables: the head may have changed."""
         self._drop()
         self._trouble = self._lost() if isinstance(error, Unanswered) else f"{self._lost()} ({error})"
 

@@ -58,7 +58,7 @@ def _answer(request: dict[str, Any], answers: int) -> None:
     answer: dict[str, Any] = {"id": request.pop("id")}
     try:
         answer["ok"] = _OPERATIONS[request.pop("op")](**request)
-    except Exception as error:  # noqa: BLE001 - Ray raises what it likes, and the engine is to hear of it
+    except Exception as error:  # noqa: BLE001 - Ray may raise any exception, and the engine reports it
         answer["problem"] = f"{type(error).__name__}: {error}"
     data = memoryview(json.dumps(answer).encode() + b"\n")
     with _ANSWER:

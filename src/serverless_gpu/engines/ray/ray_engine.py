@@ -24,7 +24,7 @@ Failure cases:
 
 - No agent starts on a node that Ray has: the node is lost, with the reason, until one starts.
 
-- An answer is late: the engine kills the child. The next look shows the effects of the request.
+- An answer is late: the engine kills the child. The next poll of Ray's tables shows the effects of the request.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _LOOK_S = 5.0
 _PATIENCE_S = 0.3  # Released resources are free after 0.1 s. Other users of this Ray cluster may need longer.
 RESERVE_S = 15.0
 _REPAIR_EVERY = 5
-_REPAIR_OFTEN = 30  # Number of looks after each reconnect to a head, because nodes return one by one.
+_REPAIR_OFTEN = 30  # Number of polls of Ray's tables after each reconnect to a head, because nodes return one by one.
 _AT_ONCE = 8
 _STALE_S = 10.0
 _CLOSE_S = 1.0
@@ -84,7 +84,7 @@ class RayEngine(Engine):
     """A Ray cluster as an engine.
 
     `directory` holds the files of this engine, which creates it if needed. `python` is an interpreter that has the
-    cluster's version of Ray. Any thread may call `news`, which tells the scheduler to submit waiting gangs again.
+    cluster's version of Ray. The engine calls `news`, from any thread, when the scheduler should submit gangs again.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class RayEngine(Engine):
             self._start(f"release {gang}", partial(self._release, gang))
 
     def _release(self, gang: str) -> None:
-        """Ask Ray to remove a placement group. The next look retries a failed request."""
+        """Ask Ray to remove a placement group. The next poll retries a failed request."""
         try:
             self._link.ask("release", RESERVE_S, name=ray_tables.gang_name(self._access.pool, gang))
         except (Unanswered, RayProblem):
@@ -278,7 +278,7 @@ class RayEngine(Engine):
             self._released.notify_all()
         self._news()
 
-    # --- the look thread ---------------------------------------------------------------------------------------------
+    # --- the polling thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -314,7 +314,7 @@ class RayEngine(Engine):
             self._news()
 
     def _take(self, said: Mapping[str, object]) -> None:
-        """Take over the result of a look, except for gangs released while the look ran."""
+        """Store the result of a poll of Ray's tables, except for gangs released during the poll."""
         self._known = ray_tables.update_nodes(
             self._known, ray_tables.mappings(said.get("nodes")), self._clock.boottime_ns()
         )

@@ -139,7 +139,7 @@ def deaths(raw: Iterable[Mapping[str, object]]) -> dict[str, str]:
 def update_nodes(
     known: Mapping[str, KnownNode], table: Sequence[Mapping[str, object]], now_ns: int
 ) -> dict[str, KnownNode]:
-    """Return the state of each node, by name, after a look at Ray's node table.
+    """Return the state of each node, by name, after a poll of Ray's node table.
 
     `table` is the result of `ray.nodes()` at boottime `now_ns`. A node is lost if the table reports it as dead, or if
     the table lacks it for `MISSING_NS`. If two live rows have the same node name, the new one counts: Ray restarted

@@ -22,6 +22,7 @@ from scripts.lints import (
     transactions,
     type_ignores,
     unpickling,
+    voice,
 )
 from scripts.lints.__main__ import LINTS
 from scripts.lints.source import parse
@@ -75,6 +76,11 @@ PLANTED = [
     (inside_room, INSIDE.replace("rank", "a/b"), "from ... import home\n", "from ..payload import dump\n"),
     (inside_room, INSIDE, "import click\n", "import os.path\n"),
     (inside_room, INSIDE, "if x:\n    import click\n", "if TYPE_CHECKING:\n    import click\nelse:\n    import os\n"),
+    (voice, OPEN, '"""Whether it is told."""\n', '"""Returns the state."""\n'),
+    (voice, OPEN, f'"""{"long " * 26}sentence."""\n', '"""A short sentence. And another one."""\n'),
+    (voice, OPEN, f'"""{"x" * 101}"""\n', f'"""{"x" * 100}"""\n'),
+    (voice, OPEN, "# Nobody reads it.\n", "# No process reads it.\n"),
+    (voice, OPEN, "x = 'whoever asks'\n", "whoever = 1\n"),
     (names, "src/serverless_gpu/node/utils.py", "", ""),
     (names, "src/serverless_gpu/common/paths.py", "", ""),
     (names, "tests/run_helpers.py", "", ""),
@@ -177,3 +183,11 @@ assert run("arguments of calls are not") == 0
 """
     found = sentences.literals([parse("tests/test_x.py", text), parse("src/x.py", text)])
     assert found == [("tests/test_x.py", line) for line in (2, 3, 3, 4)]
+
+
+def test_pages_are_wrapped_and_name_who_acts(tmp_path: Path) -> None:
+    bad = f"# Title\n\nIt is said anew.\n\n{'word ' * 26}\n\n{'x' * 121}\n"
+    good = f"# Title\n\nThe server sends it again.\n\n```\n{'code ' * 20}\n```\n\n| {'cell ' * 20}|\n"
+    assert len(list(voice.check_page("docs/a.md", bad))) == 5
+    assert list(voice.check_page("docs/a.md", good)) == []
+    assert list(voice.check_page("docs/decisions/a.md", "It is said anew.\n")) == []

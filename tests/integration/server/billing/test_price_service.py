@@ -214,11 +214,11 @@ def test_prices_are_set_listed_and_ended_by_command(server: Served, said: Said) 
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("H100",), "how much?"),
-        (("H100", "1", "--dbu-per-gpu-hour", "1"), "two prices"),
-        (("H100", "1", "--dbu-per-gpu-hour", "1", "--usd-per-dbu", "1"), "two prices"),
+        (("H100",), "the price is missing"),
+        (("H100", "1", "--dbu-per-gpu-hour", "1"), "give either AMOUNT"),
+        (("H100", "1", "--dbu-per-gpu-hour", "1", "--usd-per-dbu", "1"), "give either AMOUNT"),
         (("H100", "1000000"), "not an amount from 0 to 100,000"),
-        (("H100", "--dbu-per-gpu-hour", "1"), "how much?"),
+        (("H100", "--dbu-per-gpu-hour", "1"), "the price is missing"),
         (("H100", "NaN"), "not an amount"),
         (("H100", "dear"), "not a number"),
         (("H100", "0.0000001"), "six digits"),

@@ -51,10 +51,13 @@ def test_what_is_not_said_of_a_budget_stays_as_it_is(said: Said) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--hard",), "there is no such budget yet: say for whom it is: --user, --team, --pool, --policy, --tag or"),
-        (("--everything",), "there is no such budget yet: say how much it is: --money or --gpu-hours"),
-        (("--everything", "--team", "a", "--money", "5"), "say for whom it is, once"),
-        (("--everything", "--gpu-hours", "5", "--money", "5"), "say how much it is, once"),
+        (
+            ("--hard",),
+            "this budget does not exist yet; name what it limits with --user, --team, --pool, --policy, --tag or",
+        ),
+        (("--everything",), "this budget does not exist yet; set its limit with --money or --gpu-hours"),
+        (("--everything", "--team", "a", "--money", "5"), "give only one of --user"),
+        (("--everything", "--gpu-hours", "5", "--money", "5"), "give only one of --money"),
         (("--everything", "--money", "1e999999"), "1e999999 is not an amount from 0 to 1,000,000,000,000"),
         (("--everything", "--money", "1e999990"), "is not an amount"),
         (("--everything", "--money", "1e99999999999999999999"), "is not a number"),

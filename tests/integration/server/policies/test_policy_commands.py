@@ -119,12 +119,12 @@ def test_22D3_a_policy_is_made_mandatory_and_its_holders_see_that(server: Served
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("set", "p", "--attempts", "few"), "'few' is no number of attempts"),
-        (("attach", "p"), "say whom: --user, --service or --team"),
-        (("set", "p", "--gpus-per-run", "many"), "'many' is no number of GPUs"),
+        (("set", "p", "--attempts", "few"), "'few' is not a number of attempts"),
+        (("attach", "p"), "name a holder: --user, --service or --team"),
+        (("set", "p", "--gpus-per-run", "many"), "'many' is not a number of GPUs"),
         (("set", "p", "--max-run", "long"), "'long' is not a duration"),
-        (("set", "p", "--priorities", "URGENT"), "'URGENT' is none of CRITICAL, NORMAL, BEST_EFFORT"),
-        (("set", "p", "--default-tag", "team"), "'team' is not like team=search"),
+        (("set", "p", "--priorities", "URGENT"), "'URGENT' is not one of CRITICAL, NORMAL, BEST_EFFORT"),
+        (("set", "p", "--default-tag", "team"), "'team' is not KEY=VALUE"),
         (("set", "p", "--require-tag", "team="), "'team=' accepts no value; 'team' alone accepts any"),
     ],
 )

@@ -47,9 +47,9 @@ def test_pools_shares_and_policies_are_set_and_listed_by_who_may(server: Served,
     )
     assert said("pool", "set", "lab 1", "--no-lend") == golden("server.dividing_commands.lab-reserved-nodes")
     assert "lab 1" in said("pool", "list", token=bob)
-    assert "all are equal" in said("share", "list")
-    assert said("share", "set", "team", "search", "70") == "team search has 70\n"
-    assert said("share", "set", "user", "bob", "0.5") == "user bob has 0.5\n"
+    assert "all shares are equal" in said("share", "list")
+    assert said("share", "set", "team", "search", "70") == "team search has weight 70\n"
+    assert said("share", "set", "user", "bob", "0.5") == "user bob has weight 0.5\n"
     for token in ("", bob):
         assert said("share", "list", token=token).splitlines() == [
             golden("server.dividing_commands.kind-name-weight"),
@@ -70,7 +70,7 @@ def test_pools_shares_and_policies_are_set_and_listed_by_who_may(server: Served,
 def test_the_queue_is_listed_as_far_as_one_may_see_it(server: Served, said: Said) -> None:
     admin = server.connection()
     bob = admin.ask("POST", "/users", PrincipalRequest(name="bob"), answer=TokenMade).secret
-    assert said("queue") == "nothing waits\n" and said("queue", "--mine", token=bob) == golden(
+    assert said("queue") == "no runs are waiting\n" and said("queue", "--mine", token=bob) == golden(
         "server.dividing_commands.none-your-runs"
     )
     said("pool", "set", "lab", "--reserved")
