@@ -28,7 +28,7 @@ SUMMARY_MAX = 100
 WIDTH_MAX = 120
 
 _PHRASE = re.compile(
-    r"\b(whoever|whatever it was|nobody(?!-)|somebody|anybody|anew|likewise|of which|of whom"
+    r"\b(whoever|whatever it was|nobody(?!-)|somebody|anew|likewise|of which|of whom"
     r"|(?:is|are|was|were|be|been|being) (?:said|told)|has it that|there (?:is|are) (?:none|nobody)"
     r"|is no (?:kind|identifier|name)|what (?:is|was) there|who is there|what (?:comes|came|becomes) of"
     r"|as it was heard|what there is to|the others'(?= )|to be had)",

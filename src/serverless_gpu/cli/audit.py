@@ -177,7 +177,9 @@ def _refuse_stuck(page: AuditPage) -> None:
 
 
 def _entry_text(link: ChainedEntry) -> str:
-    return f"{link.action or 'no action'} of {link.principal or 'no principal'} on {link.subject or 'no subject'}"
+    return (
+        f"{link.action or 'a removed action'} of {link.principal or 'no principal'} on {link.subject or 'no subject'}"
+    )
 
 
 def _head_text(head: ChainHead) -> str:

@@ -33,6 +33,11 @@ def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) ->
     return [CompletionItem(run_id, help=found[run_id] or None) for run_id in matching]
 
 
+def complete_directory(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Let the shell complete directories."""
+    return [CompletionItem(incomplete, type="dir")]
+
+
 def _completer(path: str, key: str) -> Completer:
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         names = sorted({str(each["name"]) for each in _ask(path, key) if isinstance(each, dict)})

@@ -156,7 +156,8 @@ def main() -> None:
         if not threads.is_thread_limit(error):
             raise
         _end(threads.thread_limit())
-    sys.exit(status if isinstance(status, int) else 0)
+    if isinstance(status, int) and status:
+        sys.exit(status)
 
 
 def _refuse(error: click.ClickException) -> NoReturn:

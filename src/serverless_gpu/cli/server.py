@@ -408,12 +408,12 @@ def check(as_json: bool) -> None:
         print_json(msgspec.structs.replace(checked, lost=lost))
     else:
         for sentence in lost:
-            click.echo(sentence)
+            say(sentence)
         for violation in checked.violations:
-            click.echo(f"{violation}")
+            say(f"{violation}")
         for what in checked.skipped:
-            click.echo(f"too large to check: {what}")
-        click.echo(f"{len(checked.violations)} violations in {checked.runs} runs")
+            say(f"too large to check: {what}")
+        say(f"{len(checked.violations)} violations in {checked.runs} runs")
     if checked.violations or lost:
         sys.exit(1)
 

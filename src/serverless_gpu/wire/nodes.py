@@ -14,7 +14,7 @@
     POST   /nodes/approve            ApproveRequest    → NodeView         (administrators)
 
 The server stores the rules of a node, so that they survive restarts of the server, the node's agent and the machine.
-`sgpu nodes` shows them. Operators may change them, and so may the owner that a node's calendar names.
+`sgpu node list` shows them. Operators may change them, and so may the owner that a node's calendar names.
 
 A join token (scope "joining") permits only joins, for a limited time and a limited number of homes. The answer to a
 join contains an agent's token for one name and one home, which can be revoked separately. If an answer is lost, the

@@ -19,7 +19,7 @@ Sections = dict[str, dict[str, str]]
 def sections() -> Sections:
     """Return what users type in a shell, and what they can set for a server."""
     found: Sections = {}
-    for words, command in _commands(root(), "sgpu"):
+    for words, command in _commands(root(), click.Context(root(), info_name="sgpu", resilient_parsing=True)):
         arguments = [one for one in command.params if isinstance(one, click.Argument)]
         lines = {name: f"place {number}, {line}" for number, (name, line) in enumerate(map(_parameter, arguments))}
         options = map(_parameter, (one for one in command.params if one not in arguments))
@@ -58,14 +58,28 @@ def _run_entry_point(instead: Callable[[click.Command], None]) -> None:
         entry.load()()
 
 
-def _commands(command: click.Command, words: str) -> Iterator[tuple[str, click.Command]]:
-    yield words, command
+def _commands(command: click.Command, context: click.Context) -> Iterator[tuple[str, click.Command]]:
+    """Yield every command, renamed ones by their old names, too: they work for a release."""
+    yield context.command_path, command
     if isinstance(command, click.Group):
-        context = click.Context(command)
         for name in command.list_commands(context):
             inner = command.get_command(context, name)
             if inner is not None and not inner.hidden:
-                yield from _commands(inner, f"{words} {name}")
+                yield from _commands(inner, _below(context, inner, name))
+        for name in getattr(command, "renamed", ()):
+            yield f"{context.command_path} {name}", _resolved(command, context, [name])
+
+
+def _resolved(command: click.Command, context: click.Context, arguments: list[str]) -> click.Command:
+    while arguments and isinstance(command, click.Group):
+        name, found, arguments = command.resolve_command(context, arguments)
+        assert found is not None and name is not None
+        command, context = found, _below(context, found, name)
+    return command
+
+
+def _below(context: click.Context, command: click.Command, name: str) -> click.Context:
+    return click.Context(command, info_name=name, parent=context, resilient_parsing=True)
 
 
 def _parameter(parameter: click.Parameter) -> tuple[str, str]:

@@ -82,7 +82,7 @@ def test_24_6_a_recorded_quarantine_holds(expected: Any, sgpu: Sgpu, monkeypatch
     run_id = expected["runs"]["leaves_memory"]
     assert serverless_gpu.attach(run_id).receipt().quarantined == ("FAKE-H100-0",)
     monkeypatch.setenv("SERVERLESS_GPU_FAKE", "H100:2")
-    first, second, *_ = sgpu("gpus").splitlines()
+    _, first, second, *_ = sgpu("gpus").splitlines()
     assert first.startswith("FAKE-H100-0 ") and run_id in first
     assert second.startswith("FAKE-H100-1 ") and "after run" not in second
 

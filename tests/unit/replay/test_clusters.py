@@ -67,7 +67,7 @@ def test_a_cluster_as_one_sum() -> None:
         ("[[nodes]]\ngpus = 0", "is not a valid cluster file"),
         ("[[nodes]]\ngpu = 8", "gpu"),
         ("[[nodes]]\ngpus = 8\ncount = 99999\n[[nodes]]\ngpus = 8\ncount = 99999", "more than 100000 nodes"),
-        ('[[nodes]]\ngpus = 8\npool = "a"\n[[pools]]\nname = "b"', "pool a, which is not among"),
+        ('[[nodes]]\ngpus = 8\npool = "a"\n[[pools]]\nname = "b"', "pool a, which the file does not define"),
         ('[[nodes]]\ngpus = 8\n[[pools]]\nname = "b"\nreturn = "soon"', "'soon' is not a duration"),
         ("[[nodes]]\ngpus = 8\n[teams]\nsearch = -1", "is not a valid cluster file"),
     ],

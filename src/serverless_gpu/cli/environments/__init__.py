@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import click
 
+from serverless_gpu.cli.completion import complete_directory
 from serverless_gpu.cli.exit_codes import CANCELLED
 from serverless_gpu.cli.output import JsonType, json_option, say, say_lines
 from serverless_gpu.errors import ServerlessGpuError
@@ -97,7 +98,7 @@ def capture(repair: bool, python: str | None, store: str | None, as_json: bool) 
 
 @env.command()
 @click.argument("address")
-@click.argument("directory", type=click.Path(file_okay=False))
+@click.argument("directory", shell_complete=complete_directory)
 @click.option("--copies", is_flag=True, help="Copy every file instead of linking packages to the read-only cache.")
 @_python
 @_store

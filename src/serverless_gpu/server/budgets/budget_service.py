@@ -251,7 +251,7 @@ def _check_scope(connection: sa.Connection, scope: Scope) -> None:
         principals.team(connection, name)
     elif kind == "pool":
         if pools.find(connection, name) is None:
-            raise InvalidValue(f"there is no pool {name[:64]!r}", hint="sgpu pools lists them")
+            raise InvalidValue(f"there is no pool {name[:64]!r}", hint="sgpu pool list lists them")
     elif kind == "policy":
         if policies.find(connection, name) is None:
             raise InvalidValue(f"there is no policy {name[:64]!r}", hint="sgpu policy list lists them")

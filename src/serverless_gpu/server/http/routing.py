@@ -144,7 +144,7 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     attempts: bool = False
 
 
-ANY_CALLER = Need(noun="any caller")
+ANY_CALLER = Need(noun="anybody")
 ATTEMPT = Need(noun="attempt", write=True)
 PUBLIC = Need(noun="public")
 

@@ -98,7 +98,7 @@ class NodeAdmission:
                 return NotAllowed(waits, hint=hint)
             if not nodes.ask(connection, who.token_id, node, at_ns=at_ns):
                 limit = f"{nodes.PENDING_MAX} nodes already wait for an administrator"
-                return NotAllowed(f"the node {said.name!r} cannot join: {limit}", hint="`sgpu nodes` lists them")
+                return NotAllowed(f"the node {said.name!r} cannot join: {limit}", hint="`sgpu node list` lists them")
             _record(connection, who, Action.NODE_PENDING, node, who.token_id, at_ns)
             return NotAllowed(waits, hint=hint)
 

@@ -144,7 +144,7 @@ def find_node(connection: sa.Connection, name: str) -> StoredNode:
     """Return a node by its name or identifier."""
     node = nodes.named(connection, name) or nodes.get(connection, name)
     if node is None or node.forgotten_ns is not None:
-        raise NotFound(f"there is no node {name[:64]!r}", hint="sgpu nodes lists them")
+        raise NotFound(f"there is no node {name[:64]!r}", hint="sgpu node list lists them")
     return node
 
 
@@ -265,7 +265,7 @@ def _check_own(asked: NodeCommand, by: str, what: str) -> None:
 
 def _check_device(node: StoredNode, uuid: str) -> None:
     if uuid not in {device.uuid for device in node.hello.devices}:
-        raise NotFound(f"{node.name} has no device {uuid[:64]!r}", hint="`sgpu nodes --json` lists the uuids")
+        raise NotFound(f"{node.name} has no device {uuid[:64]!r}", hint="`sgpu node list --json` lists the uuids")
     if WITHOUT not in node.hello.takes:
         raise InvalidValue(
             f"{node.name} runs a version that cannot exclude devices",

@@ -258,7 +258,7 @@ def check_spec(spec: RunSpec, who: Caller) -> None:
     if spec.team is not None and spec.team not in who.teams:
         raise InvalidValue(
             f"{who.name} is not a member of team {spec.team[:NAME_CHARACTERS_MAX]!r}",
-            hint=f"teams: {', '.join(who.teams) or 'none'}; `sgpu team add` changes that",
+            hint=f"teams: {', '.join(who.teams) or 'none'}; `sgpu team join` adds you to one",
         )
     secrets.check(spec.secrets, spec.secret_variables)
     if len(spec.tags) > TAGS_MAX:

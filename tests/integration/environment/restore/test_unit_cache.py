@@ -427,7 +427,7 @@ def test_F27_a_full_disk_is_named_with_what_is_free_and_needed(disk: Path, store
     reads = store.packs_got()
     with pytest.raises(StorageError) as caught:
         cache.ensure([piece.unit.address], made.blobs)
-    assert caught.value.message.startswith(f"The disk at {disk} is full: 67.1 MB are free, and 3.4 MB of it stay")
+    assert caught.value.message.startswith(golden("environment.cache.disk-full-kept", disk=disk))
     assert golden("environment.cache.environment-needs-70") in caught.value.message
     assert "SERVERLESS_GPU_HOME" in caught.value.hint
     assert store.packs_got() == reads  # seen before the first byte

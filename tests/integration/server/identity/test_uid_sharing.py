@@ -275,7 +275,7 @@ def test_22A1_a_real_server_warns_keeps_apart_and_is_told_otherwise(
     facts = look_at_server({"SERVERLESS_GPU_SERVER": server.url, "SERVERLESS_GPU_TOKEN": server.token})
     assert (facts.principals, facts.shared_pools, facts.closed_pools) == (3, ("default",), ())
     out, _ = sgpu("pool", "set", "--isolation", "unset")
-    assert "wait now" in out
+    assert "now wait" in out
     member = server.connection(admin.ask("POST", "/users", PrincipalRequest(name="max"), answer=TokenMade).secret)
     with pytest.raises(NotAllowed):
         member.ask("PUT", "/pools/default", ALLOW, answer=PoolView)

@@ -142,7 +142,7 @@ def test_marks_tell_failures_stops_and_attempts() -> None:
     assert marks([failed, stopped]) == [
         CurveMark(7.0, "failure", "FAILED (rank_raised, rank 3): a rank raised an exception"),
         CurveMark(12.0, "attempt", "attempt 2 began"),
-        CurveMark(28.0, "stop", "attempt 2: asked to stop: cancel"),
+        CurveMark(28.0, "stop", "attempt 2: stop requested: cancel"),
     ]
 
 

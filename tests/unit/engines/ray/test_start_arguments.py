@@ -125,7 +125,7 @@ def test_ports_are_in_one_range_and_none_is_used_twice() -> None:
 
 @pytest.mark.parametrize("text", ["", "  ", "two words", "söme", "a\x00b"])
 def test_what_ray_would_not_take_as_a_token_is_refused(text: str) -> None:
-    with pytest.raises(InvalidValue, match="not a token"):
+    with pytest.raises(InvalidValue, match="not a valid token"):
         start_arguments.check_token(text)
 
 

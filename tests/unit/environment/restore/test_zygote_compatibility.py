@@ -76,7 +76,7 @@ def test_what_was_never_loaded_may_change(new: Snapshot) -> None:
         ),
         (
             snapshot(NUMPY, TOY, generated=(Generated(path="site/editable.pth", text="{{sgpu:1}}"),)),
-            "editable.pth is another one",
+            "editable.pth is another file",
         ),
         (
             make_snapshot(PYTHON, (*OLD.roots, Root(kind="library", members=())), SnapshotOrigin()),

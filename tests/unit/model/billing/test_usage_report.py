@@ -74,7 +74,7 @@ def test_the_months_of_a_window_cover_it_each_once(first: int, length: int) -> N
 
 def test_days_that_are_none_are_refused() -> None:
     for text in ("2026-13", "2026", "11-2026", "2026-11-01", ""):
-        with pytest.raises(InvalidValue, match="no month"):
+        with pytest.raises(InvalidValue, match="not a valid month"):
             usage_report.month(text)
     for text in ("2026-02-30", "yesterday", "22.11.2026"):
         with pytest.raises(InvalidValue, match="no day"):

@@ -191,7 +191,7 @@ def test_quarantine_note_that_cannot_be_read_counts_as_quarantine(locks: DeviceL
     (locks.directory / "GPU-2.quarantine").mkdir()
 
     assert sorted(locks.quarantined()) == ["GPU-0", "GPU-1", "GPU-2"]
-    assert all("cannot be read" in note.reason for note in locks.quarantined().values())
+    assert all(golden("node.locks.could-read-quarantine") in note.reason for note in locks.quarantined().values())
     assert locks.try_lock(FOUR, 2, ME) == Busy((), ("GPU-0", "GPU-1", "GPU-2"))
 
 

@@ -362,10 +362,10 @@ def test_an_incomplete_description_still_gives_an_error() -> None:
 @pytest.mark.parametrize(
     ("number", "path", "said"),
     [
-        (errno.ENOENT, "/view/code/1/data/x.csv", "The original of this file would be /proj/data/x.csv: use that path"),
-        (errno.ENOENT, b"/view/code/1/a/../x.csv", "The original of this file would be /proj/x.csv: use that path"),
-        (errno.EROFS, "/view/code/1/out.txt", "read-only. The original of this file would be /proj/out.txt: write"),
-        (errno.EACCES, "/view/code/1/out.txt", "read-only. The original of this file would be /proj/out.txt: write"),
+        (errno.ENOENT, "/view/code/1/data/x.csv", "The original of this file would be /proj/data/x.csv. Use that path"),
+        (errno.ENOENT, b"/view/code/1/a/../x.csv", "The original of this file would be /proj/x.csv. Use that path"),
+        (errno.EROFS, "/view/code/1/out.txt", "read-only. The original of this file would be /proj/out.txt. Write to"),
+        (errno.EACCES, "/view/code/1/out.txt", "read-only. The original of this file would be /proj/out.txt. Write to"),
         (errno.ENOENT, "/proj/data/x.csv", ""),
         (errno.ENOENT, "/view/code/11/x.csv", ""),
         (errno.ENOENT, 7, ""),

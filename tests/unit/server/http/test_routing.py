@@ -40,7 +40,7 @@ def test_a_parameter_is_a_part_of_the_path_by_its_name_and_else_a_service_by_its
 
 
 def test_a_route_that_names_a_class_without_a_provider_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"GET /greetings/\{name\} takes Greeter"):
+    with pytest.raises(RuntimeError, match=r"GET /greetings/\{name\} needs Greeter"):
         route().bound({str: "hello"})
 
 
@@ -48,7 +48,7 @@ def test_the_application_is_not_made_without_a_service_that_a_route_names() -> N
     clock = SystemClock()
     services = made_services(NoDatabase(), Path("/nonexistent"), clock=clock)
     provided = {kind: service for kind, service in services.by_type.items() if kind is not PriceService}
-    with pytest.raises(RuntimeError, match=r"/prices takes PriceService"):
+    with pytest.raises(RuntimeError, match=r"/prices needs PriceService"):
         guarded(
             provided,
             hub=services.hub,

@@ -112,7 +112,7 @@ def test_for_whom_a_node_is_and_its_calendar_read_as_text() -> None:
     assert owner_text(view(first)) == "all, alice first"
     assert owner_text(view(BERLIN, turns_ns=turns)) == "all until 25 Nov 2031 07:00"
     assert owner_text(view(BERLIN, shared=False, turns_ns=turns)) == "alice until 25 Nov 2031 07:00"
-    assert owner_text(view(NodeCalendar(shared=("sat",)), shared=False)) == "nobody"
+    assert owner_text(view(NodeCalendar(shared=("sat",)), shared=False)) == "none"
     assert calendar_lines(view(NodeCalendar())) == [golden("model.node_rules.n3-nobody-particular")]
     assert calendar_lines(view(first)) == [
         golden("model.node_rules.n3-alice-everybody"),
