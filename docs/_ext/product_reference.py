@@ -98,7 +98,7 @@ class RepositoryPage(Generated):
         path = DOCS.parent / self.arguments[0]
         self.env.note_dependency(str(path))
         text = path.read_text(encoding="utf-8").partition("\n")[2]
-        yield from _LINK.sub(_link_text, text).splitlines()
+        yield from _ANCHOR.sub(r"(\1)=\n", _LINK.sub(_link_text, text)).splitlines()
 
 
 def _link_text(match: re.Match[str]) -> str:

@@ -28,7 +28,8 @@ _NODES_NAMED = 3
 # Host memory of all processes of the run together. Memory of a GPU is "GPU memory".
 _PEAK = "host memory peak"
 
-# Patterns for the hand-back texts of `node/attempt/usage_account.py` (one node) and `gang_receipt.py` (several nodes).
+# Patterns for the hand-back texts of `node/attempt/usage_account.py` and `supervisor_loss.py` (one node), and of
+# `gang_receipt.py` (several nodes).
 _FREE = re.compile(r"\bfree\b")
 _NOT_FREE = re.compile(r"\bnot free\b|\bnot known\b|\bnothing is known\b")
 

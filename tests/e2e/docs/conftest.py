@@ -32,9 +32,10 @@ def reader() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def server(reader: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Yield the environment of a reader in whose home a server runs."""
+    """Yield the environment of a reader in whose home a server runs; its node has the fake GPUs of `team-server.md`."""
     process = ServerProcess(Path(reader["SERVERLESS_GPU_HOME"]))
-    process.start()
+    cpus = reader.get("SERVERLESS_GPU_FAKE")
+    process.start(environ={"SERVERLESS_GPU_FAKE": ",".join(filter(None, ["H100:4", cpus]))})
     try:
         yield reader
     finally:

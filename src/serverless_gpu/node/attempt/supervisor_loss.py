@@ -148,7 +148,7 @@ def note_life(directory: Path, clock: Clock, seen_ns: int | None = None) -> None
 def _receipt(directory: Path, lost: LostAttempt, stopped: protocol.Stopped) -> Receipt:
     facts = first_facts(directory)
     gpus = tuple(dict.fromkeys(uuid for fact in facts for uuid in fact.gpus))
-    unknown = "unknown: the run's supervisor ended before it could check"
+    unknown = "not known: the run's supervisor ended before it could check"  # `model/receipt.py` reads "not known".
     meter, count = meter_of(directory)
     launched = read_launch(directory)
     tariff = launched.tariff or lost.tariff

@@ -135,7 +135,10 @@ def test_the_class_and_the_whole_message(directory: Path, ending: Stopped, cls: 
         else logs_hint(directory, error.rank)
     )
     if cls is RuntimeLost:
-        hint = f"this process belongs to the run's own user, who may have ended it; set retries=1 for another attempt; {hint}"
+        hint = (
+            "this process belongs to the run's own user, who may have ended it; "
+            f"set retries=1 for another attempt; {hint}"
+        )
     assert str(error) == f"{message}\nhint: {hint}"
     failed = ending.state is State.FAILED and ending.cause is not None
     assert error.__dict__ == {

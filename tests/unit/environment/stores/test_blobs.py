@@ -198,7 +198,10 @@ def test_another_version_says_to_upgrade() -> None:
         (compress(bytes(DOCUMENT_BYTES_MAX + 1)), "holds more than"),
         (compress(msgspec.msgpack.encode({"version": 1, "address": A, "rows": [], "more": 1})), "unknown parts"),
         (compress(b"\x82\xa7version\x01\xa4rows\xdd\x7f\xff\xff\xff"), "cannot be read"),
-        (compress(msgspec.msgpack.encode({"version": 1, "rows": [[]] * 1_000_001})), "1000001 rows; at most 1000000 are"),
+        (
+            compress(msgspec.msgpack.encode({"version": 1, "rows": [[]] * 1_000_001})),
+            "1000001 rows; at most 1000000 are",
+        ),
     ],
     ids=["empty", "not zstd", "nothing", "not msgpack", "deep", "bomb", "more fields", "lying length", "too many"],
 )

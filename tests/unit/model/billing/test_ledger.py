@@ -352,7 +352,8 @@ def test_23B7_what_a_user_must_see_has_a_line_of_its_own() -> None:
     "gate",
     [
         "1 of 2 GPUs not free: GPU-b: pid 4 holds 2.0 GiB",
-        "unknown: the run's supervisor ended before it could check",
+        "not known: the run's supervisor ended before it could check",
+        "n1: 2 GPUs verified free: no process; n2: not known: the run's supervisor ended before it could check",
         "nothing is known of the 2 devices on n2; n1: 2 GPUs verified free: no process",
     ],
 )

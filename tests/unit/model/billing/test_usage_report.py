@@ -77,10 +77,10 @@ def test_days_that_are_none_are_refused() -> None:
         with pytest.raises(InvalidValue, match="not a valid month"):
             usage_report.month(text)
     for text in ("2026-02-30", "yesterday", "22.11.2026"):
-        with pytest.raises(InvalidValue, match="no day"):
+        with pytest.raises(InvalidValue, match="not a valid day"):
             usage_report.day_of(text)
     for window in (DayRange(10, 10), DayRange(11, 10), DayRange(-1, 3)):
-        with pytest.raises(InvalidValue, match="end before"):
+        with pytest.raises(InvalidValue, match="ends before"):
             usage_report.checked(window)
     with pytest.raises(InvalidValue, match="at most"):
         usage_report.checked(DayRange(0, 10_000))
