@@ -40,7 +40,7 @@ class RunCrew(TypedDict):
     ended: str | None
 
 
-class RunRow(TypedDict):
+class ListedRun(TypedDict):
     """A run, as `sgpu runs` lists it. The optional keys depend on where the run executes."""
 
     id: str
@@ -83,7 +83,7 @@ class RunFile(TypedDict):
     size_bytes: int
 
 
-class RunDetails(RunRow):
+class RunDetails(ListedRun):
     """Everything about one run, as `sgpu show` prints it."""
 
     spec: RunSpec | None
@@ -117,7 +117,7 @@ class MetricSeries(TypedDict):
 MetricSeriesByName = dict[str, MetricSeries]
 
 
-class StartEstimate(TypedDict):
+class DryRunEstimate(TypedDict):
     """Expected start and cost of a run."""
 
     start: str | None
@@ -141,7 +141,7 @@ class DryRun(TypedDict):
     imports: str
     snapshot: str | None
     spec: RunSpec
-    estimate: StartEstimate
+    estimate: DryRunEstimate
 
 
 # --- this machine -----------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class MachineStatus(TypedDict):
     mlflow: list[MlflowState]
 
 
-class DeviceRow(TypedDict):
+class ListedDevice(TypedDict):
     """A device of this machine."""
 
     uuid: str
@@ -184,7 +184,7 @@ class DeviceRow(TypedDict):
 class GpuList(TypedDict):
     """Devices of this machine, and the reasons why others cannot be used."""
 
-    devices: list[DeviceRow]
+    devices: list[ListedDevice]
     unavailable: list[str]
 
 

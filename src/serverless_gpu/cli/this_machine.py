@@ -9,7 +9,7 @@ import select
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 import msgspec
@@ -43,9 +43,6 @@ from serverless_gpu.node.mlflow_server.server import (
 )
 from serverless_gpu.node.supervisor.gpu_faults import suspects
 from serverless_gpu.units import format_bytes, format_duration_ms
-
-if TYPE_CHECKING:
-    from serverless_gpu.cli.json_types import DeviceRow
 
 _SHORT = 12
 _RUNS_MAX = 500
@@ -122,7 +119,7 @@ def gpus(wide: bool, as_json: bool) -> None:
     if fakes:
         devices = [*parse_fake(fakes, greeting.own_types), *devices]
     clock = SystemClock()
-    found: list[DeviceRow] = []
+    found: list[dict[str, Any]] = []
     for device in devices:
         locks = DeviceLocks(lock_directory(device.kind, home.root))
         notes = locks.quarantined()

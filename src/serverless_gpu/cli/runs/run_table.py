@@ -36,7 +36,7 @@ _NAME_CHARACTERS_MAX = 32
 @click.option("--state", type=click.Choice(_STATES, case_sensitive=False), help="Only runs in this state.")
 @click.option("--size", is_flag=True, help="Also show the disk space of each run.")
 @wide_option
-@json_option(JsonType("cli.json_types:RunRow", is_list=True))
+@json_option(JsonType("cli.json_types:ListedRun", is_list=True))
 def runs(limit: int, state: str | None, size: bool, wide: bool, as_json: bool) -> None:
     """List runs, newest first.
 

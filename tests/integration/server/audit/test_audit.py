@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from serverless_gpu.cli import audit as cli_audit
+from serverless_gpu.cli.access import audit as cli_audit
 from serverless_gpu.errors import AuditBroken
 from serverless_gpu.model.audit_chain import ChainedEntry, ChainHead, follow
 from serverless_gpu.server.audit import AT_ONCE, BACK_S, EVERY_S, AuditChainWriter

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 
 from serverless_gpu.ambient import SystemClock
 from serverless_gpu.cli import program
-from serverless_gpu.cli.usage import FORMULAS
+from serverless_gpu.cli.money.usage import FORMULAS
 from serverless_gpu.errors import InvalidValue, ServerlessGpuError, StorageError
 from serverless_gpu.model.billing import usage_report
 from serverless_gpu.model.billing.billing_rows import BillingRow, ListPrice

@@ -73,7 +73,7 @@ def test_22B9_a_server_that_starts_before_its_database_comes_up_with_it(tmp_path
     try:
         server.spawn()
         log = tmp_path / "server" / "server.log"
-        _until_it_says(log, "waiting for it")
+        _until_it_says(log, "waiting for the database")
     finally:
         postgres.start()
     try:

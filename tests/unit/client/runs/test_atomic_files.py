@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from serverless_gpu.cli import audit, usage
+from serverless_gpu.cli.access import audit
+from serverless_gpu.cli.money import usage
 from serverless_gpu.cli.planning.pictures import load_drawing
 from serverless_gpu.cli.runs.results import Result, write_result
 from serverless_gpu.errors import InvalidValue, StorageError

@@ -7,9 +7,9 @@ from urllib.parse import quote
 import click
 
 from serverless_gpu.ambient import SystemClock, format_utc
-from serverless_gpu.cli import usage
 from serverless_gpu.cli.amounts import micros, moment_ns
 from serverless_gpu.cli.completion import complete_pool
+from serverless_gpu.cli.money import usage
 from serverless_gpu.cli.output import json_option, print_json, print_table, say, wide_option
 from serverless_gpu.cli.server_connection import server
 from serverless_gpu.model.billing.pricing import MICROS_MAX

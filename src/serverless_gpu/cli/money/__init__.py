@@ -1,0 +1,1 @@
+"""Commands about money: use and cost, budgets and prices."""
