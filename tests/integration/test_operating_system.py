@@ -21,6 +21,7 @@ MACOS_HINT = (
     "hint: run it on a Linux machine, for example over ssh; "
     "on macOS, only commands that use a server work: sgpu login, sgpu runs"
 )
+ON_LINUX = ("doctor", "down", "gpus", "join", "mlflow", "server", "top", "up")
 CALL = """
 from serverless_gpu import distributed
 from serverless_gpu.errors import HardwareError
@@ -85,7 +86,7 @@ def test_23B13_calls_on_macos_are_refused_before_anything_starts(tmp_path: Path)
     assert done.stdout == golden("common.systems.calls-through-server", MACOS_HINT=MACOS_HINT), done.stderr
 
 
-@pytest.mark.parametrize("command", ["doctor", "gpus", "join", "mlflow", "server", "top", "up"])
+@pytest.mark.parametrize("command", ON_LINUX)
 def test_23B13_commands_of_nodes_and_servers_are_refused_on_macos(command: str, tmp_path: Path) -> None:
     done = sgpu("macOS", tmp_path, command)
     assert (done.returncode, done.stdout) == (1, "")
@@ -94,7 +95,7 @@ def test_23B13_commands_of_nodes_and_servers_are_refused_on_macos(command: str, 
 
 @pytest.mark.slow
 def test_23B13_every_other_command_can_be_loaded_on_macos(tmp_path: Path) -> None:
-    names = sorted(set(COMMANDS) - {"doctor", "gpus", "join", "mlflow", "server", "top", "up"})
+    names = sorted(set(COMMANDS) - set(ON_LINUX))
     program = (
         "from serverless_gpu.cli import program\n"
         "import click\n"

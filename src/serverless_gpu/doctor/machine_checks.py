@@ -264,7 +264,7 @@ CHECKS = (
         title="The file system of the home",
         symptoms=(
             "runs start slowly, or results of many GB take long",
-            "RunError: the environment could not be restored: … lies on a file system that is mounted noexec, …",
+            "RunError: the environment could not be restored: … is on a file system that is mounted noexec, …",
             "ImportError: …: failed to map segment from shared object",
         ),
         cause="On a network file system, each small file takes a round trip, and locks depend on the server. On a "

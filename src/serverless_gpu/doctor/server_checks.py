@@ -210,8 +210,8 @@ CHECKS = (
             "a remote run stays QUEUED: no node has joined",
             "NoSuitableNode: …; the run was not queued",
             "sgpu node list shows SILENT or GONE",
-            "sgpu node list shows DRAINING: takes nothing new: unkillable: after run …: process … could not be ended",
-            "sgpu node list shows DRAINING: takes nothing new: … drains it since …",
+            "sgpu node list shows DRAINING: starts no new runs: unkillable: after run …: process … could not be ended",
+            "sgpu node list shows DRAINING: starts no new runs: … drains it since …",
             "sgpu node list shows a node whose clock is ahead of or behind the server's",
         ),
         cause="A node joins by itself and sends heartbeats every few seconds. A node without heartbeats is off, "
@@ -419,8 +419,8 @@ TRACKING_CHECKS = (
         group=CheckGroup.TRACKING,
         title="MLflow's server for this home's runs",
         symptoms=(
-            "… is not a database; once that file is moved away a new one is made",
-            "… was written by another version of MLflow; serve it with that one, or upgrade it, after a backup: …",
+            "… is not a database; move the file elsewhere, and the next start creates a new database",
+            "… was written by another version of MLflow; serve the store with that version, or …",
             "… has only a part of MLflow (no flask; mlflow-skinny is not enough); pip install mlflow",
             "MLflow's server ended (exit code 1): …",
         ),

@@ -13,25 +13,25 @@ else:
     from backports import zstd
 
 LEVEL_LOCAL = 1
-"""For the local disk: 14 % more bytes than level 3 in 30 % less time."""
+"""Compression level for the local disk: 14 % more bytes than level 3 in 30 % less time."""
 LEVEL_REMOTE = 3
-"""For a network, which is slower than the compressor."""
+"""Compression level for a network, which is slower than the compressor."""
 
 PIECE_BYTES = 256 * 1024
-"""Size of the pieces that `pieces` yields: smaller than a core's cache, so that hashing and writing are fast."""
+"""Bytes of the pieces that `pieces` yields: smaller than a core's cache, so that hashing and writing are fast."""
 
 
 def compress(data: bytes | bytearray | memoryview, level: int = LEVEL_LOCAL, *, checksum: bool = True) -> bytes:
     """Return data as one zstd frame.
 
-    Data with a digest of its own needs no checksum.
+    Data with a separate digest needs no checksum.
     """
     parameter = zstd.CompressionParameter
     return zstd.compress(data, options={parameter.compression_level: level, parameter.checksum_flag: int(checksum)})
 
 
 class Compressor:
-    """Makes frames one after another, and allocates its memory once. One thread at a time may use it."""
+    """Makes frames one after another and reuses its memory. One thread at a time may use a compressor."""
 
     def __init__(self, level: int) -> None:
         parameter = zstd.CompressionParameter
@@ -45,7 +45,7 @@ class Compressor:
 def decompress(frame: bytes | memoryview, size_max: int) -> bytes:
     """Return the content of one zstd frame, at most `size_max` bytes.
 
-    Raises EnvironmentRejected: the data is not such a frame, ends early, has bytes after its end, or holds more.
+    Raises EnvironmentRejected: the data is not one complete frame, has bytes after its end, or has too much content.
     """
     decompressor = zstd.ZstdDecompressor()
     try:
@@ -54,17 +54,17 @@ def decompress(frame: bytes | memoryview, size_max: int) -> bytes:
     except (zstd.ZstdError, EOFError) as error:
         raise EnvironmentRejected(f"a compressed block cannot be read: {error}") from None
     if len(data) > size_max:
-        raise EnvironmentRejected(f"a compressed block holds more than the {size_max} bytes that are allowed")
+        raise EnvironmentRejected(f"a compressed block has more content than the {size_max} bytes that are allowed")
     if not decompressor.eof or decompressor.unused_data:
-        raise EnvironmentRejected("a compressed block ends early, or other bytes follow it")
+        raise EnvironmentRejected("a compressed block ends early, or other bytes follow the block")
     return data
 
 
 def pieces(frame: bytes | memoryview, size: int) -> Iterator[bytes]:
     """Yield the content of one zstd frame in pieces.
 
-    Raises EnvironmentRejected: the data is not such a frame, ends early, has bytes after its end, or does not hold
-    exactly `size` bytes. The caller must then discard earlier pieces.
+    Raises EnvironmentRejected: the data is not one complete frame, has bytes after its end, or does not have exactly
+    `size` bytes of content. The caller must then discard earlier pieces.
     """
     decompressor, left = zstd.ZstdDecompressor(), size
     data: bytes | memoryview = frame
@@ -77,12 +77,12 @@ def pieces(frame: bytes | memoryview, size: int) -> Iterator[bytes]:
         data = b""
         left -= len(piece)
         if left < 0:
-            raise EnvironmentRejected(f"a compressed block holds more than the {size} bytes that are allowed")
+            raise EnvironmentRejected(f"a compressed block has more content than the {size} bytes that are allowed")
         if piece:
             yield piece
         elif not decompressor.eof:
             break
     if not decompressor.eof or decompressor.unused_data:
-        raise EnvironmentRejected("a compressed block ends early, or other bytes follow it")
+        raise EnvironmentRejected("a compressed block ends early, or other bytes follow the block")
     if left:
-        raise EnvironmentRejected(f"a compressed block holds {size - left} bytes instead of {size}")
+        raise EnvironmentRejected(f"a compressed block has {size - left} bytes of content instead of {size}")

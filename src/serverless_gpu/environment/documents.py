@@ -7,17 +7,17 @@
     unit     ─ rows (path, kind, size, sha256, link target)                              → its address
              └ packs, blocks, places: where the bytes of the rows lie in the store          not part of the address
 
-A row's path starts with its area. `site/` is the directory on `sys.path`. `prefix/` is the directory above it that has
-`bin` and `share`. So a unit does not depend on Python versions, machines or users, and the same wheel has the same
+A row's path starts with its area. `site/` is the directory on `sys.path`. `prefix/` is the directory above `site/` that
+has `bin` and `share`. So a unit does not depend on Python versions, machines or users, and the same wheel has the same
 address everywhere. The address of a unit is the BLAKE3 digest of its rows in order of their paths.
 
 The address of a snapshot covers everything that a restore uses: the interpreter, the roots with ordered units, the
-generated files, and the snapshot's origin. Two documents with one address differ only in facts that decide nothing
-(`UNADDRESSED_FACTS`). Version 1 of snapshots covered less: see `snapshot_address_1`.
+generated files, and the snapshot's origin. Two documents with the same address can differ only in facts that have no
+effect on a restore (`UNADDRESSED_FACTS`). Version 1 of snapshots covered less: see `snapshot_address_1`.
 
 `Packages` lists the installed packages, to compare two environments. `Packages` leaves out the project's own code,
-which may differ, and distributions that add no module. An editable install of the project is one of these, and its
-metadata names the project's version. Captures and restores report a `ProgressPoint`.
+which may differ, and distributions that add no module. An editable install of the project is such a distribution, and
+its metadata names the project's version. Captures and restores report a `ProgressPoint`.
 
 Readers of a store use `stores/blobs.py`, which checks each document (`snapshot_rules.py`).
 """
@@ -35,15 +35,16 @@ VERSION = 1
 SNAPSHOT_VERSION = 2
 """Format version of new snapshots; version 1 can still be read."""
 UNADDRESSED_FACTS = ("captured_ns", "loaded", "variables", "left_out")
-"""Facts that a snapshot's address does not cover. Restore compiles `loaded` first, and only shows the others."""
+"""Facts that a snapshot's address does not cover. Restore compiles `loaded` first, and only displays the other facts.
+"""
 BLOCK_BYTES = 4 * 1024 * 1024
-"""Content bytes of a block, which is compressed as one zstd frame and restored by itself."""
+"""Content bytes of a block, which is compressed as one zstd frame and restored separately."""
 PACK_BYTES = 16 * 1024 * 1024
-"""Compressed bytes after which a pack is closed. A pack is sent, verified and resumed as one object."""
+"""Compressed bytes at which a pack is closed. A pack is sent, verified and resumed as one object."""
 _LISTED_MAX = 5
-"""`difference` names this many packages and counts the others."""
+"""Number of packages that `difference` names; it counts the others."""
 
-RowKind = Literal["f", "x", "l", "d"]  # file, executable file, link, empty directory
+RowKind = Literal["f", "x", "l", "d"]  # kind of a row: file, executable file, link, empty directory
 UnitKind = Literal["distribution", "unowned", "code"]
 RootKind = Literal["own", "library", "code"]
 Phase = Literal["scan", "capture", "fetch", "restore", "compile", "collect"]
@@ -52,15 +53,15 @@ Phase = Literal["scan", "capture", "fetch", "restore", "compile", "collect"]
 class FileRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One file, link or empty directory of a unit."""
 
-    path: str  # area and path below it, for example ``site/numpy/__init__.py``; UTF-8, ``/`` between names
+    path: str  # area and path below the area, for example ``site/numpy/__init__.py``; UTF-8, ``/`` between names
     kind: RowKind = "f"
     size: int = 0  # Content bytes; 0 for links and directories.
-    sha256: bytes = b""  # Digest of the content, 32 bytes; empty for links and directories.
+    sha256: bytes = b""  # SHA-256 of the content, 32 bytes; empty for links and directories.
     target: str = ""
 
     @property
     def has_content(self) -> bool:
-        """Return whether the row is a file."""
+        """Return True if the row is a file."""
         return self.kind in ("f", "x")
 
 
@@ -69,14 +70,14 @@ class PackBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     pack: int
     offset: int
-    length: int  # Compressed bytes.
-    size: int  # Content bytes, at most `BLOCK_BYTES`.
+    length: int  # Number of compressed bytes.
+    size: int  # Number of content bytes, at most `BLOCK_BYTES`.
 
 
 class ContentPlace(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The start of a file's content: a block, and a byte in it.
+    """The start of a file's content: a block, and a byte offset in its content.
 
-    A file larger than a block starts at byte 0 and continues in the next blocks, which hold no other file.
+    A file larger than a block starts at byte 0 and continues in the next blocks, which have no content of other files.
     """
 
     block: int
@@ -84,12 +85,12 @@ class ContentPlace(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True):
-    """One piece of an environment, as stored under ``units/<address>``."""
+    """One piece of an environment; a store has it under ``units/<address>``."""
 
     address: str
-    rows: tuple[FileRow, ...]  # sorted by path
+    rows: tuple[FileRow, ...]  # rows of the unit, sorted by path
     packs: tuple[str, ...] = ()
-    blocks: tuple[PackBlock, ...] = ()  # Ordered so that a large file continues in the next block.
+    blocks: tuple[PackBlock, ...] = ()  # Blocks in an order in which a large file continues in the next block.
     places: tuple[ContentPlace, ...] = ()  # One place for each file that is not empty, in order of the rows.
     version: int = VERSION
 
@@ -98,10 +99,10 @@ class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
     """The interpreter of an environment."""
 
     implementation: str  # ``cpython``
-    version: str  # Version, for example ``3.11.7``.
+    version: str  # Version of Python, for example ``3.11.7``.
     abi: str  # ABI of extension modules, for example ``cpython-311-x86_64-linux-gnu``.
-    platform: str  # Platform, for example ``linux-x86_64``.
-    glibc: str = ""  # Version on the machine of the capture, for example ``2.36``; "" without glibc.
+    platform: str  # Platform tag, for example ``linux-x86_64``.
+    glibc: str = ""  # Version of glibc on the machine of the capture, for example ``2.36``; "" without glibc.
 
     @property
     def minor(self) -> str:
@@ -110,21 +111,21 @@ class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotMember(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit as a snapshot lists it."""
+    """The entry for a unit in a snapshot."""
 
     address: str
     kind: UnitKind
-    # Normalized name of the distribution (``scikit-learn``), name of the code's directory, or "" (unowned files).
+    # Normalized name of a distribution (``scikit-learn``), name of a code directory, or "" (unowned files).
     name: str = ""
     version: str = ""  # Version of the distribution, or "".
-    size: int = 0  # Content bytes.
+    size: int = 0  # Number of content bytes of the unit.
     files: int = 0
-    # Import names that the unit adds: top-level files and directories, without endings.
+    # Import names of the unit's top-level files and directories, without endings.
     modules: tuple[str, ...] = ()
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """A small text file that names directories of its machine; restore writes it again."""
+    """A small text file that names directories of its machine; restore generates the file again."""
 
     path: str
     # Content with placeholders: ``{{sgpu:2}}`` is the directory of root 2 (its site area), ``{{sgpu:python}}`` the
@@ -136,14 +137,14 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
 class Root(msgspec.Struct, frozen=True, kw_only=True):
     """A directory on `sys.path`, as a list of units."""
 
-    # Root 0 is the interpreter's ``own``. A ``library`` also holds distributions (user site, system site, `pip
-    # --target`). ``code`` is the user's.
+    # ``own`` is root 0, the interpreter's own library. A ``library`` also holds distributions (user site, system site,
+    # `pip --target`). ``code`` is the user's project.
     kind: RootKind
-    members: tuple[SnapshotMember, ...]  # Its units, in order of kind, name and address.
+    members: tuple[SnapshotMember, ...]  # Units of the root, in order of kind, name and address.
     generated: tuple[Generated, ...] = ()  # Files whose text differs on each machine.
-    # Comes before the standard library on `sys.path` (PYTHONPATH, the script's directory).
+    # True if the root comes before the standard library on `sys.path` (PYTHONPATH, the script's directory).
     before: bool = False
-    # Is on `sys.path`. The source of an editable install may only be named by generated files.
+    # True if the root is on `sys.path`. Only generated files may name the source of an editable install.
     on_path: bool = True
 
 
@@ -151,13 +152,13 @@ class SnapshotOrigin(msgspec.Struct, frozen=True, kw_only=True):
     """The origin of a snapshot. The snapshot's address covers all of it except `UNADDRESSED_FACTS`."""
 
     captured_ns: int = 0  # Time of the capture, in nanoseconds since 1970.
-    python: str = ""  # The interpreter without its environment, for example ``/usr/bin/python3.11``.
+    python: str = ""  # Path of the interpreter without its environment, for example ``/usr/bin/python3.11``.
     prefix: str = ""
     originals: tuple[str, ...] = ()
     notes: tuple[dict[str, str], ...] = ()
     loaded: tuple[tuple[str, ...], ...] = ()
-    variables: tuple[str, ...] = ()  # Names of the start-up variables that were set, never their values.
-    left_out: tuple[str, ...] = ()  # One sentence for each left-out file, with the reason.
+    variables: tuple[str, ...] = ()  # Names of the start-up variables that were set; values are never stored.
+    left_out: tuple[str, ...] = ()  # One message for each left-out file, with the reason.
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,7 +172,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size(self) -> int:
-        """Return the content bytes of all units."""
+        """Return the number of content bytes of all units."""
         return sum(member.size for root in self.roots for member in root.members)
 
     @property
@@ -213,7 +214,8 @@ def snapshot_address(snapshot: Snapshot) -> str:
         # msgpack stores the lengths of lists and strings, so two different snapshots never give the same bytes.
         content = msgspec.msgpack.encode(covered)
     except UnicodeEncodeError:
-        content = ascii(covered).encode()  # The rules refuse text that is not UTF-8, and name its position.
+        # The rules refuse text that is not UTF-8, and the error names the position of the text.
+        content = ascii(covered).encode()
     return blake3(b"serverless-gpu snapshot 2\n" + content).hexdigest()
 
 
@@ -273,7 +275,7 @@ def are_same(one: Packages, other: Packages) -> bool:
 
 
 def difference(asked: Packages, accepted: Packages) -> str:
-    """Return the difference between requested and accepted packages, in words; "" without one."""
+    """Return the difference between requested and accepted packages as text; "" without a difference."""
     if asked.python != accepted.python:
         return f"{asked.python} is not {accepted.python}"
     more = [label for address, label in asked.units.items() if address not in accepted.units]
@@ -287,20 +289,20 @@ class ProgressPoint(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a capture or a restore, for display."""
 
     phase: Phase
-    bytes_done: int = 0  # Processed content bytes.
-    bytes_total: int = 0  # All content bytes; 0 while unknown.
+    bytes_done: int = 0  # Number of content bytes processed so far.
+    bytes_total: int = 0  # Number of all content bytes; 0 while unknown.
     files_done: int = 0
     files_total: int = 0  # Number of all files; 0 while unknown.
-    moved_bytes: int = 0  # Compressed bytes that the store sent or received.
-    name: str = ""  # Current item, for example ``torch 2.13.0``, or "".
-    waits_for: str = ""  # Item that another process fetches and this one waits for, or "".
+    moved_bytes: int = 0  # Number of compressed bytes that the store has sent or received.
+    name: str = ""  # Item in progress, for example ``torch 2.13.0``, or "".
+    waits_for: str = ""  # Item that another process fetches while this process waits, or "".
 
 
 Report = Callable[[ProgressPoint], None]
 
 
 def ignore_progress(progress: ProgressPoint) -> None:
-    """Ignore a progress report."""
+    """Discard a progress report."""
 
 
 def _listed(labels: Iterable[str]) -> str:

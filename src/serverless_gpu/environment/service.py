@@ -6,21 +6,21 @@
            ◀── CapturedEnvironment, CaptureProgress …, CaptureDone, CaptureFailed ──── child captures ◀┘
 
 After a check without changes, and after a capture, a process places watches on the libraries (`watch_process.py`). As
-long as no event occurs, the watches replace the check of every file, and only the gate remains to be done.
+long as no event occurs, the watches replace the check of every file, and the service only runs the gate.
 
-All reading, hashing and compressing happens in the service, never in the user's process. The service has one thread and
-opens only directory stores. A forked child does all long work, so the service answers the next question at once.
-Questions about the same environment share a capture. A check answers only questions that were asked before it starts.
-So questions that arrive during a check share the next one.
+The service does all reading, hashing and compressing, never the user's process. The service has one thread and opens
+only directory stores. A forked child does all long work, so the service answers the next question at once. Questions
+about the same environment share a capture. A check answers only questions that were asked before the check starts. So
+questions that arrive during a check share the next check.
 
 `client/launch/environment_process.py` contains the transports. `scan.py` recognizes environments, and
 `snapshot_capture.py` captures them.
 
 Failure cases: the environment cannot be captured, the disk is full, or the store does not answer (`CaptureFailed` with
-the error's code). A child is killed, and the service reports it (`CaptureFailed`). The caller is gone (end of file, or
-its process has ended), and the children end with this process. Watches are missing or report a change: every file is
-checked, and the reason is logged. The caller gives up (`Abandon`): an unwanted capture ends, and the next one uses the
-objects that it sent.
+the error's code). A child is killed, and the service reports this (`CaptureFailed`). The caller's process has ended or
+closed the connection; the service then ends its children and exits. Watches are missing or report a change: the service
+checks every file and logs the reason. The caller gives up (`Abandon`): the service ends an unwanted capture, and the
+next capture uses the objects that the ended capture sent.
 """
 
 from __future__ import annotations
@@ -71,26 +71,26 @@ from serverless_gpu.operating_system import is_thread_limit, lacks_inodes, threa
 
 CHANGES_TOLD_MAX = 3
 WATCHED_MAX = 4
-"""Maximum number of environments that are watched at once. A new one replaces the oldest."""
+"""Maximum number of environments that are watched at once. A new environment replaces the oldest."""
 _REPORT_S = 0.1
-_NOT_THERE = "the server does not have it, or no longer has it"
+_NOT_THERE = "the server does not have the environment, or no longer has it"
 _SENTENCE_CHARACTERS_MAX = 500
 _PACKET_BYTES_MAX = 60_000
 
 
 class ServiceConnection(Protocol):
-    """The connection to the caller."""
+    """The connection between the service and its caller."""
 
     def fileno(self) -> int: ...
 
     def send(self, data: bytes) -> None: ...
 
     def receive(self) -> bytes | None:
-        """Return the next message, or None when the caller is gone."""
+        """Return the next message, or None when the caller has disconnected."""
 
 
 class _Task(msgspec.Struct, kw_only=True):
-    """A child process at work and its questions; each question says if the service must capture changes."""
+    """A child process and its questions; a question may request a capture of changes."""
 
     key: bytes
     described: dict[str, object]
@@ -100,11 +100,11 @@ class _Task(msgspec.Struct, kw_only=True):
     checks: bool
     found: CapturedEnvironment | None = None
     over: bool = False
-    unchanged: bool = False  # whether the index is up to date
+    unchanged: bool = False  # True if the index is up to date
 
 
 class Service:
-    """Serves one caller."""
+    """Answers the questions of one caller."""
 
     def __init__(self, wire: ServiceConnection, index: Path) -> None:
         self._wire = wire
@@ -113,20 +113,21 @@ class Service:
         self._tasks: list[_Task] = []
         self._pending: dict[
             bytes, list[EnvironmentQuestion]
-        ] = {}  # questions that came after the running check had started
+        ] = {}  # questions that arrived after the running check had started
         self._put_off: dict[
             bytes, list[EnvironmentQuestion]
-        ] = {}  # questions that came while a capture was being recorded
+        ] = {}  # questions that arrived while a child recorded a capture
         self._watches: dict[bytes, WatchProcess] = {}
         self._patience: dict[bytes, WatchBackoff] = {}
-        self._ended: list[int] = []  # Watching processes to reap; closing their watches takes time.
+        # Process IDs of ended watching processes; the kernel needs time to close their watches.
+        self._ended: list[int] = []
         self._selector = selectors.DefaultSelector()
 
     def serve(self, caller_fd: int) -> None:
-        """Answer questions until the caller is gone.
+        """Answer questions until the caller disconnects.
 
-        `caller_fd` becomes readable when the caller's process ends, even if a fork of it lives on. -1 means that it is
-        missing.
+        `caller_fd` becomes readable when the caller's process ends, even if a forked child of it still runs. -1 means
+        that the descriptor is missing.
         """
         self._selector.register(self._wire.fileno(), selectors.EVENT_READ, self._hear)
         if caller_fd >= 0:
@@ -134,7 +135,7 @@ class Service:
         try:
             while all([key.data() for key, _ in self._selector.select()]):
                 self._ended = [pid for pid in self._ended if not os.waitpid(pid, os.WNOHANG)[0]]
-        except OSError:  # The caller went away during an answer.
+        except OSError:  # The caller disconnected during an answer.
             pass
         for task in self._tasks:
             with contextlib.suppress(ProcessLookupError):
@@ -156,7 +157,7 @@ class Service:
         return True
 
     def _safely(self, asks: Sequence[EnvironmentQuestion], work: Callable[[], None]) -> None:
-        """Do work for questions, and send an error to all of them as the answer."""
+        """Do work for questions; on an error, answer all of the questions with the error."""
         try:
             work()
         except ServerlessGpuError as error:
@@ -199,7 +200,7 @@ class Service:
             self._take(ask, key)
 
     def _watched(self, key: bytes) -> bytes:
-        """Return the index generation whose libraries are proven unchanged by watches; b"" without proof."""
+        """Return the index generation whose libraries the watches prove unchanged; b"" without proof."""
         watch = self._watches.get(key)
         if watch is None or not watch.generation:
             return b""
@@ -209,7 +210,7 @@ class Service:
         return watched
 
     def _watch(self, key: bytes, description: Description) -> None:
-        """Start to watch the libraries of an environment, if that is likely to pay off."""
+        """Start to watch the libraries of an environment, if the watches will probably save checks."""
         if key in self._watches or not self._patience.setdefault(key, WatchBackoff()).is_due():
             return
         while len(self._patience) > ENTRIES_MAX:
@@ -246,7 +247,7 @@ class Service:
             print(f"the environment is not watched, so every file is checked: {reason}", file=sys.stderr)
 
     def _leave(self) -> None:
-        """Close inherited sockets in a watching process, so that the service's peers see its end."""
+        """Close inherited sockets in a watching process, so that peers notice the end of the service."""
         os.close(self._wire.fileno())
         for task in self._tasks:
             task.sock.close()
@@ -263,12 +264,12 @@ class Service:
                 os.kill(task.pid, signal.SIGKILL)
             task.asks[:] = asks
 
-    # --- children ------------------------------------------------------------------------------------------------
+    # --- child processes -----------------------------------------------------------------------------------------
 
     def _check(self, asks: list[EnvironmentQuestion], key: bytes, *, fresh: bool) -> None:
         """Check every file, now or after the running check.
 
-        `fresh` says that the gate has just passed.
+        `fresh` is True if the gate has just found no change.
         """
         if any(task.checks and task.key == key for task in self._tasks):
             self._pending.setdefault(key, []).extend(asks)
@@ -335,7 +336,7 @@ class Service:
         status = os.waitpid(task.pid, 0)[1]
         if not task.over:
             how = os.waitstatus_to_exitcode(status)
-            told = f"was ended by signal {-how}" if how < 0 else f"ended with code {how}"
+            told = f"was ended by signal {-how}" if how < 0 else f"exited with code {how}"
             doing = "checked" if task.checks else "captured"
             message = f"the process that {doing} the environment {told}"
             for ask in task.asks:
@@ -344,7 +345,7 @@ class Service:
         if waiting:
             self._safely(waiting, partial(self._check, waiting, task.key, fresh=False))
         if not task.checks:
-            self._recogniser = Recogniser(self._index)  # Reads the child's new index.
+            self._recogniser = Recogniser(self._index)  # The new object reads the index that the child has written.
             for ask in self._put_off.pop(task.key, []):
                 self._safely([ask], partial(self._answer, ask))
             if task.key in self._watches:  # The watches belong to the previous index.
@@ -357,7 +358,7 @@ class Service:
 
 
 def _be_child(sock: socket.socket, number: int, work: Callable[[Callable[[Answer], None]], None]) -> NoReturn:
-    """Do one piece of work and exit; send an error as the answer."""
+    """Do one piece of work and exit; on an error, send the error as the answer."""
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -369,7 +370,7 @@ def _be_child(sock: socket.socket, number: int, work: Callable[[Callable[[Answer
             work(tell)
         except ServerlessGpuError as error:
             tell(_failed(number, error))
-        except BrokenPipeError:  # The service and its caller are gone.
+        except BrokenPipeError:  # The service has ended, and so has its caller.
             pass
         except OSError as error:
             tell(_failed(number, capture_error(error)))
@@ -391,7 +392,7 @@ def _check(
     changes: tuple[str, ...] = ()
     snapshot = recogniser.known() if fresh else recogniser.gate(read_description(asks[0].description))
     if not fresh and snapshot is None:
-        changes = ("an installed package or the project's code has changed since",)
+        changes = ("an installed package or the project's code has changed since the gate",)
     else:
         changes = _told(tuple(change.sentence() for change in recogniser.check()))
     stores = {ask.store: ask for ask in asks if is_served(ask.store)}
@@ -420,11 +421,11 @@ def _take(index: Path, ask: EnvironmentQuestion, tell: Callable[[Answer], None])
     tell(_found(ask, last, scan, blobs))
     taken = capture(scan, blobs, level=level, report=report)
     tell(_summary(ask.number, taken, (clock.boottime_ns() - started_ns) // 1_000_000))
-    recogniser.remember(taken.scan)  # No caller waits for this, except a question that arrives before the end.
+    recogniser.remember(taken.scan)  # No caller waits for this write, except a question that arrives before its end.
 
 
 def _found(ask: EnvironmentQuestion, last: Snapshot | None, scan: Scan, blobs: StoreBlobs) -> CapturedEnvironment:
-    """Return the announcement of a capture, with changes and remarks."""
+    """Return the answer that announces a capture, with changes and remarks."""
     told = capture_remarks(last, scan)
     if last is None:
         return CapturedEnvironment(number=ask.number, first=True, remarks=told)
@@ -432,7 +433,7 @@ def _found(ask: EnvironmentQuestion, last: Snapshot | None, scan: Scan, blobs: S
     if not changes and is_served(ask.store) and not _has(ask, last):
         told = (f"the environment is captured for the server: {_NOT_THERE}", *told)
     elif not changes and not _is_stored(ask, last):
-        told = ("the environment is captured again: the store no longer has it", *told)
+        told = ("the environment is captured again, because the store no longer has it", *told)
     return CapturedEnvironment(number=ask.number, first=False, changes=_told(changes), remarks=told)
 
 
@@ -461,7 +462,7 @@ def _told(sentences: Sequence[str]) -> tuple[str, ...]:
 def _is_stored(ask: EnvironmentQuestion, snapshot: Snapshot) -> bool:
     """Return whether a store still has a snapshot and its units.
 
-    Remote stores are not asked here: a restore asks them, and the check of files asks a server's store.
+    The function does not query remote stores. A restore queries them, and the check of files queries a server's store.
     """
     return is_remote(ask.store) or _has(ask, snapshot)
 
@@ -480,17 +481,17 @@ def _failed(number: int, error: ServerlessGpuError) -> CaptureFailed:
 
 
 def capture_error(error: OSError) -> StorageError:
-    """Return the error for refused access to files of the environment or of the home."""
+    """Return the error for refused access to files of the environment or of the home directory."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_full and error.filename is not None and lacks_inodes(Path(os.fsdecode(error.filename))):
         return StorageError(
             f"the environment cannot be captured: no inodes left for {os.fsdecode(error.filename)}: its disk has "
-            "space, but cannot hold one more file",
-            hint="delete files there, or set SERVERLESS_GPU_HOME to a directory on a disk with more inodes",
+            "space, but cannot store one more file",
+            hint="delete files on this disk, or set SERVERLESS_GPU_HOME to a directory on a disk with more inodes",
         )
     return StorageError(
         f"the environment cannot be captured: {error}",
-        hint="free some space, or set SERVERLESS_GPU_HOME to a directory on another disk"
+        hint="free some disk space, or set SERVERLESS_GPU_HOME to a directory on another disk"
         if is_full
-        else "make the named file readable and the home writable; `sgpu doctor` checks both",
+        else "make the named file readable and the home directory writable; `sgpu doctor` checks both",
     )

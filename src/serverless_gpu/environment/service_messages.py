@@ -16,27 +16,27 @@ _STORE_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "SSL_CERT_", "HTTP_PROXY", "HTTP
 
 
 class StoreLocation(NamedTuple):
-    """A store of environments."""
+    """The location of a store of environments, with the token for a server."""
 
     url: str
     token: str = ""
-    ca: str = ""  # file with the certificates for a server's store; "" for the system's
+    ca: str = ""  # file with the certificates for a server's store; "" for the system's certificates
 
 
 class EnvironmentQuestion(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Asks if an environment is unchanged and stored. With `capture`, the service captures it if not."""
+    """Asks if an environment is unchanged and stored; `capture` requests a capture otherwise."""
 
     number: int
     description: dict[str, object]
     store: str
     environ: dict[str, str] = {}
     token: str = ""
-    ca: str = ""  # file with the certificates for a server's store; "" for the system's
+    ca: str = ""  # file with the certificates for a server's store; "" for the system's certificates
     capture: bool = True
 
 
 class Abandon(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Tells the service that the caller no longer waits for an answer."""
+    """Informs the service that the caller no longer waits for an answer."""
 
     number: int
 
@@ -55,7 +55,7 @@ class UnknownEnvironment(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class FilesChecked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The service has checked every file; `changes` describes the changed ones."""
+    """The service has checked every file; `changes` describes the changed files."""
 
     number: int
     changes: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class CapturedEnvironment(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The service has scanned the environment and starts to capture it."""
 
     number: int
-    first: bool  # whether no earlier capture is known
+    first: bool  # True if no earlier capture is known
     changes: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
 
@@ -82,10 +82,10 @@ class CaptureDone(msgspec.Struct, frozen=True, kw_only=True, tag="Taken"):
 
     number: int
     snapshot: str
-    size: int  # content bytes
+    size: int  # number of content bytes of the environment
     files: int
     units: int
-    code_bytes: int  # content bytes of the project's code
+    code_bytes: int  # number of content bytes of the project's code
     sent_units: int
     sent_bytes: int
     ms: int
@@ -126,5 +126,5 @@ def decode_answer(data: bytes) -> Answer:
 
 
 def store_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that opening a store may need: credentials, endpoints, proxies."""
+    """Return the environment variables that opening a store may need: credentials, endpoints, proxies."""
     return {name: value for name, value in environ.items() if name.upper().startswith(_STORE_PREFIXES)}

@@ -5,22 +5,22 @@
     check_unit      its address ─ rows (paths, kinds, links) ─ the position of their bytes (packs, blocks, places), and
                     the size that they can expand to
 
-The rules are pure and linear in the size of the document. The rules run before any byte of content is requested. Parts
-of a snapshot become part of a path (the interpreter's version), of a generated file (placeholders), or of a line in a
-terminal (names). So the rules check every text.
+The rules do no I/O and run in linear time. The rules run before the reader requests any content. Parts of a snapshot
+become part of a path (the interpreter's version), of a generated file (placeholders), or of a line in a terminal
+(names). So the rules check every text.
 
 A unit names only regular files, links inside the tree and empty directories. The format has no modes, owners, devices,
-hard links or times, so they need no rule. Restore gives a file the mode 0444 or 0555.
+hard links or times, so the rules need not check them. Restore gives a file the mode 0444 or 0555.
 
 Paths mean the same on every file system. Two names that differ only in case or in their Unicode form are one file on
-some machines, so the rules refuse them everywhere. The rules follow a link's target name by name through the tree of
-the rows. Every directory on the way must be a real one, so the rules agree with the kernel.
+some machines, so the rules refuse such names everywhere. The rules follow a link's target name by name through the tree
+of the rows. Every directory on the way must be a real directory, so the rules agree with the kernel.
 
 No two blocks share a byte of a pack, and no two files share a byte of a block. So the bytes that were sent, times a
 ratio, limit the content of a unit. zstd compresses 4 MiB of zeros to 150 bytes. So a ratio per block cannot distinguish
-a decompression bomb from weights that were initialised with zeros. A whole unit may hold 200 bytes for each compressed
-one, plus 256 MiB. A file of 256 MiB of zeros passes, but 1 GB of zeros in 1 MB does not. Real distributions have ratios
-of 2 to 20.
+a decompression bomb from weights that were initialised with zeros. A whole unit may have 200 content bytes for each
+compressed byte, plus 256 MiB. A file of 256 MiB of zeros passes, but 1 GB of zeros in 1 MB does not. Real distributions
+have ratios of 2 to 20.
 
 Failure: `EnvironmentRejected` names the unit or snapshot, the path, and the broken rule.
 """
@@ -57,7 +57,7 @@ from serverless_gpu.errors import EnvironmentRejected
 
 _VERSION = re.compile(r"\d{1,2}\.\d{1,3}(\.\d{1,3})?[a-z0-9.+]{0,16}", re.ASCII)
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", re.ASCII)
-# Control characters, and halves of surrogate pairs, which stand for bytes that are not UTF-8.
+# Control characters, and single surrogates, which represent bytes that are not UTF-8.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _PLACEHOLDER = re.compile(r"\{\{sgpu:([^{}]*)\}\}")
 _NATIVE = re.compile(r"\.(so|pyd|dylib|pyc)(\.|$)", re.ASCII | re.IGNORECASE)
@@ -76,16 +76,16 @@ NAME_BYTES_MAX = 255
 DEPTH_MAX = 64
 """Limit of names in a path, including its area."""
 LINK_HOPS_MAX = 8
-"""Limit of links that point to one another in a chain."""
+"""Limit of links in a chain in which each link points to the next."""
 
 PACK_BYTES_MAX = 2 * PACK_BYTES
-"""A full pack is longer than `PACK_BYTES` by at most the block that filled it."""
+"""Limit of a pack's bytes. A full pack exceeds `PACK_BYTES` by at most its last block."""
 PACKS_MAX = 100_000
 BLOCKS_MAX = 1_000_000
 RATIO_MAX = 200
 """Limit of content bytes in a unit for each compressed byte, in addition to `FREE_RATIO_BYTES`."""
 FREE_RATIO_BYTES = 256 * 1024 * 1024
-"""Content bytes that a unit may have whatever its compressed bytes are."""
+"""Content bytes that a unit may have regardless of its compressed bytes."""
 
 ROOTS_MAX = 64
 MEMBERS_MAX = 10_000
@@ -97,13 +97,13 @@ NOTE_BYTES_MAX = 64 * 1024
 FACTS_MAX = 200_000
 """Limit of entries in any list of facts."""
 FACT_BYTES_MAX = 8 * 1024
-"""Limit of bytes in one sentence or path among the facts."""
+"""Limit of bytes in one text or path among the facts."""
 
 
 def check_snapshot(snapshot: Snapshot) -> None:
     """Check the whole content of a snapshot, including its address.
 
-    The snapshot is decoded but not trusted.
+    The snapshot is decoded, but its content is not trusted.
     """
     if not is_digest(snapshot.address):
         refuse("a snapshot", snapshot.address, "an address must be 64 hexadecimal digits")
@@ -131,7 +131,10 @@ def check_snapshot(snapshot: Snapshot) -> None:
 
 
 def check_together(snapshot: Snapshot, units: Mapping[str, Unit]) -> None:
-    """Check a snapshot against its units. The caller has already checked each of them alone."""
+    """Check a snapshot against its units.
+
+    The caller has already checked the snapshot and each unit separately.
+    """
     what = f"snapshot {snapshot.address[:12]}"
     for index, root in enumerate(snapshot.roots):
         tree = RowTree(what)
@@ -150,15 +153,15 @@ def check_together(snapshot: Snapshot, units: Mapping[str, Unit]) -> None:
                     "its size and number of files differ from those of its unit",
                 )
             for row in unit.rows:
-                # Units may share directories and even files, for which the order of layers decides. So only generated
-                # files are checked.
+                # Units may share directories and even files; the order of layers decides. So this check covers only
+                # generated files.
                 tree.meet(row.path, row.kind)
 
 
 def check_unit(unit: Unit) -> None:
     """Check the whole content of a unit: its address, its rows, and the position of their bytes.
 
-    The unit is decoded but not trusted.
+    The unit is decoded, but its content is not trusted.
     """
     if not is_digest(unit.address):
         refuse("a unit", unit.address, "an address must be 64 hexadecimal digits")
@@ -175,7 +178,7 @@ def check_unit(unit: Unit) -> None:
 
 
 def check_rows(rows: Sequence[FileRow], what: str = "a unit") -> None:
-    """Check all rows of a unit: each one alone, and the tree that they form."""
+    """Check all rows of a unit: each row separately, and the tree that the rows form."""
     if len(rows) > ROWS_MAX:
         refuse(what, "", f"it has {len(rows)} rows; at most {ROWS_MAX} are allowed")
     tree = RowTree(what)
@@ -286,7 +289,7 @@ def _check_facts(facts: SnapshotOrigin, roots: int, what: str) -> None:
     if not 0 <= facts.captured_ns < 2**63:
         refuse(what, "captured_ns", "it is not a valid time")
     if max(len(facts.originals), len(facts.notes), len(facts.loaded)) > roots:
-        refuse(what, "facts", "they describe more roots than the snapshot has")
+        refuse(what, "facts", "the facts describe more roots than the snapshot has")
     _check_texts((facts.python, facts.prefix, *facts.originals), FACT_BYTES_MAX, what)
     _check_texts(facts.variables, FACT_BYTES_MAX, what)
     _check_texts(facts.left_out, FACT_BYTES_MAX, what)
@@ -334,23 +337,23 @@ class RowTree:
         self._kinds: dict[str, str] = dict.fromkeys(AREAS, _DIRECTORY)
         self._folded: dict[str, str] = {area: area for area in AREAS}  # Path → folded form, which must be unique.
         self._taken: dict[str, str] = {area: area for area in AREAS}  # Folded form → path.
-        self._clear = set(AREAS)  # Directories of units that collide with no generated file.
+        self._clear = set(AREAS)  # Directories of units that do not collide with a generated file.
         self.targets: dict[str, str] = {}
 
     def add(self, path: str, kind: str) -> None:
-        """Add a row."""
+        """Add a row to the tree."""
         _check_text(path, self._what)
         directory, _, name = path.rpartition("/")
         if not directory or path.count("/") >= DEPTH_MAX:
-            check_path(path, self._what)  # Raises the error for the broken rule.
+            check_path(path, self._what)  # `check_path` raises the error for the broken rule.
         self._enter(directory, path)
         _check_name(name, path, self._what)
         self._put(path, directory, name, kind)
 
     def meet(self, path: str, kind: str) -> None:
-        """Check that a unit's row has no generated file at, above or below its path."""
+        """Check that no generated file lies at, above or below the path of a unit's row."""
         there = self._taken.get(_fold_path(path))
-        # An empty directory is like any other directory, which others may share.
+        # An empty directory may also exist in other units, like any directory.
         if there is not None and (kind != "d" or self._kinds[there] != _DIRECTORY):
             refuse(self._what, there, f"a file is generated where a unit has {path!r}, or below it")
         directory = path.rpartition("/")[0]
@@ -368,7 +371,7 @@ class RowTree:
             at = self._follow(at, path)
             if self._kinds[at] != "l":
                 return
-        refuse(self._what, path, f"a link leads in a circle, or through more than {LINK_HOPS_MAX} others")
+        refuse(self._what, path, f"a link leads in a circle, or through more than {LINK_HOPS_MAX} other links")
 
     def _follow(self, link: str, path: str) -> str:
         target = self.targets[link]
@@ -385,7 +388,7 @@ class RowTree:
                 at = f"{at}/{name}"
             kind = self._kinds.get(at)
             if kind is None or not name:
-                refuse(self._what, path, f"a link must lead to an entry of its unit, but {target!r} is not there")
+                refuse(self._what, path, f"a link must lead to an entry of its unit, but {target!r} does not exist")
             if index < len(names) - 1 and kind not in (_DIRECTORY, "d"):
                 refuse(self._what, path, f"a link must not lead through another link or a file, as {target!r} does")
         return at
@@ -396,7 +399,7 @@ class RowTree:
             return
         if kind is not None:
             below = "an empty directory" if kind == "d" else "a file or link"
-            refuse(self._what, path, f"it lies below {below}")
+            refuse(self._what, path, f"the path lies below {below}")
         above, _, name = directory.rpartition("/")
         if not above:
             check_path(path, self._what)
@@ -406,7 +409,7 @@ class RowTree:
 
     def _put(self, path: str, directory: str, name: str, kind: str) -> None:
         if path in self._kinds:
-            twice = "the path occurs twice" if self._kinds[path] != _DIRECTORY else "it is also a directory"
+            twice = "the path occurs twice" if self._kinds[path] != _DIRECTORY else "the path is also a directory"
             refuse(self._what, path, twice)
         folded = f"{self._folded[directory]}/{fold_name(name)}"
         other = self._taken.setdefault(folded, path)
@@ -460,28 +463,33 @@ def _fold_path(path: str) -> str:
 
 
 def _check_ratio(unit: Unit, content_bytes: int, what: str) -> None:
-    """Check that few compressed bytes do not expand to very many."""
-    # Equal packs count once: they are one object in the store, because a file may repeat itself.
+    """Check that few compressed bytes do not expand to very much content."""
+    # Packs with equal content count once, because they are one object in the store.
     first = {digest: index for index, digest in reversed(list(enumerate(unit.packs)))}
     once = set(first.values())
     sent = sum(block.length for block in unit.blocks if block.pack in once)
     made = sum(block.size for block in unit.blocks)
     if made > RATIO_MAX * sent + FREE_RATIO_BYTES:
-        rule = f"{sent} bytes would become {made}; at most {RATIO_MAX} for each plus {FREE_RATIO_BYTES} are allowed"
+        rule = (
+            f"{sent} bytes would expand to {made}; at most {RATIO_MAX} for each byte plus {FREE_RATIO_BYTES} "
+            "are allowed"
+        )
         refuse(what, "", rule)
-    # Decompressing unused content costs time, too. An edited unit may leave half of its old packs unused.
+    # Decompressing unused content also takes time. An edited unit may leave half of its old packs unused.
     if made > 4 * content_bytes + FREE_RATIO_BYTES:
-        refuse(what, "", f"its blocks hold {made} bytes, far more than the {content_bytes} of its files")
+        refuse(
+            what, "", f"its blocks have {made} bytes of content, far more than the {content_bytes} bytes of its files"
+        )
 
 
 def _check_block(index: int, block: PackBlock, packs: int, what: str) -> None:
     name = f"block {index}"
     if not 0 <= block.pack < packs:
-        refuse(what, name, f"it lies in pack {block.pack} of {packs}")
+        refuse(what, name, f"a block lies in pack {block.pack} of {packs}")
     if not 0 < block.size <= BLOCK_BYTES:
-        refuse(what, name, f"a block must hold 1 to {BLOCK_BYTES} bytes, not {block.size}")
+        refuse(what, name, f"a block must have 1 to {BLOCK_BYTES} bytes of content, not {block.size}")
     if block.offset < 0 or block.length < 1 or block.offset + block.length > PACK_BYTES_MAX:
-        refuse(what, name, f"it lies outside its pack, at {block.offset} with {block.length} bytes")
+        refuse(what, name, f"a block lies outside its pack, at {block.offset} with {block.length} bytes")
 
 
 def _check_overlap(blocks: Sequence[PackBlock], what: str) -> None:
@@ -499,7 +507,7 @@ def _check_places(
     parts: list[tuple[int, int, int, str]] = []  # block, start, end and path of each part of a file
     for row, place in zip(filled, places, strict=True):
         if not 0 <= place.block < len(blocks) or place.start < 0:
-            refuse(what, row.path, f"its place is block {place.block} of {len(blocks)}, byte {place.start}")
+            refuse(what, row.path, f"the file's place is block {place.block} of {len(blocks)}, byte {place.start}")
         block = blocks[place.block]
         if place.start + row.size <= block.size:
             parts.append((place.block, place.start, place.start + row.size, row.path))
@@ -510,37 +518,37 @@ def _check_places(
     parts.sort()
     for before, part in itertools.pairwise(parts):
         if before[0] == part[0] and before[2] > part[1]:
-            refuse(what, part[3], f"it shares bytes with {before[3]!r}")
+            refuse(what, part[3], f"the file shares bytes with {before[3]!r}")
 
 
 def _run(row: FileRow, first: int, blocks: Sequence[PackBlock], what: str) -> list[tuple[int, int, int, str]]:
-    """Return the blocks that a large file fills."""
+    """Return the blocks that the content of a large file fills."""
     parts, left, index = [], row.size, first
     while left:
         if index >= len(blocks):
-            refuse(what, row.path, "it continues after the last block")
+            refuse(what, row.path, "the file continues after the last block")
         size = blocks[index].size
         if size > left:
-            refuse(what, row.path, "the blocks of a large file must hold nothing else")
+            refuse(what, row.path, "the blocks of a large file must not have content of other files")
         parts.append((index, 0, size, row.path))
         left, index = left - size, index + 1
     return parts
 
 
 def refuse(what: str, path: str, rule: str) -> NoReturn:
-    """Raise the error for a broken rule."""
+    """Raise `EnvironmentRejected` for a broken rule."""
     shown = path if len(path) <= 200 else f"{path[:100]}…{path[-60:]}"
     raise EnvironmentRejected(f"{what}: {shown!r}: {rule}" if path else f"{what}: {rule}")
 
 
 def is_digest(text: str) -> bool:
-    """Return whether a text is a BLAKE3 digest in our form: 64 hexadecimal digits, lower case."""
+    """Return True if a text is a BLAKE3 digest as 64 lower-case hexadecimal digits."""
     return _DIGEST.fullmatch(text) is not None
 
 
 def fold_name(name: str) -> str:
-    """Return a form that is equal for names that differ only in case or Unicode form."""
+    """Return a form of a name that is equal for names that differ only in case or Unicode form."""
     if name.isascii():
         return name.lower()
-    # Case folding can undo the normalization, so the name is normalized before and after it.
+    # Case folding can undo the normalization, so the function normalizes before and after case folding.
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())

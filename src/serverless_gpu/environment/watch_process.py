@@ -5,11 +5,11 @@
                        └ a change in between: "!" and a reason; the process ends
 
 The process is separate because placing watches takes as long as a full check, and the kernel takes tens of milliseconds
-to remove 50,000 watches. The service waits for neither. A failure of the process only costs speed: without an answer,
-the service checks every file.
+to remove 50,000 watches. The service need not wait for either. A failure of the process only costs speed: without an
+answer, the service checks every file.
 
 Failure cases: watches are not available ("!" with the reason). The process is killed (end of file). The process does
-not answer, and the service kills it after a second. The service is gone (end of file), and the process ends. The
+not answer, and the service kills it after a second. The service has ended (end of file), and the process ends. The
 service is killed while it forks.
 """
 
@@ -30,7 +30,7 @@ from serverless_gpu.environment.scan.watcher import LibraryWatcher, Unwatchable
 from serverless_gpu.errors import ServerlessGpuError
 
 ANSWER_S_MAX = 1.0
-"""Seconds without an answer before every file is checked. A check takes a tenth of this time."""
+"""Seconds without an answer after which the service checks every file. A check takes a tenth of this time."""
 LOOKS_MAX = 15
 """Maximum number of full checks between two attempts to place watches."""
 _PACKET_BYTES_MAX = 4096
@@ -39,20 +39,20 @@ _NAME = "sgpu-watch"
 
 
 class WatchProcess:
-    """The service's end of one watching process.
+    """The service's handle of one watching process.
 
-    In the new process, `leave` closes inherited descriptors that must not stay open. Raises OSError: no process can be
-    started.
+    In the new process, `leave` closes inherited descriptors that must not stay open. Raises OSError: the system cannot
+    start a process.
     """
 
     def __init__(self, recogniser: Recogniser, description: Description, leave: Callable[[], None]) -> None:
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.generation = b""
-        """Generation of the index that the watches cover; b"" until they are placed."""
+        """Generation of the index that the watches cover; b"" until the process has placed them."""
         self.saved = 0
-        """Number of full checks that its answers have saved."""
+        """Number of full checks that the process's answers have saved."""
         self.reason = ""
-        """Reason for its end."""
+        """Reason why the process has ended."""
         sys.stderr.flush()
         try:
             self.pid = os.fork()
@@ -67,7 +67,7 @@ class WatchProcess:
         self.sock.settimeout(ANSWER_S_MAX)
 
     def hear(self) -> bool:
-        """Take an unasked message of the process, and return whether the process continues."""
+        """Read a message that the process sent without a question; return True if the process continues."""
         answer = self._receive()
         if answer[:1] == b"=":
             self.generation = answer[1:]
@@ -78,7 +78,7 @@ class WatchProcess:
         """Return the generation of the index whose libraries are proven unchanged, or b"" without proof."""
         if not self.generation:
             return b""
-        with contextlib.suppress(OSError):  # The process has ended; the reason can still be read.
+        with contextlib.suppress(OSError):  # The process has ended, but its last message can still be read.
             self.sock.send(b"?")
         answer = self._receive()
         if answer == b"=":
@@ -87,7 +87,7 @@ class WatchProcess:
         return b""
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the watching process."""
         self.sock.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
@@ -107,7 +107,7 @@ class WatchProcess:
 
 
 class WatchBackoff:
-    """Counts the full checks until the next watches: twice as many after watches that saved none."""
+    """Counts the full checks until the next watches: twice as many after watches that saved no check."""
 
     def __init__(self) -> None:
         self.reason = ""
@@ -116,12 +116,12 @@ class WatchBackoff:
         self._left = 0
 
     def is_due(self) -> bool:
-        """Return whether to place watches after this check."""
+        """Return True if the service should place watches after this check."""
         self._left -= 1
         return self._left < 0
 
     def count(self, saved: int) -> None:
-        """Record how many full checks the last watches have saved."""
+        """Record the number of full checks that the last watches have saved."""
         self._pause = 0 if saved else min(2 * self._pause + 1, LOOKS_MAX)
         self._left = self._pause
 
@@ -129,7 +129,7 @@ class WatchBackoff:
 def _be_watcher(
     sock: socket.socket, recogniser: Recogniser, description: Description, leave: Callable[[], None]
 ) -> NoReturn:
-    """Place watches, answer, and exit; send an error as the last answer."""
+    """Place watches, answer questions, and exit; on an error, send the error as the last message."""
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -142,7 +142,7 @@ def _be_watcher(
             reason = _answer(sock, watcher)
         except (Unwatchable, OSError, ServerlessGpuError) as error:
             reason = str(error)
-        with contextlib.suppress(OSError):  # The service is gone.
+        with contextlib.suppress(OSError):  # The service has ended.
             sock.send(b"!" + reason[:_REASON_CHARACTERS_MAX].encode(errors="replace"))
         code = 0
     finally:
@@ -153,7 +153,7 @@ def _be_watcher(
 
 
 def _answer(sock: socket.socket, watcher: LibraryWatcher) -> str:
-    """Answer questions until an event occurs, and return its reason."""
+    """Answer questions until an event occurs, and return the reason for the event."""
     poller = select.poll()
     poller.register(sock, select.POLLIN)
     poller.register(watcher, select.POLLIN)

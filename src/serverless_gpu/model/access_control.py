@@ -1,4 +1,4 @@
-"""Access control: the reach of each role on each resource, and the node that a token identifies.
+"""Access control: the objects that each role may read or change, and the node that a token identifies.
 
     none    nothing: the resource does not exist for that role
     own     objects that the principal made, or that the server made for the principal
@@ -10,16 +10,16 @@ for the object that the request names. For an object out of reach the principal 
 because a refusal would reveal that the object exists. A token may have fewer rights than its owner, never more. The
 scopes of a token are a second table (`SCOPES`) that restricts its role.
 
-The token of a node belongs to one node, with one name and one home:
+The token of a node belongs to one node, with one name and one home directory:
 
     a token of the server's own file, or of a join     ─▶ bound to a node before or at the node's first hello
     any other token at its first hello                 ─▶ pending until an administrator approves the node's name
     a second name or home with the same token          ─▶ refused in every case
     a second process of a home                         ─▶ refused while the first process is connected
 
-The server recognises a home by its instance, a random value that is stored in the home. A restarted container is
-another machine with the same home. Each process makes a number at its start, by which the server tells two processes of
-one home apart.
+The server recognises a home directory by its instance, a random value that is stored in the directory. A restarted
+container is another machine with the same home directory. Each agent process generates a number at its start. With this
+number the server distinguishes two processes that use one home directory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class AccessReach(StrEnum):
-    """The reach of a principal on a resource."""
+    """The objects of a resource that a role may access."""
 
     NONE = "none"
     OWN = "own"
@@ -56,26 +56,27 @@ class Resource(StrEnum):
     PRICES = "prices"
     BUDGETS = "budgets"  # Budgets; "team" covers the caller and the caller's teams.
     USAGE = "usage"  # Use and its cost; "team" covers the caller and the caller's teams.
-    ENVIRONMENTS = "environments"  # Objects of captured environments; own: by their address; all: list and delete.
+    # Objects of captured environments; "own": read by address; "all": also list and delete.
+    ENVIRONMENTS = "environments"
     BLOBS = "blobs"  # Parts of payloads and outputs, by their digest.
     AGENTS = "agents"  # A node's own requests: join, heartbeat.
-    # The token of the join file only lets a machine become a node. The token that the machine then gets has the scope
-    # "agent" and cannot admit another machine.
+    # A token from a join file only permits a machine to join as a node. The server then gives the machine another token
+    # with the scope "agent", which cannot admit further machines.
     JOINING = "joining"
-    # Orders to a node. They carry the callers' variables and the tokens of attempts, so only the node's own token can
-    # read them. Reading orders is a write, because the server then marks them as sent.
+    # Orders to a node. Orders contain environment variables of callers and tokens of attempts, so only the node's own
+    # token can read them. Reading orders is a write, because the server then marks the orders as sent.
     ORDERS = "orders"
     USERS = "users"
     TEAMS = "teams"  # Teams and their members.
     TOKENS = "tokens"  # Tokens, without their secrets.
     AUDIT = "audit"
-    METRICS = "metrics"  # Metrics of the whole server, without names.
+    METRICS = "metrics"  # Aggregate metrics of the whole server.
     SECRETS = "secrets"  # Names and versions of secrets; write: set, delete. No route returns a value.
 
 
 _NONE, _OWN, _TEAM, _ALL = AccessReach.NONE, AccessReach.OWN, AccessReach.TEAM, AccessReach.ALL
 
-# Role → resource → reach for reading and for writing. A missing resource is out of reach.
+# Role → resource → reach for reading and for writing. A role cannot access a resource that is missing in its row.
 POLICY: Mapping[Role, Mapping[Resource, tuple[AccessReach, AccessReach]]] = {
     "admin": dict.fromkeys(Resource, (_ALL, _ALL))
     | {Resource.AUDIT: (_ALL, _NONE), Resource.ORDERS: (_NONE, _NONE), Resource.JOINING: (_NONE, _NONE)}
@@ -183,7 +184,7 @@ def reach(role: str, resource: str, *, write: bool, scopes: Collection[str] = ()
 
 
 def covers(reached: str, *, name: str, teams: Iterable[str], owner: str, team: str = "") -> bool:
-    """Return whether one object is in reach."""
+    """Return True when a principal with this reach may access an object."""
     if reached == AccessReach.ALL:
         return True
     if reached == AccessReach.NONE or not name:
@@ -192,7 +193,7 @@ def covers(reached: str, *, name: str, teams: Iterable[str], owner: str, team: s
 
 
 def table() -> str:
-    """Return the policy as a Markdown table with "read / write" in each cell."""
+    """Return the access policy as a Markdown table with "read / write" in each cell."""
     rows = [["", *ROLES], ["---"] * (len(ROLES) + 1)]
     for resource in Resource:
         cells = [POLICY[role].get(resource, (_NONE, _NONE)) for role in ROLES]
@@ -205,8 +206,8 @@ class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The identity that a node claims in its hello."""
 
     name: str
-    machine: str  # The machine that holds the node's home now.
-    instance: str = ""  # Instance of the node's home; "" from a version that does not report it.
+    machine: str  # The machine that currently stores the node's home directory.
+    instance: str = ""  # Instance of the node's home; "" from an agent version that reports no instance.
 
 
 class TokenBinding(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,19 +221,19 @@ class HelloDecision(StrEnum):
     """The answer to a hello with a valid token."""
 
     ADMITTED = "admitted"
-    BOUND = "bound"  # The token belongs to this node from this hello on.
-    MOVED = "moved"  # The same home is now on another machine.
+    BOUND = "bound"  # This hello binds the token to the node.
+    MOVED = "moved"  # Another machine now uses the same home directory.
     PENDING = "pending"  # An administrator has to approve the node's name.
 
 
 class HelloRefused(msgspec.Struct, frozen=True):
-    """The reason why the server refuses a hello, and the remedy."""
+    """The reason for refusing a hello, and the remedy."""
 
     why: str
     hint: str
 
 
-_OWN_TOKEN = "give each node a token of its own: `sgpu node invite`"
+_OWN_TOKEN = "create a separate token for each node: `sgpu node invite`"
 
 
 def judge_hello(binding: TokenBinding | None, said: NodeIdentity) -> HelloDecision | HelloRefused:
@@ -252,13 +253,13 @@ def judge_hello(binding: TokenBinding | None, said: NodeIdentity) -> HelloDecisi
     if not binding.approved:
         return HelloDecision.PENDING
     if bound.instance != said.instance:
-        return HelloDecision.BOUND  # The node did not report its instance before.
+        return HelloDecision.BOUND  # The node's earlier hello reported no instance.
     return HelloDecision.ADMITTED if bound.machine == said.machine else HelloDecision.MOVED
 
 
 def second_process(before: str, said: str, *, connected: bool) -> bool:
-    """Return whether a hello comes from a second process while the first is connected.
+    """Return True for a hello of a second process while the first process is still connected.
 
-    The kernel closes the connections of a killed process, so the server admits the successor at once.
+    The kernel closes the connections of a killed process, so the server accepts its successor without delay.
     """
     return bool(before) and before != said and connected

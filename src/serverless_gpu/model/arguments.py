@@ -1,8 +1,8 @@
-"""Arguments of a call as short texts, for readers of the run.
+"""Short texts of a call's arguments, for users who view the run.
 
 Only values with a cheap, short and harmless text are included. The `repr` of a user's class may take seconds or raise,
-so this module never calls it. Names and values that look like secrets are left out, because the server stores the texts
-and shows them to other users.
+so this module never calls it. The module leaves out names and values that look like secrets, because the server stores
+the texts and shows them to other users.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     sha256(entry n) = SHA-256( sha256(entry n-1) ␤ canonical JSON of entry n ),   sha256(entry 0) = 64 zeros
 
 Entries have numbers without gaps. Changing, removing or inserting an entry changes the digest of every later entry. A
-reader who kept a copy of a later digest (`sgpu audit export`) detects the change. The chain alone does not protect its
-end: only a reader with a copy notices that the last entries were removed.
+reader who kept a copy of a later digest (`sgpu audit export`) detects the change. The chain alone does not reveal that
+the last entries were removed. Only a comparison with a copy reveals their removal.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ChainHead(msgspec.Struct, frozen=True):
 
 
 def digest(previous: str, link: ChainedEntry) -> str:
-    """Return the digest that an entry must have."""
+    """Return the digest that an entry must have, given the digest of the entry before."""
     said = (link.number, link.seq, link.at_ns, link.principal, link.action, link.subject, link.detail, link.token)
     return hashlib.sha256(previous.encode() + b"\n" + msgspec.json.encode(said, order="sorted")).hexdigest()
 

@@ -91,7 +91,7 @@ def midnight_ns(day: int, zone: datetime.tzinfo) -> int:
     if local_day(found_ns, zone) == day:
         return found_ns
     before_ns = found_ns - 86_400 * _SECOND_NS
-    while found_ns - before_ns > _SECOND_NS:  # Binary search for the first second of the day.
+    while found_ns - before_ns > _SECOND_NS:  # Binary search for the first second of the local day.
         middle_ns = (before_ns + found_ns) // 2 // _SECOND_NS * _SECOND_NS
         before_ns, found_ns = (middle_ns, found_ns) if local_day(middle_ns, zone) < day else (before_ns, middle_ns)
     return found_ns
@@ -117,8 +117,8 @@ def bounds_ns(period: str, at_ns: int, zone: datetime.tzinfo) -> tuple[int, int]
 WINDOWS_MAX = 32
 _WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 _DAY_MINUTES = 24 * 60
-# Days to search. The next change is usually within 4 days. Windows recur weekly, or after two weeks when a clock change
-# swallows one.
+# Days to search. The next change is usually within 4 days. A window recurs after a week, or after two weeks when a
+# clock change skips the window.
 _AHEAD_DAYS = (4, 17)
 _TIMES = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})", re.ASCII)
 _FORMS = 'write days, times or both: "mon-fri 19:00-07:00", "sat-sun", "sat,sun 08:00-24:00", "22:00-06:00"'
@@ -128,8 +128,8 @@ class WeeklyWindow(msgspec.Struct, frozen=True, kw_only=True):
     """A weekly window: days of the week and times of day."""
 
     days: tuple[int, ...]  # Weekdays on which the window begins, 0 for Monday.
-    begins: int = 0  # Minutes since midnight.
-    ends: int = _DAY_MINUTES  # Minutes since midnight, more than `begins`; over 1440 means the next day.
+    begins: int = 0  # Start of the window in minutes since midnight.
+    ends: int = _DAY_MINUTES  # End in minutes since midnight, more than `begins`; over 1440 means the next day.
 
     @property
     def text(self) -> str:
@@ -197,9 +197,9 @@ def turns_at(calendar: Calendar, at_ns: int) -> int | None:
 
 
 def _seconds(calendar: Calendar, now: int, days: int) -> tuple[list[int], int]:
-    """Return the seconds of possible changes, and the second up to which they are complete.
+    """Return the times of possible changes in seconds, and the second up to which the list is complete.
 
-    Possible changes are the ends of windows and clock changes.
+    Possible changes are the starts and ends of windows, and clock changes.
     """
     yesterday = datetime.datetime.fromtimestamp(now, calendar.zone).date() - datetime.timedelta(days=1)
     minutes = {minute % _DAY_MINUTES for window in calendar.windows for minute in (window.begins, window.ends)}
@@ -221,7 +221,7 @@ def _second(day: datetime.date, minute: int, fold: int, zone: datetime.tzinfo) -
 def _moved(zone: datetime.tzinfo, now: int, days: int) -> Iterator[int]:
     """Yield the seconds at which a zone's clock changes.
 
-    Two changes that cancel each other out within a day are not found.
+    The function does not find two changes that cancel each other out within a day.
     """
     for number in range(days):
         low, high = (now + (number + step) * _DAY_MINUTES * 60 for step in (0, 1))

@@ -35,7 +35,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         gpu_ms: used device-milliseconds; `billed_ms` excludes those that the platform lost.
         unpriced_ms: billed device-milliseconds that have no price.
         dbu_micros: millionths of a DBU.
-        queued_ms: milliseconds that the run waited; the segments after it are in device-milliseconds.
+        queued_ms: milliseconds that the run waited; the fields of later segments are in device-milliseconds.
         attempts: number of attempts.
         is_final: True if no further use can follow.
         gpu_type: device type of the last attempt, or "".
@@ -138,7 +138,7 @@ def together(attempts: Iterable[AttemptUse], *, waits_ms: int = 0, is_final: boo
     found = list(attempts)
     lines = [line for each in found for line in each.lines]
     last = found[-1] if found else AttemptUse(lines=())
-    # Costs in the server's earlier currency are left out of the sum.
+    # The sum omits costs in a currency that the server used earlier.
     ours = [line for each in found if each.currency == last.currency for line in each.lines]
     priced = [line.micros for line in ours if line.micros is not None]
     priced_ms = sum(line.billed_ms for line in ours if line.micros is not None)
@@ -157,7 +157,7 @@ def together(attempts: Iterable[AttemptUse], *, waits_ms: int = 0, is_final: boo
     )
 
 
-# --- before it runs ---------------------------------------------------------------------------------------------------
+# --- estimates --------------------------------------------------------------------------------------------------------
 
 
 class Devices(msgspec.Struct, frozen=True, kw_only=True):

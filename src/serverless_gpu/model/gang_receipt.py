@@ -1,10 +1,10 @@
-"""Receipt of a run on several nodes, combined from the accounts of its crews.
+"""Receipt of a run on several nodes, combined from the accounts of its nodes.
 
-    crew 0 ─ receipt, charge ─┐
-    crew 1 ─ receipt, charge ─┼─▶ `together`   amounts: sums of the charges, each rounded once
-    crew 2 ─ no receipt, charge ┘              times: those of the slowest node; notes: prefixed with the node's name
+    node 0 ─ receipt, charge ─┐
+    node 1 ─ receipt, charge ─┼─▶ `together`   amounts: sums of the charges, each rounded once
+    node 2 ─ no receipt, charge ┘              times: those of the slowest node; notes: prefixed with the node's name
 
-The ledger decides the use and cost of each crew by the reason of the whole attempt. A node that stops at the server's
+The ledger decides the use and cost of each node by the reason of the whole attempt. A node that stops at the server's
 request does not know whether its time is billed. A device counts as free only if its own node reports it free. The
 state of devices on a silent node is unknown.
 """
@@ -21,23 +21,23 @@ from serverless_gpu.model.receipt import Receipt, Segments
 
 
 class CrewAccount(msgspec.Struct, frozen=True, kw_only=True):
-    """The recorded use of one crew."""
+    """The recorded use of an attempt on one of its nodes."""
 
     node: str
-    receipt: Receipt | None  # The receipt from the node; None if it did not arrive.
-    used: Charge  # Sum of the crew's facts, at the attempt's tariff and for the attempt's reason.
-    gpus: int = 0  # Number of devices assigned to the crew.
+    receipt: Receipt | None  # The receipt from the node; None if no receipt arrived.
+    used: Charge  # Charge for the node's facts, at the attempt's tariff and for the attempt's reason.
+    gpus: int = 0  # Number of the attempt's devices on the node.
 
 
 class GangOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Values that all crews of an attempt share."""
+    """Values that all nodes of an attempt share."""
 
     state: str
     reason: Reason | None  # Reason of the attempt's end, or None if the state needs no explanation.
 
 
 def restated(account: CrewAccount, whole: GangOutcome) -> Receipt | None:
-    """Return one crew's receipt with use and cost from the ledger; None without a receipt."""
+    """Return one node's receipt with use and cost from the ledger; None without a receipt."""
     receipt = account.receipt
     if receipt is None:
         return None
@@ -50,13 +50,13 @@ def restated(account: CrewAccount, whole: GangOutcome) -> Receipt | None:
 
 
 def together(accounts: Sequence[CrewAccount], whole: GangOutcome) -> Receipt | None:
-    """Return the combined receipt of an attempt on several nodes; None if no node has sent one."""
+    """Return the combined receipt of an attempt on several nodes; None if no node has sent a receipt."""
     found = [(each.node, each.receipt) for each in accounts if each.receipt is not None]
     if not found:
         return None
     receipts = [receipt for _, receipt in found]
     used = _sum(each.used for each in accounts)
-    # Each segment takes the time of the slowest node; `first_line_ms` takes the earliest time.
+    # Each segment has the time of the slowest node. `first_line_ms` has the earliest time of all nodes.
     parts = [receipt.segments for receipt in receipts]
     slowest = {name: _most(getattr(part, name) for part in parts) for name in Segments.__struct_fields__}
     lines = [part.first_line_ms for part in parts if part.first_line_ms is not None]
@@ -106,7 +106,7 @@ def _joined_text(found: Sequence[tuple[str, Receipt]], word: Callable[[Receipt],
 
 
 def _gate(accounts: Sequence[CrewAccount]) -> str:
-    """Return the evidence of the hand-back.
+    """Return the evidence that the nodes released their devices.
 
     Devices that are not free come first, because clients may cut the text.
     """

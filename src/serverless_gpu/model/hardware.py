@@ -1,10 +1,10 @@
-"""GPU types and devices: the catalogue, and how names, product strings and fakes are parsed.
+"""GPU types and devices: the catalogue, and parsers for names, product strings and fakes.
 
-A *type* is a name that users write (``H100``). A *device* is one card, fake or CPU slot of a machine. The code of the
-node detects devices (NVML) and locks them; this module does neither.
+A *type* is a name that users write (``H100``). A *device* is one card, fake or CPU slot of a machine. The agent detects
+devices (NVML) and locks them; this module does neither.
 
-Failure cases: an unknown name raises `UnknownGpuType` with the known names. An unknown product string becomes a type of
-its own, so that a machine with a rare card still works.
+Failure cases: an unknown name raises `UnknownGpuType` with the known names. An unknown product string becomes a
+separate type, so that a machine with a rare card still works.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from serverless_gpu.errors import InvalidValue, UnknownGpuType
 GIB = 2**30
 CPU = "CPU"
 
-# Limit for one machine, so that a typing error does not create a million locks.
+# Maximum number of fake devices of one machine, so that a typing error does not create a million locks.
 FAKE_DEVICES_MAX = 1024
 
 # The driver and error correction reserve some memory: real cards report 92 to 100 % of their nominal size. A card below
@@ -90,7 +90,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 def find_type(name: str, own: Sequence[GpuType] = ()) -> GpuType:
     """Return the type that a user's name means.
 
-    The lookup ignores case, spaces, ``-`` and ``_``. It reads shapes such as ``GPU_8xH100`` as their type.
+    The lookup ignores case, spaces, ``-`` and ``_``. A shape such as ``GPU_8xH100`` means its type.
 
     Types in `own` take precedence over the catalogue. Raises UnknownGpuType when no type has this name.
     """
@@ -134,7 +134,7 @@ def time_unit(gpu_types: Iterable[str] = ()) -> str:
 
 
 def census(devices: Sequence[Device], unavailable: Sequence[str] = ()) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the number of devices of a node by type, and the number of unavailable ones by type.
+    """Return the number of devices of a node by type, and the number of unavailable devices by type.
 
     Fakes of a type replace the real devices.
     """
@@ -149,7 +149,7 @@ def recognise(product: str, memory_bytes: int, own: Sequence[GpuType] = ()) -> s
     """Return the type name of a card.
 
     The most specific product fragment wins, then the nearest memory size. A MIG slice or virtual GPU is not a whole
-    card. It keeps its product string unless a type in `own` names it.
+    card. Its type is its product string, unless a type in `own` names the product string.
 
     Returns the product string where no type fits. `memory_bytes` is 0 when unknown.
     """
@@ -269,9 +269,8 @@ def _type(name: str, gib: int, products: tuple[str, ...], aliases: tuple[str, ..
     return GpuType(name=name, memory_bytes=gib * GIB, aliases=aliases, products=products)
 
 
-# Product strings are those of `nvidia-smi -L`. A100 is a family: users request it, but no card has it as its type. It
-# therefore has no products.
-# products.
+# Product strings are those of `nvidia-smi -L`. A100 is a family: users request it, but no card has A100 as its type.
+# A100 therefore has no products.
 CATALOGUE: tuple[GpuType, ...] = (
     _type("A10", 24, ("A10",), ("A10-24GB",)),
     _type("A10G", 24, ("A10G",), ("A10G-24GB",)),

@@ -50,7 +50,7 @@ def table(state: str, sentence: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def unfolding(state: str, lines: Sequence[str], whole: str) -> str:
-    """Return lines in the state's colour, with a larger part that the reader can unfold."""
+    """Return lines in the colour of the state, with details that the reader can expand."""
     first, *others = (escape(line) for line in lines)
     more = "".join(f"<div>{line}</div>" for line in others)
     summary = f'<summary style="cursor:pointer">{_dot(state)} {first}</summary>'

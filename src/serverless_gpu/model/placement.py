@@ -1,14 +1,14 @@
 """Placement on one machine, and the layout of a gang on several nodes.
 
-This module selects the devices that a run may take. Device locks decide which of them are free.
+This module selects the devices that a run may use. Device locks decide which of these devices are free.
 
-    gang   run:fence, all ranks        ┌ crew 0   n2   ranks 0 … 7     rank 0's node: MASTER_ADDR, MASTER_PORT
-                                       ├ crew 1   n3   ranks 8 … 15
-                                       └ crew 2   n1   ranks 16 … 19   partly used nodes come last
+    gang   run:fence, all ranks        ┌ NODE_RANK 0   n2   ranks 0 … 7     rank 0's node: MASTER_ADDR, MASTER_PORT
+                                       ├ NODE_RANK 1   n3   ranks 8 … 15
+                                       └ NODE_RANK 2   n1   ranks 16 … 19   partly used nodes come last
 
-A crew is the part of one attempt on one node: its supervisor, its devices and their ranks. The number of a crew is its
-NODE_RANK. Each crew has its own lease, token, facts, receipt and end. Values that are the same for all crews belong to
-the attempt. An attempt on one node is a gang of one crew.
+The part of an attempt on one node (a crew in the code) has a supervisor, devices and their ranks. The number of the
+part is its NODE_RANK. Each part has its own lease, token, facts, receipt and end. Values that are the same for all
+nodes belong to the attempt. An attempt on one node is a gang with one part.
 
 Failure cases: a request that this machine can never serve raises at once (`NoGpu`, `GpuTypeMismatch`, `NotEnoughGpus`).
 The error lists the machine's devices. Busy devices do not raise an error here.
@@ -32,9 +32,9 @@ _NO_GPU_HINT = (
 
 
 class Candidates(msgspec.Struct, frozen=True, kw_only=True):
-    """The devices that a run may take."""
+    """The devices that a run may use."""
 
-    count: int  # Number of devices that the run takes.
+    count: int  # Number of devices that the run needs.
     devices: tuple[Device, ...]  # Suitable devices, in order of preference.
 
 
@@ -61,7 +61,7 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
 def restrict(devices: Sequence[Device], cuda_visible_devices: str | None) -> tuple[Device, ...]:
     """Return the devices that a caller may use, as CUDA reads the caller's ``CUDA_VISIBLE_DEVICES``.
 
-    The result keeps the order of the variable. Like CUDA, the function stops at the first entry that names no device. A
+    The result has the order of the variable. Like CUDA, the function stops at the first entry that names no device. A
     device that is named twice hides all CUDA devices. CUDA cannot hide CPU slots; they come last.
 
     `cuda_visible_devices` is None when the variable is not set.
@@ -71,7 +71,7 @@ def restrict(devices: Sequence[Device], cuda_visible_devices: str | None) -> tup
     cuda = [device for device in devices if device.type != CPU]
     visible: list[Device] = []
     entries = [entry.strip() for entry in cuda_visible_devices.split(",")]
-    # The first entry decides how all are read, because CUDA does not mix indices and identifiers.
+    # The first entry decides how CUDA reads all entries, because CUDA does not mix indices and identifiers.
     by_index = _is_number(entries[0])
     for entry in entries:
         if by_index:
@@ -93,8 +93,8 @@ def candidates(
 ) -> Candidates:
     """Return the devices that fit a request.
 
-    `gpus` None takes every device of the type. `gpu_type` None takes the machine's only GPU type. Raises InvalidValue,
-    UnknownGpuType, NoGpu, GpuTypeMismatch or NotEnoughGpus.
+    `gpus` None selects every device of the type. `gpu_type` None selects the machine's only GPU type. Raises
+    InvalidValue, UnknownGpuType, NoGpu, GpuTypeMismatch or NotEnoughGpus.
     """
     if gpus is not None and gpus < 1:
         raise InvalidValue(
@@ -146,7 +146,7 @@ def rank_variables(
     # The variable is empty and not absent for CPU slots, because their ranks must not touch a GPU of the machine.
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(indices)
     if indices:
-        # By default CUDA orders devices by speed. Our indices come from NVML, which uses PCI bus order.
+        # By default CUDA orders devices by speed. The device indices come from NVML, which uses PCI bus order.
         variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     return variables
 
@@ -231,22 +231,22 @@ def _only_type(present: Sequence[Device]) -> str:
 
 def _none_of(wanted: str, present: Sequence[Device]) -> HardwareError:
     if not present:
-        return NoGpu(f"the run asks for {wanted}, but this machine has no GPU", hint=_NO_GPU_HINT)
+        return NoGpu(f"the run requests {wanted}, but this machine has no GPU", hint=_NO_GPU_HINT)
     types = _types(present)
     or_none = ", or leave gpu_type out" if len(types) == 1 else ""
     return GpuTypeMismatch(
-        f"the run asks for {wanted}, but this machine has {_census(present)}", hint=f"use {_choices(types)}{or_none}"
+        f"the run requests {wanted}, but this machine has {_census(present)}", hint=f"use {_choices(types)}{or_none}"
     )
 
 
 def _too_many(wanted: str, asked: int, there: int) -> NotEnoughGpus:
     if wanted == CPU:
         return NotEnoughGpus(
-            f"the run asks for {asked} CPU {'slot' if asked == 1 else 'slots'}, but this machine has {there}",
-            hint=f'SERVERLESS_GPU_FAKE="CPU:{asked}" creates as many slots, whatever the number of cores',
+            f"the run requests {asked} CPU {'slot' if asked == 1 else 'slots'}, but this machine has {there}",
+            hint=f'SERVERLESS_GPU_FAKE="CPU:{asked}" creates as many slots, regardless of the number of cores',
         )
     return NotEnoughGpus(
-        f"the run asks for {asked} {wanted}, but this machine has {there}",
+        f"the run requests {asked} {wanted}, but this machine has {there}",
         hint=f"use gpus={there}, or leave gpus out to use all; a GPU that CUDA_VISIBLE_DEVICES hides does not count",
     )
 
@@ -265,16 +265,16 @@ def _choices(types: Sequence[str]) -> str:
 
 
 NODES_MAX = 256
-"""Maximum number of nodes in a gang, because every crew connects to every other one before user code begins."""
+"""Maximum number of nodes in a gang, because every node connects to every other node before user code begins."""
 
 
 class CrewPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """The place of one crew within its gang.
+    """The place of one node within a gang.
 
     Attributes:
         number: NODE_RANK, from 0.
         node: name of the node.
-        first_rank: lowest global rank of the crew, if each device has a rank.
+        first_rank: lowest global rank on the node, if each device has a rank.
         gpus: number of devices, including CPU slots.
     """
 
@@ -285,7 +285,7 @@ class CrewPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def laid_out(shares: Sequence[tuple[str, int]]) -> tuple[CrewPlace, ...]:
-    """Return the crews of a gang: most devices first, then by node name.
+    """Return the places of a gang's nodes: most devices first, then by node name.
 
     The layout does not depend on the order of the nodes in `shares`. Rank 0 is on the node with the most ranks, where
     most of its peers need no network.
@@ -307,7 +307,7 @@ def world_size(crews: Sequence[CrewPlace]) -> int:
 
 
 def rank_places(crews: Sequence[CrewPlace], number: int) -> tuple[RankPlace, ...]:
-    """Return the places of the ranks of one crew, in the order of LOCAL_RANK."""
+    """Return the places of the ranks of one node, in the order of LOCAL_RANK."""
     crew = crews[number]
     return tuple(
         RankPlace(
@@ -323,10 +323,10 @@ def rank_places(crews: Sequence[CrewPlace], number: int) -> tuple[RankPlace, ...
 
 
 def numbered(crew: CrewPlace, *, per_node: bool) -> range:
-    """Return the numbers of a crew's processes, which identify logs, results and failures.
+    """Return the numbers of a node's processes, which identify logs, results and failures.
 
-    The numbers are global ranks. A crew with one process for all devices has its node number instead: a command that
-    runs once per node, or a Ray driver.
+    The numbers are global ranks. A node with one process for all devices uses its node number instead. Such a process
+    is a command that runs once per node, or a Ray driver.
     """
     first, count = (crew.number, 1) if per_node else (crew.first_rank, crew.gpus)
     return range(first, first + count)

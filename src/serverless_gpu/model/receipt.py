@@ -1,4 +1,4 @@
-"""The receipt of one run: where its time went, its cost, and the work of its devices.
+"""The receipt of one run: the time of each segment, the cost, and the use of the devices.
 
 The node that ran the attempt makes the receipt (`node/attempt/usage_account.py`). `ledger.py` and `pricing.py` compute
 the cost.
@@ -28,8 +28,8 @@ _NODES_NAMED = 3
 # Host memory of all processes of the run together. Memory of a GPU is "GPU memory".
 _PEAK = "host memory peak"
 
-# Patterns for the hand-back texts of `node/attempt/usage_account.py` and `supervisor_loss.py` (one node), and of
-# `gang_receipt.py` (several nodes).
+# Patterns for texts about released devices. `node/attempt/usage_account.py` and `supervisor_loss.py` write them for one
+# node, `gang_receipt.py` for several nodes.
 _FREE = re.compile(r"\bfree\b")
 _NOT_FREE = re.compile(r"\bnot free\b|\bnot known\b|\bnothing is known\b")
 
@@ -93,7 +93,7 @@ class SampledDevice(Protocol):
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """Telemetry of all devices of an attempt."""
 
-    observed_ms: int = 0  # Observed device-milliseconds; `busy_ms` are those in which a device worked.
+    observed_ms: int = 0  # Observed device-milliseconds; `busy_ms` counts the time in which a device worked.
     busy_ms: int = 0
     peak_memory_bytes: int | None = None  # The highest peak of one device; None if unknown.
 
@@ -160,7 +160,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         peak_memory_bytes: peak host memory, on several nodes the highest of one node; None if not known.
         warm: True if the ranks came from a warm interpreter.
         warm_reason: reason for a cold start, or the warm interpreter that was used.
-        gate: evidence that the run handed its devices back.
+        gate: evidence that the run released its devices.
         quarantined: identifiers of devices that the node could not prove free.
         tags: tags of the run.
         facts: number of facts behind this receipt.
@@ -207,7 +207,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...] = ()
 
     def rows(self) -> dict[str, str]:
-        """Return the rows by label, without unknown or empty ones."""
+        """Return the rows by label, without unknown or empty rows."""
         is_run = self.runs is None
         start = "warm start" if self.warm else "cold start"
         if self.warm_reason:
@@ -260,7 +260,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(_printable(line, _WARNING_MAX) for line in (_summary(self), *_warnings(self)))
 
     def text(self) -> str:
-        """Return the whole receipt for a terminal: at most 8 lines, none of them empty."""
+        """Return the whole receipt for a terminal: at most 8 lines and no empty line."""
         rows = self.rows()
         peak = rows.get(_PEAK)
         copied = self.environment not in ("", "live")
@@ -327,7 +327,7 @@ def _size_text(receipt: Receipt) -> str:
 
 
 def _segments_text(segments: Segments) -> str:
-    # Segments are in the order in which a run passes through them; unknown segments are left out.
+    # Segments are in the order in which a run passes through them. The text omits unknown segments.
     named = (
         ("queued", segments.queued_ms),
         ("environment", segments.environment_ms),
@@ -349,7 +349,7 @@ def _use_text(uses: Sequence[DeviceUse], kind: DeviceKind) -> str:
     throttled_s = max((use.throttled_s or 0 for use in uses), default=0)
     mean = sum(percent * count for percent, count in busy) / max(1, sum(count for _, count in busy))
     is_cpu = kind is DeviceKind.CPU
-    peak = 0 if is_cpu else max(peaks, default=0)  # A CPU slot uses host memory, which has a row of its own.
+    peak = 0 if is_cpu else max(peaks, default=0)  # A CPU slot uses host memory, which has a separate row.
     return _joined(
         f"{'CPU' if is_cpu else 'GPU'} {mean:.0f} % busy" if busy else "",
         f"{idle} of {len(uses)} devices did nothing" if 0 < idle < len(uses) else "",
@@ -360,7 +360,7 @@ def _use_text(uses: Sequence[DeviceUse], kind: DeviceKind) -> str:
 
 
 def _idle_count(uses: Sequence[DeviceUse]) -> int:
-    """Return the number of idle devices, among those with enough samples."""
+    """Return the number of idle devices. Devices with too few samples do not count."""
     seen = [use.busy_percent for use in uses if use.busy_percent is not None and use.samples >= _IDLE_SAMPLES_MIN]
     return sum(percent < _IDLE_PERCENT for percent in seen)
 
@@ -398,7 +398,7 @@ def _count_text(receipt: Receipt) -> str:
 def _freed_text(receipt: Receipt) -> str:
     """Return a note that the devices are free, and the time of the proof; "" without a proof."""
     if not receipt.gpus:
-        return receipt.gate  # The reason why the run had no devices to hand back.
+        return receipt.gate  # The reason why the run had no devices to release.
     if not _is_freed(receipt):
         return ""
     verified = "free" if receipt.kind is DeviceKind.CPU else "verified free"

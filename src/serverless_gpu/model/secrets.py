@@ -20,7 +20,7 @@ SECRETS_MAX = 32
 """Maximum number of secrets of one run."""
 VALUE_BYTES_MAX = 64 << 10
 DIRECTORY = "SGPU_SECRETS_DIR"
-"""The variable with the directory of a run's secrets, which holds one file for each secret."""
+"""Environment variable with the directory of a run's secrets, which holds one file for each secret."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}")
 _OURS = ("SGPU_", "SERVERLESS_GPU_")
@@ -31,7 +31,7 @@ class Pinned(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     version: int  # Version number of the secret: 1, 2, 3 …
-    team: str = ""  # Team that owns the secret, or "" for the run's owner.
+    team: str = ""  # Team that owns the secret; "" for a secret of the run's owner.
 
     @property
     def text(self) -> str:

@@ -1,7 +1,7 @@
-"""Run specifications: the options that users write, and the RunSpec that they become.
+"""Run specifications: the options that users write, and the RunSpec that results from them.
 
 This module alone validates options, before anything starts. The spec also records options that only a server can
-enforce, so that the same code means the same with `remote=True`.
+enforce, so that the same code is valid with `remote=True`.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def limits(self) -> Limits:
         """Return the limits that the lifecycle applies."""
-        # A Ray driver may wait in one place for hours, which says nothing about the progress of its tasks.
+        # A Ray driver may wait in one place for hours, which does not indicate the progress of its tasks.
         warning_s, hang_s = (self.hang_warning_s, self.hang_timeout_s) if self.ray is None else (0, None)
         return Limits(
             timeout_ns=None if self.limit_s is None else round(self.limit_s * 1e9),
@@ -308,8 +308,8 @@ def make_spec(
 ) -> RunSpec:
     """Return the RunSpec for the options that a user wrote.
 
-    `options` are those without a parameter of their own. Raises InvalidOption for an unknown option or a wrong type,
-    and InvalidValue for an invalid value.
+    `options` has the options that are not parameters of `make_spec`. Raises InvalidOption for an unknown option or a
+    wrong type, and InvalidValue for an invalid value.
     """
     _refuse_unknown(options)
     asked = dict(options)

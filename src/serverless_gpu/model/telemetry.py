@@ -24,14 +24,15 @@ from serverless_gpu.model.receipt import DeviceUse
 RAY_BYTES_MAX = 1 << 16
 """Maximum size of a metrics file; the reader ignores a larger file."""
 
-_FRESH_NS = 30 * 1_000_000_000  # Three intervals of the monitor.
+_FRESH_NS = 30 * 1_000_000_000  # Maximum age of a metrics file: three intervals of the monitor.
 
 
 class RaySample(msgspec.Struct, frozen=True, array_like=True):
     """The state of one node's Ray at one moment; None means "not known".
 
-    The node that runs a task counts the task while it runs. The node of its owner counts waiting and ended tasks. Only
-    the sample of the head's node has placement groups, and actors that wait or have ended.
+    The node that runs a task counts the task while it runs. The node of the task's owner counts waiting and ended
+    tasks.
+    Only the sample of the head's node has placement groups, and actors that wait or have ended.
     """
 
     cpus: float | None = None  # CPUs that Ray can assign.
@@ -42,14 +43,14 @@ class RaySample(msgspec.Struct, frozen=True, array_like=True):
     object_store_free_bytes: float | None = None  # Free bytes of the object store.
     objects: float | None = None
     spilled_bytes: float | None = None  # Bytes of objects that Ray moved to the disk because the object store was full.
-    tasks_pending: float | None = None  # Tasks that wait for arguments, for resources or for their turn.
+    tasks_pending: float | None = None  # Tasks that wait for arguments, for resources or in the queue.
     tasks_running: float | None = None  # Tasks that run.
     tasks_finished: float | None = None  # Tasks that have ended since the cluster began.
     tasks_failed: float | None = None  # Tasks that have failed since the cluster began.
     tasks_infeasible: float | None = None  # Tasks that request more than any node has, and wait forever.
     actors: float | None = None  # Actors that run.
     actors_pending: float | None = None  # Actors that Ray has not created yet.
-    actors_restarting: float | None = None  # Actors that Ray creates again.
+    actors_restarting: float | None = None  # Actors that Ray restarts.
     actors_dead: float | None = None  # Actors that have ended.
     placement_groups: float | None = None  # Placement groups that exist.
     placement_groups_pending: float | None = None  # Placement groups that wait for resources.
@@ -189,7 +190,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[Sampled, ...] = ()
 
 
-# --- how often ----------------------------------------------------------------------------------------------------
+# --- sampling intervals -------------------------------------------------------------------------------------------
 
 SECOND_NS = 1_000_000_000
 _ROWS_PER_INTERVAL = 3600
@@ -205,10 +206,10 @@ def interval_ns(rows: int) -> int:
 
 
 def merged(samples: Sequence[Sample]) -> Sample:
-    """Return one sample that combines several.
+    """Return one sample that combines several samples.
 
     The result has the mean of rates, the maximum of memory, and the last value of counters. After a change of devices
-    or ranks, only samples with the last set of them count.
+    or ranks, only samples with the last set of devices and ranks count.
     """
     last = samples[-1]
     if len(samples) == 1:
@@ -391,7 +392,7 @@ def _share(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else round(part / whole * 100, 2)
 
 
-# --- what they add up to ------------------------------------------------------------------------------------------
+# --- sums ---------------------------------------------------------------------------------------------------------
 
 THROTTLED = 0x04 | 0x08 | 0x20 | 0x40 | 0x80
 """NVML's bits for heat or power: software power cap, hardware slowdown, software and hardware thermal slowdown, power
@@ -408,7 +409,7 @@ _THROTTLE_WORDS = {
 }
 
 BUSY_PERCENT = 5.0
-"""Minimum busy share that counts as work; a desktop or a monitoring tool stays below it."""
+"""Minimum busy share that counts as work; a desktop or a monitoring tool stays below this share."""
 
 _GAP_NS_MAX = 600 * SECOND_NS
 
@@ -472,7 +473,7 @@ def add(uses: Mapping[str, DeviceTotals], header: Header, sample: Sample) -> dic
 
 
 def works(sample: Sample) -> bool:
-    """Return whether a device works; an unknown busy share counts as work, because it proves nothing."""
+    """Return whether a device works; an unknown busy share counts as work."""
     return not sample.gpus or any(gpu.busy_percent is None or gpu.busy_percent >= BUSY_PERCENT for gpu in sample.gpus)
 
 

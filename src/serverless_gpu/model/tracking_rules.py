@@ -21,13 +21,13 @@ from serverless_gpu.model.spec import Command, RunSpec, Tracking
 KEY_CHARACTERS_MAX = 250
 PARAM_CHARACTERS_MAX = 6000
 TAG_CHARACTERS_MAX = 8000
-"""MLflow refuses a longer value, and everything else in the same request."""
+"""Maximum characters of a value. MLflow refuses a request with a longer value as a whole."""
 RUN_TAG = "sgpu.run_id"
 """The tag by which other processes find an MLflow run."""
 ATTEMPT_TAG = "sgpu.attempt"
 """The tag with the attempt whose state an MLflow run shows: the last attempt that has begun."""
 POINTS_MAX = 2_000_000
-"""Points of this package in one MLflow run. An MLflow run can hold 10 million; the rest belongs to its user."""
+"""Maximum points of this package in one MLflow run. MLflow stores 10 million points; the others are for the user."""
 GIVE_UP_S = 86_400
 """Seconds after the end of an attempt in which the package retries requests to MLflow."""
 
@@ -96,7 +96,7 @@ def spec_params(spec: RunSpec) -> dict[str, str]:
 def folder(tracking: Tracking, run_id: str, fence: int, node_rank: int) -> str:
     """Return the path of one attempt's files on one node within the artifacts, with a final slash.
 
-    The first attempt and the first node need no folder of their own.
+    The first attempt and the first node need no separate folder.
     """
     parts = ["sgpu"]
     parts += [run_id] if tracking.run_id else []

@@ -36,17 +36,17 @@ _NAMED_MAX = 20
 class UsagePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """One usage policy. None or an empty tuple means that the policy has no such rule."""
 
-    pool: str = ""  # Pool of runs that name none; "" for the first of `pools`, or any on-demand pool.
+    pool: str = ""  # Pool of runs that name no pool; "" for the first of `pools`, or any on-demand pool.
     pools: tuple[str, ...] = ()  # Pools that runs may name, always including `pool`.
     # Tags that a run must have; a key with values accepts only these values.
     required_tags: dict[str, tuple[str, ...]] = {}
     default_tags: dict[str, str] = {}  # Tags that are added to a run without such a key.
-    # GPU types that runs may request. A run that requests none gets the first available one of these.
+    # GPU types that runs may request. A run that requests no type gets the first available type of this list.
     gpu_types: tuple[str, ...] = ()
     gpus_per_run: int | None = None  # Maximum number of devices of one run.
     gpus_at_once: int | None = None  # Maximum number of devices of all active runs of one user.
     max_run_s: float | None = None  # Longest time of an attempt, in seconds.
-    # Seconds without work on any device until a run is stopped. Users may set a shorter time, but no longer one.
+    # Seconds without work on any device until a run is stopped. Users may set a shorter time, but not a longer time.
     idle_s: float | None = None
     # Priority classes that runs may request. A run without a class is NORMAL; if NORMAL is not accepted, the first
     # class replaces it.
@@ -54,8 +54,8 @@ class UsagePolicy(msgspec.Struct, frozen=True, kw_only=True):
     # Addresses of captured environments whose installed packages are accepted; the project's own code may differ. With
     # such addresses, a run that imports the caller's own files is refused.
     environments: tuple[str, ...] = ()
-    timeout_s: float | None = None  # Time limit of a run that names none, in seconds; users may set another one.
-    team: str = ""  # Team of a run that names none, if its owner is a member; "" for none.
+    timeout_s: float | None = None  # Time limit of a run that sets no limit, in seconds; users may set another limit.
+    team: str = ""  # Team of a run that names no team, if its owner is a member; "" for none.
     team_required: bool = False  # True if every run must belong to a team.
     # Maximum number of attempts that begin user code; preempted attempts do not count.
     attempts_max: int | None = None
@@ -66,7 +66,7 @@ class UsagePolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def home(self) -> str:
-        """Return the pool of runs that name none; "" for any on-demand pool."""
+        """Return the pool of runs that name no pool; "" for any on-demand pool."""
         return self.pool or next(iter(self.pools), "")
 
 
@@ -204,7 +204,7 @@ def with_defaults(policies: Iterable[tuple[str, UsagePolicy]], spec: RunSpec, te
     """Return a run with its policies' defaults.
 
     A run without a team gets the first `team` of a policy whose members include its owner. If a policy requires a team,
-    an owner in exactly one team need not name it.
+    an owner in exactly one team need not name the team.
 
     Raises PolicyViolation when a policy requires a team and the run does not determine one.
     """
@@ -225,7 +225,7 @@ def with_defaults(policies: Iterable[tuple[str, UsagePolicy]], spec: RunSpec, te
 
 
 def where(policies: Sequence[NamedPolicy], spec: RunSpec) -> str:
-    """Return the pool that a run goes to; "" for any on-demand pool."""
+    """Return the pool in which the scheduler will place a run; "" for any on-demand pool."""
     if spec.pool is not None:
         return spec.pool
     homes = [each.policy.home for each in policies if each.policy.home]

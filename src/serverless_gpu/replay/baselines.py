@@ -9,7 +9,7 @@
 do that, so they show the possible improvement. A job of at most a node starts on the first node with enough free GPUs.
 A larger job gets whole free nodes. The job's remaining GPUs are on the first other node with enough free GPUs.
 
-Failure cases: A job that does not fit the empty cluster never reaches this module (`simulation` leaves it out).
+A job that does not fit the empty cluster never reaches this module, because `simulation` leaves out such jobs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from serverless_gpu.replay.clusters import Cluster
 from serverless_gpu.replay.traces import Job
 
 Spans = list[list[tuple[float, float]]]
-"""For each job, in the order of the jobs, the periods (start, end) in which it had its GPUs."""
+"""For each job, in the order of the jobs, the periods (start, end) during which the job had its GPUs."""
 
 Parts = tuple[tuple[int, int], ...]
 """Placement of a job: pairs of node and number of GPUs."""
@@ -47,7 +47,7 @@ class Nodes:
         self.free = sum(self._sizes)
 
     def empty(self) -> None:
-        """Release all GPUs."""
+        """Release the GPUs of all nodes."""
         self._free[:] = self._sizes
         self.free = sum(self._sizes)
 
@@ -89,7 +89,7 @@ class Nodes:
         return tuple(parts)
 
 
-# --- no job is stopped ------------------------------------------------------------------------------------------------
+# --- schedulers without preemption ------------------------------------------------------------------------------------
 
 
 def in_order(jobs: Sequence[Job], cluster: Cluster, *, strict: bool) -> Spans:
@@ -137,28 +137,29 @@ def _that_fit(waiting: dict[int, deque[int]], nodes: Nodes, *, strict: bool) -> 
             heapq.heapreplace(heads, (queue[0], gpus))
 
 
-# --- placed again at each event ---------------------------------------------------------------------------------------
+# --- schedulers with preemption ---------------------------------------------------------------------------------------
 
 
 def placed_again(jobs: Sequence[Job], cluster: Cluster, key: Key) -> Spans:
     """Return the run times of jobs when each arrival and each end places all jobs again.
 
-    The smallest `key` comes first. Jobs with equal keys keep the order of the previous pass, and new jobs follow them.
+    The job with the smallest `key` comes first. Jobs with equal keys keep the order of the previous pass, and new jobs
+    follow them.
     """
     replay = _PlacedAgain(jobs, cluster, key)
     return replay.run()
 
 
 Rank = tuple[float, tuple[int, int, int]]
-"""Key of a job, and its order among equal keys: the pass, 1 for a new job, and a number."""
+"""Key of a job, and the order among jobs with equal keys: the pass, 1 for a new job, and a number."""
 
 
 class _PlacedAgain:
     """Replays jobs when each arrival and each end places all jobs again.
 
-    Waiting jobs keep their key, so there is a heap of them for each size. Running jobs are sorted at each event. Of
-    jobs with equal keys, the one with the smaller key in the previous pass comes first. A waiting job had the same key
-    in that pass, while a running job had a larger one.
+    Waiting jobs keep their key, so each job size has a heap of waiting jobs. Running jobs are sorted at each event. Of
+    jobs with equal keys, the job with the smaller key in the previous pass comes first. A waiting job had the same key
+    in that pass, while a running job had a larger key.
     """
 
     def __init__(self, jobs: Sequence[Job], cluster: Cluster, key: Key) -> None:
@@ -166,7 +167,7 @@ class _PlacedAgain:
         self._left = [job.duration_s for job in jobs]
         self._waiting: dict[int, list[tuple[Rank, int]]] = {}
         self._began: dict[int, float] = {}
-        self._ranks: dict[int, Rank] = {}  # Ranks of running jobs in the previous pass.
+        self._ranks: dict[int, Rank] = {}  # Position of each running job in the previous pass.
         self._spans = _no_spans(jobs)
         self._passes = self._turns = 0
 
@@ -227,7 +228,7 @@ class _PlacedAgain:
         return key, math.inf if turn[:2] == (self._passes, 1) else key, turn
 
     def _place_head(self, heads: list[tuple[Rank, int]], full: set[int], now: float) -> None:
-        """Place the first waiting job if it fits. Otherwise skip all jobs of its size in this pass."""
+        """Place the first waiting job if the job fits. Otherwise skip all jobs of its size in this pass."""
         (key, _), place = heads[0]
         gpus = self._jobs[place].gpus
         if gpus in full or self._nodes.take(gpus) is None:

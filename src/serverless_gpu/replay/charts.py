@@ -3,8 +3,8 @@
     replays  GPUs in use over time · waiting jobs over time · share of the jobs that waited less than …
     advice   share of the time with a demand of k GPUs or more, break-even duty · cost of k reserved GPUs, the minimum
 
-This module imports Matplotlib, so the commands load it on demand. The module only uses Matplotlib's objects and not
-`pyplot`, whose state belongs to the caller. All colours are set explicitly.
+This module imports Matplotlib, so the commands load the module on demand. The module only uses Matplotlib's objects and
+not `pyplot`, whose state belongs to the caller. All colours are set explicitly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNITS = ((2 * 86_400.0, 86_400.0, "days"), (7200.0, 3600.0, "hours"), (120.0, 6
 
 
 class _Line(NamedTuple):
-    """A quantity over time, as means of equal intervals."""
+    """A quantity over time, as means over equal intervals."""
 
     times: list[float]
     values: list[float]
@@ -61,7 +61,7 @@ def draw_replays(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
         panel.set_ylim(bottom=0)
         panel.set_xlabel(f"{unit} since the first job arrived", color=_FAINT, fontsize=9)
         panel.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 3, 5, 6, 10]))
-    _style(waits, "jobs that waited at most so long, %", grid=True)
+    _style(waits, "jobs that waited at most this long, %", grid=True)
     waits.set_xscale("log")
     most = max(60.0, *(outcome.figures.wait.most for outcome in outcomes))
     waits.set_xlim(1, most)
@@ -122,7 +122,7 @@ _WORKED, _IDLE, _BEYOND, _LEAST = "#2166b0", "#c9d1d9", "#e0a45c", "#0f7d6c"
 
 
 def draw_advice(advice: Advice, title: str, path: Path) -> None:
-    """Write the chart of an advice.
+    """Write the chart of advice on reserved GPUs.
 
     Raises OSError when the file cannot be written. Raises ValueError when Matplotlib does not support the file type.
     """
@@ -142,7 +142,7 @@ def draw_advice(advice: Advice, title: str, path: Path) -> None:
 
 
 def _draw_demand(panel: Axes, advice: Advice, most: int) -> None:
-    """Draw the demand as a staircase: slot k is between k − 1 and k."""
+    """Draw the demand as a staircase: slot k lies between k − 1 and k."""
     best = advice.best.slots
     edges, shares = [0], []
     for slot in advice.slots:
@@ -151,7 +151,7 @@ def _draw_demand(panel: Axes, advice: Advice, most: int) -> None:
     if edges[-1] < most:
         edges.append(most)
         shares.append(0.0)
-    # Split at the advised number, so that used, idle and on-demand GPUs are separate areas.
+    # The curve is split at the advised number, so that used, idle and on-demand GPUs are separate areas.
     reserved = [(low, min(high, best), share) for low, high, share in zip(edges, edges[1:], shares, strict=False)]
     beyond = [(max(low, best), high, share) for low, high, share in zip(edges, edges[1:], shares, strict=False)]
     for label, colour, parts, bottom in (
@@ -182,7 +182,7 @@ def _draw_demand(panel: Axes, advice: Advice, most: int) -> None:
         color=_INK,
         fontsize=8,
     )
-    _style(panel, "share of the time with a demand of so many GPUs or more, %")
+    _style(panel, "share of the time with a demand of this many GPUs or more, %")
     panel.set_ylim(0, max(101.0, min(advice.duty_percent * 1.05, 200.0)))
     panel.legend(frameon=False, fontsize=9, labelcolor=_INK, loc="upper right", bbox_to_anchor=(1, 0.98))
 

@@ -6,7 +6,7 @@
     type = "H100"                   lends = true
     pool = "research"               return = "5m"
 
-Only ``gpus`` is required. Failure cases: An invalid entry raises `InvalidValue`, which names the entry.
+Only ``gpus`` is required. An invalid entry raises `InvalidValue`, which names the entry.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SHAPE = re.compile(r"(\d{1,6})\s*[x×]\s*(\d{1,6})", re.ASCII)
 _BYTES_MAX = 1 << 20
 _NODES_MAX = 100_000
 GANG_GPUS = 8
-"""Jobs with at least this number of GPUs count as gangs, unless the cluster has smaller nodes."""
+"""Minimum number of GPUs of a gang, unless the cluster has smaller nodes."""
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=_NODES_MAX)]
 Weight = Annotated[float, msgspec.Meta(gt=0)]
@@ -44,7 +44,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes, and the pools and shares that divide them."""
+    """The nodes of a replay, and the pools and shares that divide them."""
 
     machines: tuple[Machine, ...]  # Nodes in the order of placement.
     pools: tuple[Pool, ...] = ()  # Pools that are reserved or lend devices.
@@ -55,7 +55,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs of all nodes."""
+        """The number of GPUs of all nodes together."""
         return sum(machine.gpus for machine in self.machines)
 
     def as_sum(self) -> Cluster:

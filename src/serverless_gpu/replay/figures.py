@@ -2,8 +2,8 @@
 
     arrival ──waits──▶ has GPUs ──(preempted: waits again)──▶ end      wait = all waiting; completion = end − arrival
 
-Use, idle GPUs and shares of teams count from the first arrival to the last. After that, every scheduler only empties
-its queue.
+Use, idle GPUs and shares of teams are measured from the first arrival to the last arrival. After the last arrival,
+every scheduler only empties its queue.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from serverless_gpu.replay.traces import Job
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean and percentiles of a time of many jobs in seconds, interpolated between jobs."""
+    """Mean and percentiles, in seconds, of a time of many jobs; interpolated between jobs."""
 
     mean: float
     p50: float
@@ -32,22 +32,21 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers that describe a replay."""
 
     jobs: int  # Number of jobs that ran.
-    wait: Spread  # Wait of all jobs. `gang_wait` covers jobs of at least a whole node, None without any.
+    wait: Spread  # Wait of all jobs. `gang_wait` covers jobs of at least a whole node; None without such jobs.
     gang_wait: Spread | None
     completion: Spread
     utilisation: float  # Share of the GPU time in use.
     idle: float  # Share of the GPU time that was free while a job waited.
-    # Share of the GPU time that was free although it was enough for the smallest waiting job. The GPUs were on several
-    # nodes,
-    # or the scheduler kept them for another job.
+    # Share of the GPU time that was free although the free GPUs were enough for the smallest waiting job. Such GPUs are
+    # on several nodes, or the scheduler reserves them for another job.
     fragmented: float
     teams: dict[str, float]  # Each team's share of the GPU time in use.
     preemptions: int  # Number of preemptions.
-    span_s: float  # From the first arrival to the last end.
+    span_s: float  # Seconds from the first arrival to the last end.
 
 
 class ReplayState(NamedTuple):
-    """The state of a replay from a given time on."""
+    """The state of a replay from a given time until the next change."""
 
     at_s: float
     used: int
@@ -106,7 +105,8 @@ def moments(jobs: Sequence[Job], spans: Spans) -> Iterator[ReplayState]:
     """Yield the state after each time at which it changed."""
     changes: list[
         tuple[float, int, int]
-    ] = []  # Time, GPUs, and change of the queue: +1 starts to wait, -1 gets its GPUs, 0 releases them.
+        # Time, number of GPUs, and change of the queue: +1 a job starts to wait, -1 gets its GPUs, 0 releases its GPUs.
+    ] = []
     for job, had in zip(jobs, spans, strict=True):
         since = job.submit_s
         for began, ended in had:
@@ -127,7 +127,7 @@ def moments(jobs: Sequence[Job], spans: Spans) -> Iterator[ReplayState]:
 def _areas(shown: Iterator[ReplayState], window: tuple[float, float], gpus: int) -> tuple[float, float, float]:
     """Return GPU-seconds within a window.
 
-    The three sums are: used, free while a job waited, and free and enough for a waiting job.
+    The three sums are GPU-seconds in use, free while a job waited, and free and enough for a waiting job.
     """
     used = idle = fragmented = 0.0
     before = next(shown)

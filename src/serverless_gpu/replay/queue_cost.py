@@ -1,11 +1,11 @@
-"""The cost of a reserved pool without on-demand GPUs: runs wait there, and waiting has a price.
+"""The cost of a reserved pool without on-demand GPUs: runs wait for the pool, and waiting has a price.
 
     past uses ──▶ `first-fit` on a pool of that size, as one node ──▶ GPU-hours waited
     waiting costs      GPU-hours waited × price of one GPU-hour of waiting, which only the owner can estimate
     waiting is better  while that price is below   on-demand cost ÷ GPU-hours waited
 
-Bounds: a replay covers only the latest runs, and the report says so. All numbers are for those runs, from the start of
-the first to the end of the last.
+Bounds: a replay covers only the latest runs, and the report states this. All numbers are for those runs, from the start
+of the first run to the end of the last run.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class QueueOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The result for a reserved pool without on-demand GPUs."""
 
     slots: int
-    runs: int  # Replayed runs. `too_large` counts the runs that never fit and are left out.
+    runs: int  # Number of replayed runs. `too_large` counts the runs that never fit and are left out.
     too_large: int
     waited_ns: int  # GPU-nanoseconds of waiting: the sum of each run's wait times its GPUs.
     mean_wait_s: float  # Mean wait of a run in seconds. `p95_wait_s` is the 95th percentile.
     p95_wait_s: float
     avoided_micros: int  # On-demand cost of the GPUs beyond the pool.
-    waiting_micros: int | None  # Cost of waiting. None without a price.
-    # Waiting is cheaper below this price of one GPU-hour of waiting. None if no run waited.
+    waiting_micros: int | None  # Cost of waiting; None without a price of waiting.
+    # Waiting is cheaper than on-demand GPUs below this price of one GPU-hour of waiting. None if no run waited.
     worth_micros: int | None
 
 
@@ -46,8 +46,8 @@ def queues(
 ) -> tuple[QueueOutcome, ...]:
     """Return the results for pools of several sizes, without pools that fit no run.
 
-    `waiting` is the price in micros of one GPU-hour of waiting, None without a price. Only the `SIZES_MAX` smallest
-    pools count.
+    `waiting` is the price in micros of one GPU-hour of waiting, None without a price. The result has at most the
+    `SIZES_MAX` smallest pools.
     """
     latest = sorted(uses, key=lambda use: use.start_ns)[-RUNS_MAX:]
     wanted = sorted({size for size in sizes if size > 0})[:SIZES_MAX]

@@ -4,9 +4,9 @@
                                          └─▶ preemptions: the job waits again with its remaining duration
 
 `ours` is the server's own planner, driven by a trace instead of a server: same state, same changes, same decisions. The
-clock of the replay begins at 0 with the first job. A preempted job leaves at once and later continues where it stopped.
-The planner gets no durations, or those that a server would have learned from earlier jobs, or the true ones. A job
-without a type gets the most frequent type.
+clock of the replay begins at 0 with the first job. A preempted job stops at once and later continues where it stopped.
+The planner gets no durations, or durations that a server would have learned from earlier jobs, or the true durations. A
+job without a type gets the most frequent type.
 
 Failure case: A job that the planner never places, even on an idle cluster, counts as unserved.
 """
@@ -43,10 +43,10 @@ from serverless_gpu.replay.figures import Figures, figures_of
 from serverless_gpu.replay.traces import Job, Trace
 
 Progress = Callable[[int, int], None]
-"""A callback that regularly receives the number of ended jobs and of all jobs."""
+"""A callback that regularly receives the number of ended jobs and the number of all jobs."""
 
 Durations = Literal["unknown", "learned", "known"]
-"""The job durations that the planner gets."""
+"""The kind of job durations that the planner gets."""
 
 _NS = 1_000_000_000
 _ROUNDS_MAX = 100  # Maximum number of decisions at one time, if every decision preempts a run.
@@ -54,17 +54,16 @@ _TELL_EVERY = 500
 
 
 POLICIES = ("fifo", "first-fit", *KEYS, "ours")
-"""Scheduler names. `ours` is the server's planner, the others are in `baselines`."""
+"""Scheduler names. `ours` is the server's planner; `baselines` defines the others."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of `ours` beyond the jobs."""
+    """Settings of the scheduler `ours`, in addition to the jobs."""
 
-    # The planner gets the true durations (``"known"``), those of earlier jobs with the same user and name
-    # (``"learned"``), or
-    # none (``"unknown"``).
+    # The planner gets the true durations (``"known"``), durations of earlier jobs with the same user and name
+    # (``"learned"``), or none (``"unknown"``).
     durations: Durations = "unknown"
-    preemption: bool = False  # True makes every job preemptible. False keeps the marks of the trace.
+    preemption: bool = False  # True makes every job preemptible. False uses the value that the trace has for each job.
     scheduling: QueuePolicy = QueuePolicy()  # The queue policy of the operator.
 
 
@@ -74,9 +73,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     policy: str  # Name of the scheduler.
     cluster: Cluster
     figures: Figures
-    jobs: tuple[Job, ...]  # Jobs that ran, in the order of arrival. `spans` has the times when each had its GPUs.
+    jobs: tuple[Job, ...]  # Jobs that ran, in the order of arrival. `spans` has the times when each job had its GPUs.
     spans: Spans
-    # Number of jobs by reason that never fit the empty cluster. The replay leaves such jobs out.
+    # Number of jobs that never fit the empty cluster, by reason. The replay leaves such jobs out.
     impossible: Mapping[str, int] = {}
     unserved: int = 0  # Number of jobs that the scheduler never placed.
 
@@ -123,7 +122,7 @@ def simulate(
 
 
 def _possible(trace: Trace, cluster: Cluster) -> tuple[list[Job], dict[str, int]]:
-    """Return the jobs that fit the empty cluster, and the number of others by reason."""
+    """Return the jobs that fit the empty cluster, and the number of other jobs by reason."""
     known: dict[tuple[int, str, str, bool], str] = {}
     jobs: list[Job] = []
     impossible: Counter[str] = Counter()
@@ -139,10 +138,10 @@ def _possible(trace: Trace, cluster: Cluster) -> tuple[list[Job], dict[str, int]
 
 
 def _why_not(job: Job, cluster: Cluster) -> str:
-    """Return the reason why a job can never run, as a text that follows a count, or "" when it can."""
+    """Return the reason why a job can never run, or "" when it can. The text follows a count."""
     pools = {pool.name: pool for pool in cluster.pools}
     machines = [machine for machine in cluster.machines if job.pool and machine.pool == job.pool]
-    if not machines:  # An unknown pool counts as no pool.
+    if not machines:  # A pool that the cluster does not have counts as no pool.
         lowest = job.priority == BEST_EFFORT
         closed = {pool.name for pool in pools.values() if pool.reserved and not (pool.lends and lowest)}
         machines = [machine for machine in cluster.machines if machine.pool not in closed]
@@ -220,7 +219,7 @@ class PlannerReplay:
                 arrived += 1
             decision = self._decide(changes, now_ns)
             idle = arrived == len(jobs) and not self._since
-            # Nothing will change any more, so the remaining jobs will never run.
+            # The state can no longer change, so the remaining jobs will never run.
             wake_ns = math.inf if decision.wake_ns is None or idle else max(decision.wake_ns, now_ns + 1)
 
     def _decide(self, changes: list[Change], now_ns: int) -> Decision:

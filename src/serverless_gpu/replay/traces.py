@@ -4,7 +4,7 @@
     .json            Philly's `cluster_job_log`, or the output of `sgpu runs --json`
     generate()       the same seed and parameters give the same trace
 
-A generated trace only shares a few figures with real ones, those that determine the behaviour of a queue:
+A generated trace matches real traces only in the figures that determine the behaviour of a queue:
 
     sizes       83 % of jobs have one GPU, and 13 % of the GPU time; 10 % have a whole node, and 49 % of the GPU time
     durations   log-normal within a size; 0.1 to 0.3 % of jobs take longer than a week, and 8 to 28 % of the GPU time
@@ -13,7 +13,7 @@ A generated trace only shares a few figures with real ones, those that determine
     people      few users of few teams have most of the jobs
 
 Failure cases: A file that cannot be read, or is not a valid trace, raises `InvalidValue` with its name and the expected
-format. A row that is not a valid job (it never ran, has no GPUs, no end) is left out, and counted by reason.
+format. The reader leaves out a row that is not a valid job (never ran, no GPUs, no end), and counts it by reason.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One job of a trace."""
 
     job_id: str  # ID of the job in the trace.
-    submit_s: float  # Arrival time in seconds of the trace's own clock.
-    duration_s: float  # Time in seconds for which the job had its GPUs.
-    gpus: int  # Number of GPUs.
-    team: str = ""  # "" where the trace has no value, as in `user`, `name`, `pool` and `gpu_type`.
+    submit_s: float  # Arrival time in seconds on the trace's own clock.
+    duration_s: float  # Seconds for which the job had its GPUs.
+    gpus: int  # Number of GPUs of the job.
+    # Team of the job; "" if the trace has no value. The same holds for `user`, `name`, `pool` and `gpu_type`.
+    team: str = ""
     user: str = ""
     name: str = ""
     pool: str = ""
@@ -62,7 +63,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
     """Jobs in the order of arrival."""
 
-    jobs: tuple[Job, ...]  # Sorted by arrival. Jobs with equal times keep the order of the trace.
+    jobs: tuple[Job, ...]  # Jobs sorted by arrival. Jobs with equal times keep the order of the trace.
     source: str = ""  # Origin of the trace, as text.
     left_out: Mapping[str, int] = {}  # Number of invalid rows, by reason.
 
@@ -82,14 +83,14 @@ def trace_of(jobs: Iterable[Job], source: str = "", left_out: Mapping[str, int] 
 
 
 class _NoJob(Exception):
-    """A row is not a valid job. The message is the reason."""
+    """The row is not a valid job. The message is the reason."""
 
 
 def read_trace(path: Path, only: Mapping[str, str] | None = None) -> Trace:
     """Return the jobs of a ``.parquet``, ``.csv`` or ``.json`` file.
 
-    `only` keeps rows with these column values, such as ``{"cluster": "cluster04"}``. Raises InvalidValue when the file
-    is not a valid trace or has no job. Raises ServerlessGpuError when pyarrow is required but not installed.
+    `only` selects rows with these column values, such as ``{"cluster": "cluster04"}``. Raises InvalidValue when the
+    file is not a valid trace or has no job. Raises ServerlessGpuError when pyarrow is required but not installed.
     """
     readers: dict[str, Callable[[Path], Iterable[Row]]] = {".parquet": _parquet, ".csv": _csv, ".json": _json}
     reader = readers.get(path.suffix.lower())
@@ -97,7 +98,7 @@ def read_trace(path: Path, only: Mapping[str, str] | None = None) -> Trace:
         raise InvalidValue(f"{path} is not a trace file", hint="give a .parquet, .csv or .json file")
     try:
         if path.stat().st_size > _BYTES_MAX:
-            raise InvalidValue(f"{path} is larger than 2 GiB, the maximum", hint="replay a part of the trace")
+            raise InvalidValue(f"{path} is larger than 2 GiB, the maximum", hint="replay only a part of the trace")
         rows = reader(path)
         trace = jobs_of(rows, str(path.name), only or {})
     except OSError as error:
@@ -178,7 +179,7 @@ def _number(row: Row, column: str) -> float:
     return value
 
 
-# --- kinds of files ---------------------------------------------------------------------------------------------------
+# --- file formats -----------------------------------------------------------------------------------------------------
 
 
 def _parquet(path: Path) -> Iterable[Row]:
@@ -241,7 +242,7 @@ class _Philly(msgspec.Struct):
 
 
 def _philly(row: Row) -> Row:
-    """Return a job of Philly's log, with the total duration of its attempts and the GPUs of the largest."""
+    """Return a job of Philly's log: the total duration of its attempts, and the most GPUs of one attempt."""
     job = from_builtins(row, _Philly)
     duration_s, gpus = 0.0, 0
     for attempt in job.attempts or ():
@@ -323,14 +324,15 @@ _NAMES_EACH = 4
 def generate(jobs: int, *, gpus: int, load: float = 0.9, seed: int = 0) -> Trace:
     """Return a generated trace for a cluster of `gpus` GPUs; no job has more GPUs.
 
-    `load` is the GPU time of all jobs divided by the cluster's GPU time until the last arrival.
-    Raises InvalidValue when a number is out of range.
+    `load` is the GPU time of all jobs divided by the cluster's GPU time until the last arrival. Raises InvalidValue
+    when a number is out of range.
     """
     if not 1 <= jobs <= JOBS_MAX:
         raise InvalidValue(f"cannot generate {jobs} jobs: the number is out of range", hint=f"1 to {JOBS_MAX}")
     if not 0.01 <= load <= 10:
         raise InvalidValue(
-            f"cannot generate a load of {load:g}: it is out of range", hint="use 0.01 to 10; 0.9 is a full cluster"
+            f"cannot generate a load of {load:g}: it is out of range",
+            hint="use 0.01 to 10; a load of 0.9 fills the cluster",
         )
     chance = random.Random(seed)
     sizes = [size for size in _SIZES if size.gpus <= gpus]
@@ -410,7 +412,7 @@ def _hour_weights(hours: int, chance: random.Random) -> list[float]:
 
 
 def _people(arrivals: list[tuple[float, int]], chance: random.Random) -> list[tuple[int, int]]:
-    """Return the user and name of each job; all jobs of a burst have the same ones."""
+    """Return the user and name of each job; all jobs of a burst have the same user and name."""
     weights = [1 / (user + 1) for user in range(_USERS)]
     bursts: dict[int, tuple[int, int]] = {}
     for _, burst in arrivals:

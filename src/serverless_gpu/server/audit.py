@@ -8,12 +8,12 @@ each entry a number and a digest (`model/audit_chain.py`) a second later. `Chain
                                           └ remembered: the last entry and its digest
 
 PostgreSQL assigns a row's number before the commit, so rows become visible out of order. Every ten seconds the writer
-searches some thousand earlier rows for entries without a number. At its start it searches all rows. In between it
-reads only the newest row number, by key.
+searches some thousand earlier rows for entries without a number. At its start it searches all rows. In between it reads
+only the newest row number, by key.
 
-The check compares each round with its memory of the previous round. A valid chain with another digest was rewritten.
-A shorter chain was cut off. A server that has just started has no such memory, so operators keep copies of the audit
-(`sgpu audit export`).
+The check compares each round with its memory of the previous round. If a valid chain has another digest, a process has
+rewritten the chain. If the chain is shorter, its last entries were removed. A server that has just started has no such
+memory, so operators keep copies of the audit (`sgpu audit export`).
 
 Failure cases:
 * The writer is killed: the next server continues at the end of the chain. Entries are durable before they are chained.
@@ -46,7 +46,7 @@ AT_ONCE = 500
 """Maximum number of rows in one transaction; the next transaction follows without a pause."""
 PAGE_LINKS = 1_000
 Broken = tuple[int, str]
-"""Number of an audit entry, and the problem found there."""
+"""Number of an audit entry, and the problem of that entry."""
 Read = Callable[[Callable[[sa.Connection], Any]], Any]
 """The signature of `Database.read`."""
 

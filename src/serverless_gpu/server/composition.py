@@ -89,7 +89,7 @@ class ServerResources:
 
     Attributes:
         settings: settings of the server.
-        keys: sign the tokens of attempts.
+        keys: keys that sign the tokens of attempts.
         sealer: encrypts callers' variables.
         leases: time of the last heartbeat of each attempt.
         looks: gangs whose supervisors must report now.
@@ -137,7 +137,7 @@ class ServerResources:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Services(ServerResources):
-    """The resources and the services that handlers, loops and tests share. Services stand in build order."""
+    """The resources and the services that handlers, loops and tests share. The fields are in build order."""
 
     # Run lifecycle
     announcer: Announcer
@@ -194,7 +194,7 @@ def compose(resources: ServerResources) -> Services:
     parts = dict(vars(resources))
     for name, kind in kinds(Services).items():
         if name not in parts:
-            # Imports may not point from principals up to budgets, so the budget callback is passed in here.
+            # Imports must not point from principals up to budgets, so `compose` passes the budget callback in.
             own = {"budgets_changed": resources.spending.change} if kind is PrincipalService else {}
             parts[name] = _build(kind, parts, **own)
     return Services(**parts)

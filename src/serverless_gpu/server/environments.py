@@ -11,8 +11,8 @@ An object's key is a capability: callers with the reach `own` can use keys that 
 can list keys or read the notes of a collection.
 
 Failure cases:
-* A store does not answer: the collector logs this, and the next collection continues there.
-* Another collection works in the same store: this collection does nothing.
+* A store does not answer: the collector logs this, and the next collection continues.
+* Another collection runs in the same store: this collection does nothing.
 * The server stops during a collection: the next collection continues.
 """
 
@@ -55,7 +55,7 @@ class GarbageCollector:
         self._due_ns = clock.boottime_ns() + round(FIRST_S * 1e9)
 
     def tick(self, now_ns: int) -> int | None:
-        """Collect when a collection is due, and return the time of the next one."""
+        """Run a scheduled collection, and return the time of the next collection."""
         if now_ns >= self._due_ns:
             self._due_ns = now_ns + round(EVERY_S * 1e9)
             for name, collect in (("parts", self._collect_parts), ("environments", self._collect_environments)):
@@ -66,7 +66,7 @@ class GarbageCollector:
         try:
             done = collect()
         except (EnvironmentProblem, ServerProblem, StorageError) as error:
-            _log.warning("%s were not collected: %s", name, error.message)
+            _log.warning("the garbage collection of %s failed: %s", name, error.message)
         else:
             _log.info("%s collected: %s", name, done)
 
@@ -80,7 +80,7 @@ class GarbageCollector:
         in_use = self._database.read(lambda connection: runs.snapshots_in_use(connection, since_ns=since_ns))
         done = self._environments.collect(in_use)
         if done.busy:
-            return "another collection is running; this one did nothing"
+            return "another collection is running; this collection did nothing"
         kept, condemned, deleted = (format_bytes(part.bytes) for part in (done.kept, done.condemned, done.deleted))
         return f"{kept} kept, {condemned} condemned, {deleted} deleted"
 
@@ -141,7 +141,7 @@ async def repair_objects(call: Call, environments: EnvironmentStore, spool: Uplo
 async def condemned_objects(
     call: Call, environments: EnvironmentStore, spool: UploadSpool, body: KeyList
 ) -> CondemnedAnswer:
-    """Return the condemned ones among the requested keys, and whether a collection is running."""
+    """Return the requested keys that are condemned, and whether a collection is running."""
     _check_count(body)
     keys, collecting = await spool.in_thread(lambda: environments.condemned(body.keys))
     return CondemnedAnswer(keys=tuple(key for key in body.keys if key in keys), collecting=collecting)
@@ -187,4 +187,4 @@ def _check_reach(call: Call) -> None:
 
 def _check_count(body: KeyList) -> None:
     if len(body.keys) > NAMES_MAX:
-        raise TooLarge(f"a request with {len(body.keys)} keys is too large", hint=f"name at most {NAMES_MAX} keys")
+        raise TooLarge(f"a request with {len(body.keys)} keys is too large", hint=f"request at most {NAMES_MAX} keys")

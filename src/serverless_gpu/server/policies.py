@@ -4,9 +4,9 @@ Submission and estimation of a run call `PolicyAdmission`. `model/usage_policy.p
 
     spec, caller ─▶ policies attached to the caller ─▶ the one that applies ─▶ within it? ─▶ effective spec, pool
 
-The caller of `PolicyAdmission` is in a transaction, so a concurrent policy change applies to a run fully or not at
-all. The store must be read outside of the transaction: `PackagesNotLoaded` ends the transaction. The caller then reads
-the packages of the environments (`read_packages`) and starts again.
+The caller of `PolicyAdmission` is in a transaction, so a concurrent policy change applies to a run fully or not at all.
+Stores must be read outside of a transaction, so `PackagesNotLoaded` ends the transaction. The caller then reads the
+packages of the environments (`read_packages`) and starts again.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class PolicyService:
     def view_all(self, who: Caller, *, mine: bool = False) -> tuple[PolicyView, ...]:
         """Return usage policies by name.
 
-        With `mine`, return only policies that can apply to the caller's runs. Such policies are attached to the caller
-        or their teams; without any, unattached policies apply.
+        With `mine`, return only policies that can apply to the caller's runs. These are the policies attached to the
+        caller or their teams. Without such a policy, the unattached policies apply.
         """
 
         def work(connection: sa.Connection) -> tuple[PolicyView, ...]:
@@ -161,7 +161,9 @@ class PolicyService:
             if attached:
                 _find_somebody(connection, holder)
                 if policies.count_holders(connection) >= HOLDERS_MAX:
-                    raise InvalidValue(f"policies are already attached {HOLDERS_MAX} times, the maximum; detach some")
+                    raise InvalidValue(
+                        f"policies are already attached {HOLDERS_MAX} times, the maximum; detach some policies first"
+                    )
                 is_news = policies.attach(connection, name, holder)
             else:
                 is_news = policies.detach(connection, name, holder)
@@ -196,7 +198,7 @@ def _find(connection: sa.Connection, name: str) -> StoredPolicy:
 
 
 def _find_named(connection: sa.Connection, name: str) -> UsagePolicy:
-    """Return the policy that a run names or has; the error for an unknown policy lists the existing ones."""
+    """Return the policy that a run names or has; the error for an unknown policy lists the known policies."""
     found = policies.find(connection, name)
     if found is None:
         raise unknown_name("policy", name, [policy.name for policy in policies.every(connection)])
@@ -234,7 +236,7 @@ def _check(policy: UsagePolicy) -> None:
         if len(names) > NAMED_MAX:
             raise InvalidValue(f"a policy names {len(names)} {what}, over the limit of {NAMED_MAX}")
         if len(set(names)) != len(names):
-            raise InvalidValue(f"the policy names one of its {what} twice")
+            raise InvalidValue(f"the policy lists one of its {what} twice")
     if len(policy.environments) > ENVIRONMENTS_MAX:
         raise InvalidValue(f"a policy can name {ENVIRONMENTS_MAX} environments at most")
     for kind in policy.gpu_types:
@@ -244,7 +246,7 @@ def _check(policy: UsagePolicy) -> None:
     check_range("GPUs of a run", policy.gpus_per_run, 1, RANKS_MAX)
     check_range("GPUs at once", policy.gpus_at_once, 1, RANKS_MAX)
     check_range("attempts of a run", policy.attempts_max, 1, RANKS_MAX)
-    check_range("attempts that save nothing", policy.unsaved_max, 1, RANKS_MAX)
+    check_range("attempts without a checkpoint", policy.unsaved_max, 1, RANKS_MAX)
     times = (
         ("the longest run", policy.max_run_s),
         ("time of all attempts", policy.total_run_s),
@@ -270,7 +272,7 @@ def _check_tags(policy: UsagePolicy) -> None:
             check_text(f"tag {key!r}", value, TAG_CHARACTERS_MAX)
         if values and key in policy.default_tags and policy.default_tags[key] not in values:
             raise InvalidValue(
-                f"the policy adds the tag {key}={policy.default_tags[key]}, and does not accept it",
+                f"the policy adds the tag {key}={policy.default_tags[key]}, but does not accept this value",
                 hint=f"it accepts {', '.join(values[:20])}",
             )
     for key, value in policy.default_tags.items():
@@ -294,7 +296,7 @@ def _check_types(connection: sa.Connection, types: tuple[str, ...]) -> None:
 class AdmittedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that its policies accept."""
 
-    spec: RunSpec  # As the server stores it: with the policy's name, default tags and limits.
+    spec: RunSpec  # The spec that the server stores, with the policy's name, default tags and limits.
     policies: tuple[NamedPolicy, ...]  # Policies of the run; the chosen policy comes first.
     pool: str  # Pool of the run; "" for any on-demand pool.
 
@@ -405,7 +407,7 @@ def _check_packages(name: str, policy: UsagePolicy, brought: PolicyInputs) -> No
         default="the store has none of the policy's environments any more",
     )
     raise PolicyViolation(
-        f"usage policy {name!r} does not accept what is installed in environment {brought.snapshot[:12]}: {nearest}",
+        f"usage policy {name!r} does not accept the packages of environment {brought.snapshot[:12]}: {nearest}",
         hint=f"the policy accepts the packages of: {listed}; your own code may differ",
     )
 

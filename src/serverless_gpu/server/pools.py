@@ -58,7 +58,7 @@ class PoolService:
             raise InvalidValue(f"a pool cannot have the isolation {asked.isolation[:64]!r}", hint=hint)
         if asked.return_s is not None and not 0 < asked.return_s <= RETURN_MAX_S:  # also refuses NaN
             raise InvalidValue(
-                f"a pool cannot get back the GPUs that it lends within {asked.return_s} s", hint="1 s to 7 days"
+                f"a pool cannot wait {asked.return_s} s for the return of lent GPUs", hint="1 s to 7 days"
             )
         at_ns = self._clock.wall_ns()
 
@@ -78,14 +78,14 @@ class PoolService:
         return next(pool for pool in self._nodes.view_pools() if pool.name == name)
 
     def delete(self, who: Caller, name: str) -> PoolView:
-        """Delete a pool that nothing refers to; return it as it was."""
+        """Delete a pool without references; return the deleted pool."""
         at_ns = self._clock.wall_ns()
         before = next((pool for pool in self._nodes.view_pools() if pool.name == name), None)
 
         def work(connection: sa.Connection) -> None:
             find_pool(connection, name)
             if name == pools.DEFAULT:
-                raise InvalidValue(f"pool {name!r} cannot be deleted: nodes that name no pool join it")
+                raise InvalidValue(f"pool {name!r} cannot be deleted: nodes without a configured pool join it")
             moving = f"to move a node: sgpu pool set {pools.DEFAULT} --node NODE"
             referring = references.of_pool(connection, name, now_ns=at_ns)
             references.refuse(f"pool {name!r}", referring, also=moving)
@@ -94,7 +94,7 @@ class PoolService:
 
         self._database.write(work)
         self._hub.touch(SCHEDULER)
-        assert before is not None  # the transaction found it
+        assert before is not None  # The transaction has found the pool.
         return before
 
     def put_share(self, who: Caller, kind: str, name: str, weight: float) -> ShareView:
@@ -194,5 +194,5 @@ def put_pool(call: Call, pools: PoolService, name: str, body: PoolRequest) -> Po
 
 @routes.delete("/pools/{name}", needs=writing("pools"))
 def delete_pool(call: Call, pools: PoolService, name: str) -> PoolView:
-    """Delete a pool that nothing refers to."""
+    """Delete a pool without references."""
     return pools.delete(call.who, name)

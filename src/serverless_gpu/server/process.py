@@ -4,8 +4,8 @@
     SIGTERM, SIGINT ─▶ new requests: 503 ─▶ streams end, requests finish (≤ 30 s) ─▶ loops ─▶ engine ─▶ database
     SIGHUP ─▶ reload the certificate; open connections keep the old one. With a terminal: like SIGTERM
 
-All state in memory also exists elsewhere, so a killed server starts like one that was stopped. Clients and nodes
-connect again, and the loops read the database. After a second signal the server does not wait for requests.
+All state in memory also exists elsewhere, so a start after a kill is the same as a start after a stop. Clients and
+nodes connect again, and the loops read the database. After a second signal the server does not wait for requests.
 
 Failure cases:
 * Another server of this home runs: the error names it.
@@ -13,7 +13,7 @@ Failure cases:
 * The database does not answer: the server waits (`startup.py`).
 * The database is of a newer version: the server reports this and starts nothing.
 * The database belongs to another server, at the start or later: this server ends (`leader_lock.py`).
-* Requests do not finish before the stop deadline: the server cuts them off.
+* Requests do not finish before the stop deadline: the server cancels them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from serverless_gpu.server.startup import Operator, assembled
 
 KEEP_ALIVE_S = 75
 CUT_OFF_S = 2
-"""Seconds that requests get to end after the server cuts them off."""
+"""Seconds that requests get to end after the server has cancelled them."""
 SWITCH_S = 0.001
 """Seconds that a thread may hold the interpreter while another thread waits; Python's default is 5 ms."""
 _LOOK_S = 0.02
@@ -150,8 +150,8 @@ class UvicornServer(uvicorn.Server):
         """Start serving, and notify the caller and systemd."""
         await super().startup(sockets)
         if threading.current_thread() is threading.main_thread():
-            # In the main thread, this process belongs to the server alone. Limit the time that one thread can block all
-            # others.
+            # In the main thread, the process belongs to the server alone. The server may then change the garbage
+            # collector and the thread switch interval of the process.
             gc.freeze()  # A full collection would visit all imported objects, which takes about 100 ms.
             # A request needs the interpreter several times while other threads compute.
             sys.setswitchinterval(SWITCH_S)
@@ -172,14 +172,14 @@ class UvicornServer(uvicorn.Server):
         if self._renew.is_set():
             self._renew.clear()
             if self._certificate is None:
-                _logger.info("SIGHUP: there is no certificate to be read again")
+                _logger.info("SIGHUP: the server has no certificate to reload")
             else:
                 await asyncio.to_thread(self._certificate.renew)
             self._renewed.set()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End streams, because they have no end of their own, and wait for other requests; then stop uvicorn."""
+        """End streams, which would not end by themselves; wait for other requests; then stop uvicorn."""
         systemd.notify(self._systemd, "STOPPING=1")
         _logger.info("stopping; running requests: %d", self._proxy.busy)
         self._proxy.close()
@@ -188,13 +188,13 @@ class UvicornServer(uvicorn.Server):
         while self._proxy.busy and not self.force_exit and loop.time() < deadline:
             await asyncio.sleep(_LOOK_S)
         if self._proxy.busy:
-            _logger.warning("requests that did not finish in time; the server cuts them off: %d", self._proxy.busy)
+            _logger.warning("requests that did not finish in time, which the server cancels: %d", self._proxy.busy)
         self.config.timeout_graceful_shutdown = CUT_OFF_S
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop the server at a signal; the process then returns normally instead of dying of the signal."""
+        """Stop the server at a signal, so that the process ends normally and not by the signal."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -224,8 +224,9 @@ def serve(
     Args:
         settings: settings of the server.
         ready: called once the server accepts requests, with its local address and the handle that stops it.
-        announce: gets a line while the start waits for the database; the log contains the line too.
-        decide: asked earlier during the start if several principals may share a uid, as in `isolation.settle`.
+        announce: called with a message while the start waits for the database; the log contains the message too.
+        decide: called earlier during the start to decide if several principals may share a uid, as in
+            `uid_sharing.settle`.
         renewed: called like `ready`, in another thread, after the server replaced a token in a file.
         clock: replaces the system clock in tests.
 

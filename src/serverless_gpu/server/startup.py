@@ -2,7 +2,7 @@
 
     settings ─▶ database, locked, migrated ─▶ key, first tokens ─▶ storage, hub ─▶ services ─▶ engine ─▶ loops
 
-No component is used after its end: first the loops finish their tick, then the engine closes, then the database
+No component is used after it is closed: first the loops finish their tick, then the engine closes, then the database
 closes. A killed server leaves the same state behind.
 
 After a reboot the server and PostgreSQL start together, while PostgreSQL may still replay its log. The start therefore
@@ -91,17 +91,17 @@ START_S = 60.0
 _PAUSE_S = 0.2
 _PAUSE_S_MAX = 2.0
 _FINAL = ("authentication failed", "does not exist", "no password supplied", "pg_hba.conf")
-"""Parts of PostgreSQL and client library messages that a retry would only repeat."""
+"""Parts of error messages of PostgreSQL and its client library for which a retry is useless."""
 
 
 LOOP_S = 10.0
-"""Seconds that all loops together get to finish their ticks when the server stops."""
+"""Seconds in which all loops together must finish their ticks when the server stops."""
 RAY_S = 20.0
 """Seconds that the start waits for Ray to report its resources."""
 SLOW_S = 6 * 3600.0
 """Seconds before a tick counts as stuck, for ticks that visit a whole bucket."""
 _NAMED_MAX = 5
-_PUT_BACK = "put back the file `key` that belongs to this database"
+_PUT_BACK = "restore the file `key` that belongs to this database"
 _log = logging.getLogger(__name__)
 
 
@@ -121,12 +121,12 @@ class AssembledServer:
 
 
 class Operator(NamedTuple):
-    """Callbacks to the process that starts a server for a person.
+    """Callbacks to the process that starts a server for an operator.
 
     Attributes:
-        announce: gets a line when the start has to wait for its database.
-        decide: asked about undecided pools, as in `uid_sharing.settle`.
-        renewed: called after a file of the server got another token.
+        announce: called with a message while the start waits for its database.
+        decide: called to decide about undecided pools, as in `uid_sharing.settle`.
+        renewed: called after the server replaced a token in a file.
     """
 
     announce: Callable[[str], None] = _log.warning
@@ -253,7 +253,7 @@ def acquire_when_started(database: Database, *, clock: Clock, announce: Callable
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
         else:
             if waiting:
-                announce("the database answers")
+                announce("the database answers now")
             return
 
 
@@ -420,7 +420,7 @@ def _do_without_key(database: Database, sealer: Sealer, *, now_ns: int) -> None:
         return names
 
     if names := database.write(work):
-        _log.warning("the key is lost, and with it the secrets %s; set them again", _some(names))
+        _log.warning("the key is lost, so the server deleted the secrets %s; set them again", _some(names))
 
 
 def _some(names: list[str]) -> str:

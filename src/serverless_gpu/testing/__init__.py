@@ -3,7 +3,7 @@
     FakeGpus()             declared GPUs with processes, memory and telemetry that a test sets
     FakeClock()            a clock that a test moves
     agent_status(home)     the runs and warm processes of a home's agent
-    stop_agent(home)       stops that agent and all of its warm processes
+    stop_agent(home)       stops a home's agent and all of its warm processes
     SimulatedEngine(…)     an engine whose nodes exist only in a test
 
 Tests import all of these from `serverless_gpu.testing`.
@@ -46,7 +46,7 @@ class FakeGpus:
         """Set the values that NVML reports for one GPU.
 
         Args:
-            uuid: for example ``"FAKE-H100-0"``.
+            uuid: UUID of the GPU, for example ``"FAKE-H100-0"``.
             memory_used_bytes: memory in use.
             processes: memory in bytes by pid.
         """
@@ -57,8 +57,8 @@ class FakeGpus:
         """Set the values that telemetry reports for one GPU; its rank provides all other values.
 
         Args:
-            uuid: for example ``"FAKE-H100-0"``.
-            figures: by name: ``busy_percent``, ``memory_bytes``, ``power_watts``, ``power_limit_watts``,
+            uuid: UUID of the GPU, for example ``"FAKE-H100-0"``.
+            figures: values by name: ``busy_percent``, ``memory_bytes``, ``power_watts``, ``power_limit_watts``,
                 ``temperature_celsius``, ``sm_megahertz``, ``memory_megahertz``, ``pcie_receive_bytes_s``,
                 ``pcie_transmit_bytes_s``, ``nvlink_receive_bytes_s``, ``nvlink_transmit_bytes_s``, ``throttle`` (NVML's
                 bits), ``ecc_errors``.
@@ -73,10 +73,10 @@ class FakeGpus:
         self._add(uuid, {"sampled": figures})
 
     def xid(self, uuid: str, number: int, text: str = "") -> None:
-        """Write the line to the kernel log that the driver writes when a GPU fails.
+        """Write the kernel log line that the driver writes when a GPU fails.
 
         Args:
-            uuid: for example ``"FAKE-H100-0"``, one of those that `SERVERLESS_GPU_FAKE` declares.
+            uuid: UUID of a GPU that `SERVERLESS_GPU_FAKE` declares, for example ``"FAKE-H100-0"``.
             number: the Xid. 79 means that the GPU has fallen off the bus.
             text: further text of the driver.
 
@@ -85,7 +85,7 @@ class FakeGpus:
         """
         declared = {device.uuid: device.pci for device in parse_fake(os.environ.get("SERVERLESS_GPU_FAKE", ""))}
         if uuid not in declared:
-            raise InvalidOption(f"{uuid} is not declared", hint=f"declared: {', '.join(declared) or 'none'}")
+            raise InvalidOption(f"GPU {uuid} is not declared", hint=f"declared: {', '.join(declared) or 'none'}")
         microseconds = time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000
         said = f"4,1,{microseconds},-;NVRM: Xid (PCI:{declared[uuid]}): {number}, {text}\n"
         fd = os.open(self._path.with_name(FAKE_FILE), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -120,14 +120,14 @@ class FakeGpus:
 
 
 class FakeClock:
-    """A clock that only moves when a test moves it."""
+    """A clock that moves only when a test advances it."""
 
     def __init__(self, *, boottime_ns: int = 1_000_000_000_000, wall_ns: int = 1_800_000_000_000_000_000) -> None:
         self._boottime_ns = boottime_ns
         self._wall_ns = wall_ns
 
     def advance(self, seconds: float) -> None:
-        """Move both clocks forward."""
+        """Move the monotonic and the wall clock forward."""
         self._boottime_ns += round(seconds * 1e9)
         self._wall_ns += round(seconds * 1e9)
 
@@ -136,11 +136,11 @@ class FakeClock:
         self._wall_ns += round(seconds * 1e9)
 
     def boottime_ns(self) -> int:
-        """Return nanoseconds since a simulated boot."""
+        """Return the simulated nanoseconds since boot."""
         return self._boottime_ns
 
     def wall_ns(self) -> int:
-        """Return nanoseconds since 1970."""
+        """Return the simulated nanoseconds since 1970."""
         return self._wall_ns
 
     def boot_id(self) -> str:

@@ -41,8 +41,8 @@ class Losing(NamedTuple):
 
     Attributes:
         shares: shares that fit on the node.
-        lose: makes the engine lose the node, as in a real failure.
-        bring_back: makes the node return.
+        lose: function that makes the engine lose the node, as in a real failure.
+        bring_back: function that makes the node return.
     """
 
     shares: Shares
@@ -55,17 +55,17 @@ class EngineConformance:
 
     @pytest.fixture
     def full(self) -> Shares | None:
-        """Return shares that fill a node, or None where the engine does not count."""
+        """Return shares that fill a node, or None if the engine does not count devices."""
         return None
 
     @pytest.fixture
     def too_many(self) -> Shares | None:
-        """Return shares that will never fit, or None where the engine does not count."""
+        """Return shares that will never fit, or None if the engine does not count devices."""
         return None
 
     @pytest.fixture
     def spread(self) -> Shares | None:
-        """Return shares on two nodes, or None where there is only one."""
+        """Return shares on two nodes, or None if the engine has only one node."""
         return None
 
     @pytest.fixture
@@ -88,7 +88,7 @@ class EngineConformance:
         assert not engine.has("no-such-node")
 
     def test_a_plan_says_what_it_would_do_and_does_nothing(self, engine: Engine, shares: Shares) -> None:
-        """Planning a gang twice gives the same request, its text names the gang, and no devices are reserved."""
+        """Planning a gang twice gives the same request; the text names the gang, and no devices are reserved."""
         gang = Gang(id="run:1", shares=shares)
         request = engine.plan(gang)
         assert request == engine.plan(gang)
@@ -127,14 +127,14 @@ class EngineConformance:
         assert isinstance(engine.submit(engine.plan(Gang(id="run:2", shares=full))), Placed)
 
     def test_a_release_may_come_twice_and_for_what_was_never_there(self, engine: Engine, shares: Shares) -> None:
-        """Release is idempotent."""
+        """Releasing a gang twice, or an unknown gang, is not an error."""
         engine.submit(engine.plan(Gang(id="run:1", shares=shares)))
         for gang in ("run:1", "run:1", "never:1"):
             engine.release(gang)
         assert engine.recover() == []
 
     def test_another_attempt_of_a_run_is_another_gang(self, engine: Engine, shares: Shares) -> None:
-        """Releasing an old attempt does not affect the new one."""
+        """Releasing an old attempt does not affect the new attempt."""
         engine.submit(engine.plan(Gang(id="run:1", shares=shares)))
         engine.release("run:1")
         engine.submit(engine.plan(Gang(id="run:2", shares=shares)))
@@ -211,7 +211,7 @@ class EngineConformance:
     def test_a_lost_node_is_told_once_keeps_its_gangs_and_may_come_back(
         self, engine: Engine, losing: Losing | None
     ) -> None:
-        """A lost node takes no new gangs, but keeps its current ones."""
+        """A lost node accepts no new gangs, but keeps its current gangs."""
         if losing is None:
             pytest.skip("this engine cannot lose a node in a test")
         node = losing.shares[0].node
@@ -235,16 +235,16 @@ class EngineConformance:
         (up,) = _heard(engine)
         assert isinstance(up, NodeUp) and up.node.name == node
         assert up.node in engine.nodes() and len(engine.nodes()) == len(others) + 1
-        _wait(lambda: engine.submit(engine.plan(second)) == Placed(gang=second), f"{node} takes gangs again")
+        _wait(lambda: engine.submit(engine.plan(second)) == Placed(gang=second), f"{node} accepts gangs again")
 
     def test_closing_twice_is_closing(self, engine: Engine) -> None:
-        """Closing is idempotent, too."""
+        """Closing an engine twice is not an error."""
         engine.close()
         engine.close()
 
 
 def _heard(engine: Engine) -> list[NodeUp | NodeLost]:
-    """Return the next events, at least one."""
+    """Return the next events of the engine, at least one."""
     heard: list[NodeUp | NodeLost] = []
 
     def listen() -> bool:

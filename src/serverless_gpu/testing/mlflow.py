@@ -63,7 +63,7 @@ class Refusal(Exception):
 
 
 class Point(NamedTuple):
-    """A received point of a metric series."""
+    """A metric point that the fake has received."""
 
     key: str
     value: float
@@ -94,7 +94,7 @@ class FakeRun:
         self._seen: set[Point] = set()
 
     def series(self, key: str) -> list[tuple[int, float]]:
-        """Return step and value of the points of one series, in the order of arrival."""
+        """Return step and value of each point of one series, in the order of arrival."""
         return [(point.step, point.value) for point in self.points if point.key == key]
 
     def add(self, point: Point) -> None:
@@ -173,7 +173,7 @@ class FakeStore:
         return verb(asked)
 
     def put_file(self, path: str, data: bytes) -> None:
-        """Store a file; its path is ``<experiment>/<run>/artifacts/<name>``."""
+        """Store a file; the path is ``<experiment>/<run>/artifacts/<name>``."""
         run, name = self._place(path)
         run.files[name] = data
 
@@ -188,7 +188,7 @@ class FakeStore:
             raise Refusal("RESOURCE_DOES_NOT_EXIST", f"no file {name}", 404)
         return run.files[name]
 
-    # --- below ------------------------------------------------------------------------------------------------------
+    # --- private methods --------------------------------------------------------------------------------------------
 
     def _place(self, path: str) -> tuple[FakeRun, str]:
         experiment, run_id, artifacts, name = path.split("/", 3)
@@ -320,7 +320,7 @@ def check(key: str, value: str, characters_max: int) -> None:
         characters_max: maximum length of the value.
 
     Raises:
-        Refusal: MLflow would refuse it.
+        Refusal: MLflow would refuse the name or value.
     """
     parts = key.split("/")
     if not _NAME.match(key) or not key or any(part in ("", ".", "..") for part in parts):
@@ -349,7 +349,7 @@ class FakeMlflow:
         uri: value for ``MLFLOW_TRACKING_URI``.
         store: the received experiments and runs.
         requests: method and path of all requests in the order of arrival, with any behaviour.
-        authorizations: the ``Authorization`` headers of these requests.
+        authorizations: the ``Authorization`` headers of all requests.
     """
 
     def __init__(self, *, slow_s: float = 0.2) -> None:
@@ -380,8 +380,8 @@ class FakeMlflow:
         """Change the behaviour from now on.
 
         Args:
-            behaviour: one of the behaviours above.
-            only: part of the paths that it applies to, "" for all. The fake answers other paths normally.
+            behaviour: a behaviour from the list in the module docstring.
+            only: part of the paths that the behaviour applies to, "" for all. The fake answers other paths normally.
         """
         with self._changed:
             self._behaviour, self._only = behaviour, only
@@ -393,14 +393,14 @@ class FakeMlflow:
 
     @property
     def runs(self) -> list[FakeRun]:
-        """Return all runs, oldest first."""
+        """Return all runs of the fake, oldest first."""
         return list(self.store.runs.values())
 
     def run_of(self, run_id: str) -> FakeRun:
         """Return the MLflow run whose tag names a serverless-gpu run.
 
         Raises:
-            AssertionError: there is no such run, or more than one.
+            AssertionError: not exactly one MLflow run has the tag.
         """
         found = [run for run in self.runs if run.tags.get("sgpu.run_id") == run_id]
         if len(found) != 1:
@@ -411,11 +411,11 @@ class FakeMlflow:
         """Wait for a condition, which the fake checks after every request.
 
         Args:
-            condition: function that returns True when the wait is over.
+            condition: function that returns True to end the wait.
             timeout_s: maximum wait in seconds.
 
         Raises:
-            AssertionError: the condition is not true in time.
+            AssertionError: the condition does not become true in time.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: condition(self), timeout_s):
@@ -423,7 +423,7 @@ class FakeMlflow:
                     f"the condition was not true within {timeout_s:g} s; requests were {self.requests[-20:]}"
                 )
 
-    # --- below ------------------------------------------------------------------------------------------------------
+    # --- private methods --------------------------------------------------------------------------------------------
 
     def answer(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> _Reply | None:
         """Return the reply to a request, or None to close the connection.
@@ -494,7 +494,7 @@ class FakeMlflow:
         server.shutdown()
         server.server_close()
         server.hang_up()
-        # Bound but not listening: the kernel refuses clients, and no other process gets the port.
+        # The socket is bound but does not listen: the kernel refuses clients, and no other process gets the port.
         self._placeholder = socket.socket()
         self._placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._placeholder.bind(("127.0.0.1", self._port))
@@ -543,7 +543,8 @@ def _handler(fake: FakeMlflow) -> type[http.server.BaseHTTPRequestHandler]:
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         timeout = _HANG_S_MAX
-        wbufsize = -1  # One packet for head and body. A second packet would wait 40 ms for an acknowledgement.
+        # The server sends head and body in one packet. A second packet would wait 40 ms for an acknowledgement.
+        wbufsize = -1
 
         def _any(self) -> None:
             length = min(int(self.headers.get("Content-Length") or 0), _BODY_BYTES_MAX)
@@ -560,6 +561,6 @@ def _handler(fake: FakeMlflow) -> type[http.server.BaseHTTPRequestHandler]:
         do_GET = do_POST = do_PUT = do_PATCH = _any
 
         def log_message(self, format: str, *args: object) -> None:
-            """Write no request log."""
+            """Suppress the request log."""
 
     return Handler

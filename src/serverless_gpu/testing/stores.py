@@ -54,7 +54,7 @@ def empty_unit(name: str) -> tuple[str, bytes]:
 
 
 class StoreConformance:
-    """Conformance tests. The tests use the fixture `store`, an empty store."""
+    """Conformance tests for a store. The tests use the fixture `store`, an empty store."""
 
     def test_what_was_put_can_be_got(self, store: Store) -> None:
         """The store returns the same bytes, including empty content and large memoryviews."""
@@ -70,7 +70,7 @@ class StoreConformance:
         assert key in str(_raised(lambda: store.get(key), KeyError))
 
     def test_ranges(self, store: Store) -> None:
-        """A range ends at the end of the object, and beyond that it is empty."""
+        """A range ends at the end of the object; a range beyond the end is empty."""
         data = bytes(range(256)) * 4
         key = pack_key(data)
         store.put({key: data})
@@ -87,7 +87,7 @@ class StoreConformance:
             assert _raised(partial(store.get, pack_key(b"x"), start, length), EnvironmentRejected)
 
     def test_putting_again_replaces(self, store: Store) -> None:
-        """The last content wins, whether longer, shorter or equal."""
+        """The last content replaces earlier content, whether longer, shorter or equal."""
         for data in (b"first", b"second, which is longer", b"3", b"3"):
             store.put({"gc/condemned": data})
             assert store.get("gc/condemned") == data
@@ -106,7 +106,7 @@ class StoreConformance:
         assert len(list(store.list("packs"))) == 152
 
     def test_present_answers_for_many_at_once(self, store: Store) -> None:
-        """The store reports exactly the existing keys, and none for an empty query."""
+        """The store reports exactly the existing keys, and no key for an empty query."""
         there = [pack_key(b"%d" % number) for number in range(40)]
         for number, key in enumerate(there):
             store.put({key: b"%d" % number})
@@ -117,7 +117,7 @@ class StoreConformance:
         assert store.present([there[0].replace("packs", "units")]) == frozenset()
 
     def test_list_says_what_is_there(self, store: Store) -> None:
-        """A listing has each object of a kind once, with its size and a time."""
+        """A listing has each object of a kind once, with the object's size and time."""
         sizes = {pack_key(b"x" * size): size for size in range(30)}
         for key, size in sizes.items():
             store.put({key: b"x" * size})
@@ -159,7 +159,7 @@ class StoreConformance:
                     assert _raised(call, EnvironmentRejected), key
 
     def test_writers_of_one_key_at_once(self, store: Store) -> None:
-        """Readers see the complete content of one writer."""
+        """Readers get the complete content of one of the writers."""
         versions = [bytes([number]) * (200_000 + number) for number in range(4)]
         store.put({"gc/condemned": versions[0]})
         seen: list[bytes] = []

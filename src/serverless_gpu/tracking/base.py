@@ -2,7 +2,7 @@
 
     Delivery ──▶ Tracker ──── MlflowTracker   MLflow's REST interface (`mlflow.py`), without the `mlflow` package
 
-One thread at a time uses a tracker. A call blocks for a bounded time and raises one of two exceptions. After
+Only one thread at a time may use a tracker. A call blocks for a bounded time and raises one of two exceptions. After
 `TrackerAway` the caller may retry the call. After `TrackerRefused` a retry would fail again.
 """
 
@@ -19,7 +19,7 @@ from serverless_gpu.model.tracking_rules import Status
 
 
 class TrackerAway(Exception):
-    """The tracker is unavailable; with `is_doubtful`, the tracker may have executed the request."""
+    """The tracker is unavailable; if `is_doubtful` is True, the tracker may have executed the request."""
 
     def __init__(self, text: str, *, is_doubtful: bool = False) -> None:
         self.is_doubtful = is_doubtful
@@ -27,7 +27,7 @@ class TrackerAway(Exception):
 
 
 class TrackerRefused(Exception):
-    """The tracker will never accept the request. The message is the reason."""
+    """The tracker refuses the request, and a retry would fail too. The message is the reason."""
 
 
 class Metric(NamedTuple):
@@ -42,12 +42,12 @@ class Metric(NamedTuple):
 class TrackerRun(msgspec.Struct, frozen=True, kw_only=True):
     """A tracked run, as the tracker reports it."""
 
-    run_id: str  # MLflow's own identifier.
+    run_id: str  # MLflow's identifier of the run.
     experiment_id: str
     uri: str  # Address of the tracking server, without credentials.
-    url: str  # Page of the run for users.
+    url: str  # Web page of the run, for users.
     artifacts: str = ""  # Location of the artifacts, as the tracker reports it.
-    # True when the creator had ended the run before. Ranks that log to an ended run reopen the run.
+    # True when the creator had ended the run before the delivery began. Ranks that log to an ended run reopen the run.
     had_ended: bool = False
 
 
@@ -73,7 +73,7 @@ class Tracker(Protocol):
         params: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        """Add points, parameters and tags; repeating changes nothing."""
+        """Add points, parameters and tags; repeating a call changes nothing."""
         ...
 
     def tags(self, tracked: TrackerRun) -> Mapping[str, str]:
@@ -81,7 +81,7 @@ class Tracker(Protocol):
         ...
 
     def upload(self, tracked: TrackerRun, name: str, data: bytes) -> None:
-        """Add a small file to the artifacts, or replace it."""
+        """Add a small file to the artifacts, or replace an existing file."""
         ...
 
     def resume(self, tracked: TrackerRun) -> None:
@@ -98,7 +98,7 @@ class Tracker(Protocol):
 
 
 def split_userinfo(uri: str) -> tuple[str, str]:
-    """Return an address without its credentials and trailing slash, and the credentials, or ""."""
+    """Return an address without its credentials and trailing slash, and the credentials or ""."""
     try:
         parts = urlsplit(uri.strip())
     except ValueError:

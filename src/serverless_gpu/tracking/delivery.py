@@ -1,24 +1,24 @@
-"""Delivers one attempt on one node to MLflow, in a monitor thread that retries while MLflow is away.
+"""Delivers one attempt on one node to MLflow, in a monitor thread that retries after failures.
 
     begin or find ─▶ parameters ─▶ files ─▶ points, as they arrive ─▶ failures, tags, status ─▶ receipt ─▶ over
          │                                    ▲ logs/<node rank>.telemetry, from a cursor on
          └─▶ DeliveryListener.tracked        tracking-<node rank>.state: cursor and steps, for the next process
 
-The first node of an attempt creates the MLflow run, unless it finds one with the tag. An earlier attempt, an earlier
-process or an unanswered request may have created the run. All other nodes wait for the MLflow run. Repeating a step
-changes nothing in MLflow, so the delivery repeats uncertain steps. Only the last attempt sets the run's state. An
-attempt that arrives after a later one began only adds its points and files.
+The first node of an attempt creates the MLflow run, unless MLflow already has a run with the tag. An earlier attempt,
+an earlier process or an unanswered request may have created the run. All other nodes wait for the MLflow run. Repeating
+a step changes nothing in MLflow, so the delivery repeats uncertain steps. Only the last attempt sets the run's state.
+If a later attempt has begun, an earlier attempt only adds its points and files.
 
-While MLflow is away, the delivery retries at growing intervals and sends one notice. The sample file is the buffer.
+While MLflow is unavailable, the delivery retries with backoff and sends one notice. The sample file is the buffer.
 Beyond 64 MB of unsent samples the delivery drops and counts the oldest points, with one notice. The delivery skips a
 refused item, such as an item for a deleted run. A parameter with another value becomes a tag. For 24 hours after the
 end of the attempt, the delivery drops nothing but points. If the delivery's process is killed, another process
 continues. No thread ever waits for the delivery.
 
 All files are small, and their number is limited. The delivery sends spec.json, environment.json and _air.py early.
-After the end it sends failures/<rank>.txt, hang.txt and the last lines of failed ranks. The delivery sends receipt.json
-last. It skips an unreadable file, cuts a long file, and replaces invalid UTF-8. The delivery never sends results,
-because results may contain any data.
+After the attempt's end, the delivery sends failures/<rank>.txt, hang.txt and the last lines of failed ranks. The
+delivery sends receipt.json last. The delivery skips an unreadable file, cuts a long file, and replaces invalid UTF-8.
+The delivery never sends results, because results may contain any data.
 
 Failure cases: With a full disk, a deleted directory or an unreadable state file, the delivery continues in memory. A
 later process repeats the uncertain steps, which changes nothing in MLflow.
@@ -66,7 +66,7 @@ from serverless_gpu.tracking.metric_points import BACKLOG_BYTES_MAX, MetricPoint
 FILE_BYTES_MAX = 1 << 20
 LOG_BYTES_MAX = 64 << 10
 RANKS_MAX = 8
-"""Maximum number of failed ranks to report: the cause, then the lowest numbers."""
+"""Maximum number of failed ranks to report: the rank that caused the failure, then the lowest numbers."""
 
 _EARLY = ("spec.json", "environment.json", "_air.py")
 _guard = threading.Lock()
@@ -75,13 +75,13 @@ _BYTES_MAX = 1 << 20
 _POLL_S = 2.0
 _LOOK_S_MAX = 5.0
 _DOUBT_NS = 10 * 10**9
-_FRESH_NS = 5 * 10**9  # Time since the call. A recent run has no MLflow run yet.
+_FRESH_NS = 5 * 10**9  # Nanoseconds after the call during which the run has no MLflow run yet.
 _SETTLE_NS = 3600 * 10**9
 _SUSPICIOUS = 3
 
 
 class DeliveryJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The attempt to deliver."""
+    """The attempt whose data the delivery sends."""
 
     run_id: str
     fence: int
@@ -96,11 +96,14 @@ class DeliveryListener(Protocol):
     """Receives progress in the delivery's thread; the methods must not block."""
 
     def tracked(self, tracked: TrackerRun) -> None:
-        """Receive the MLflow run, once per process, even if an earlier process created it."""
+        """Receive the MLflow run, once per process, even if an earlier process created the MLflow run."""
         ...
 
     def untracked(self, sentence: str, *, final: bool) -> None:
-        """Receive the reason why there is no MLflow run (`final`: and never will be), on each change."""
+        """Receive each new reason why no MLflow run exists.
+
+        `final` is True if the MLflow run will never exist.
+        """
         ...
 
     def said(self, sentence: str, *, note: bool) -> None:
@@ -150,16 +153,16 @@ class MlflowDelivery:
 
     @property
     def over(self) -> str:
-        """Return the reason why the delivery is over, for example ``"delivered"``; "" while it is not."""
+        """Return the reason why the delivery has ended, for example ``"delivered"``; "" while it continues."""
         return self._memory.over
 
     @property
     def failures(self) -> int:
-        """Return the number of consecutive failures because MLflow was away."""
+        """Return the number of consecutive failures because MLflow was unavailable."""
         return self._failures
 
     def run(self) -> None:
-        """Deliver until everything has arrived or was dropped, or until `stop` is called."""
+        """Deliver until all data was sent or dropped, or until `stop` is called."""
         try:
             while not self._stopped and not self._memory.over:
                 seconds = self._turn()
@@ -172,18 +175,18 @@ class MlflowDelivery:
             self._tracker.close()
 
     def stop(self) -> None:
-        """Let `run` return after the current request; another process may deliver the rest."""
+        """Let `run` return after the current request; another process may continue the delivery."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
     def abandon(self, why: str) -> None:
-        """End the delivery for good, after `run` has returned."""
+        """End the delivery permanently, after `run` has returned."""
         self._memory.over = why
         self._save()
 
     def wake(self) -> None:
-        """Retry now, because MLflow may be back or new samples exist."""
+        """Retry now, because MLflow may be available again or new samples exist."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()
@@ -204,10 +207,10 @@ class MlflowDelivery:
             self._woken = True
             self._changed.notify_all()
 
-    # --- below: the thread's --------------------------------------------------------------------------------------
+    # --- private methods, in the delivery thread ------------------------------------------------------------------
 
     def _turn(self) -> float:
-        """Take steps until none is left or MLflow is away; return the seconds to wait after that."""
+        """Run steps until none is left or MLflow is unavailable; return the seconds to wait after that."""
         try:
             while not self._stopped and not self._memory.over and self._step():
                 self._failures = 0
@@ -294,7 +297,8 @@ class MlflowDelivery:
         if not self._is_superseded:
             tags = self._tags()
             attempt = tags.get(ATTEMPT_TAG, "")
-            is_ours = tags.get(RUN_TAG) == self._job.run_id  # The MLflow run of a user may contain several of our runs.
+            # One user's MLflow run may contain several serverless-gpu runs.
+            is_ours = tags.get(RUN_TAG) == self._job.run_id
             self._is_superseded = is_ours and attempt.isdecimal() and int(attempt) > self._job.fence
         return self._is_superseded
 
@@ -306,8 +310,7 @@ class MlflowDelivery:
             self._tracker.log(self._known, params=params)
         except TrackerRefused:
             # MLflow refuses a whole request when one parameter has another value, from an earlier attempt or the user.
-            # So send each
-            # parameter by itself.
+            # So the delivery sends each parameter separately.
             for key, value in params.items():
                 try:
                     self._tracker.log(self._known, params={key: value})
@@ -316,7 +319,7 @@ class MlflowDelivery:
         with self._together.lock:
             if not self._has_later():
                 tags = {ATTEMPT_TAG: str(self._job.fence), "sgpu.environment": self._job.environment}
-                if self._tracking.run_id:  # A user's run does not have these tags yet.
+                if self._tracking.run_id:  # An MLflow run that the user created does not have these tags yet.
                     tags |= first_tags(self._tracking, self._job.run_id, self._job.fence, self._job.spec.tags)
                 self._log_tags(tags)
         self._memory.done.add("params")
@@ -348,7 +351,7 @@ class MlflowDelivery:
 
     def _upload(self, name: str, data: bytes) -> None:
         """Send a file, or a tag with its text if MLflow refuses the file. Raises TrackerAway to retry."""
-        if self._suspicious.get(name):  # Check if MLflow answers other requests and only fails for files.
+        if self._suspicious.get(name):  # Raises TrackerAway if MLflow is unavailable for other requests, too.
             self._refusable(lambda: self._tracker.tags(self._known))
         try:
             self._tracker.upload(self._known, f"{self._folder}{name}", data)
@@ -383,10 +386,10 @@ class MlflowDelivery:
         if dropped == self._said_dropped:
             return
         self._said_dropped = dropped
-        why = self._why_dropped or "was away for too long"
+        why = self._why_dropped or "was unavailable for too long"
         self._listener.said(f"{dropped:,} points of system metrics were dropped: MLflow {why}", note=True)
 
-    # --- the end ------------------------------------------------------------------------------------------------
+    # --- end of the attempt -------------------------------------------------------------------------------------
 
     def _end(self) -> bool:
         ending = self._memory.ending
@@ -399,7 +402,8 @@ class MlflowDelivery:
                     self._job.num_nodes > 1 and is_reported_elsewhere(ending.reason, self._tags())
                 ):
                     self._log_tags(last_tags(self._tracking, ending.state, ending.reason, ending.sentence))
-                    if not self._tracking.run_id or self._known.had_ended:  # Otherwise the creator ends the run.
+                    # If the user created the MLflow run, the user's code ends it.
+                    if not self._tracking.run_id or self._known.had_ended:
                         at_ms = ending.at_ns // 1_000_000
                         self._refusable(lambda: self._tracker.end(self._known, status_of(ending.state), at_ms))
         self._memory.done.add("end")
@@ -413,12 +417,12 @@ class MlflowDelivery:
             if "receipt.json" not in self._memory.done:
                 self._upload("receipt.json", data)
                 self._memory.done.add("receipt.json")
-            # The receipt may have the format of another version.
+            # The receipt may have the format of another version, which this process cannot read.
             with self._together.lock, contextlib.suppress(msgspec.MsgspecError):
                 receipt = from_json(data, Receipt)
                 if not self._has_later():
                     self._log_tags(receipt_tags(self._tracking, receipt, self._job.node_rank, self._job.num_nodes))
-                    if self._job.num_nodes > 1:  # The last node to finish sees the tags of all nodes.
+                    if self._job.num_nodes > 1:  # The last node to finish can read the tags of all nodes.
                         self._log_tags(gang_tags(self._tracking, self._tags(), self._job.num_nodes))
         self._memory.done.add("receipt")
         return True
@@ -436,7 +440,7 @@ class MlflowDelivery:
             self._save()
         return False
 
-    # --- shared -------------------------------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------------------------
 
     @property
     def _known(self) -> TrackerRun:
@@ -465,7 +469,7 @@ class MlflowDelivery:
         save_state(self._path, memory)
 
     def _is_away(self, error: TrackerAway) -> float:
-        """Record that MLflow is away and return the seconds to wait."""
+        """Record that MLflow is unavailable and return the seconds to wait."""
         self._failures += 1
         self._memory.dropped += self._points.shorten()
         ending = self._memory.ending
@@ -483,13 +487,15 @@ class MlflowDelivery:
             if sentence != self._said_untracked:
                 self._said_untracked = sentence
                 self._listener.untracked(sentence, final=False)
-        elif self._failures > 1 and not self._said_away:  # A single missing answer needs no notice.
+        elif self._failures > 1 and not self._said_away:  # After a single missing answer, the delivery sends no notice.
             self._said_away = True
-            self._listener.said(f"{sentence}; system metrics wait on the node's disk until MLflow is back", note=False)
+            self._listener.said(
+                f"{sentence}; the node keeps system metrics on its disk until MLflow is available again", note=False
+            )
 
 
 class _NotYet(TrackerAway):
-    """MLflow answers, but the awaited run does not exist yet."""
+    """MLflow answers, but the MLflow run that the delivery waits for does not exist yet."""
 
 
 class SharedDeliveryState:
@@ -501,7 +507,7 @@ class SharedDeliveryState:
 
 
 def shared_delivery_state(run_id: str) -> SharedDeliveryState:
-    """Return the shared state of a run's deliveries, which exists as long as any of the deliveries."""
+    """Return the state that a run's deliveries share; it exists as long as one of the deliveries."""
     with _guard:
         shared = _of_runs.get(run_id)
         if shared is None:
@@ -521,15 +527,15 @@ class AttemptEnding(msgspec.Struct, frozen=True, kw_only=True):
 class DeliveryState(msgspec.Struct, kw_only=True):
     """The persistent state of one delivery."""
 
-    tracked: TrackerRun | None = None  # None while unknown.
+    tracked: TrackerRun | None = None  # None until the MLflow run is known.
     asked_ns: int = 0  # Time of the last unanswered request to create the run, in nanoseconds since 1970, or 0.
     offset: int = 0  # Offset in the sample file. All data before the offset is sent or dropped.
-    sent_ns: int = 0  # Time of the last sent sample. Earlier samples after `offset` are sent, too.
+    sent_ns: int = 0  # Time of the last sent sample. Samples after `offset` with an earlier time were also sent.
     dropped: int = 0  # points
     done: set[str] = msgspec.field(default_factory=set)  # steps
-    ending: AttemptEnding | None = None  # The end of the attempt. None before that.
-    is_settled: bool = False  # True when the receipt exists.
-    over: str = ""  # Reason why the delivery is over, or "".
+    ending: AttemptEnding | None = None  # The end of the attempt; None while it runs.
+    is_settled: bool = False  # True when the receipt exists or will never exist.
+    over: str = ""  # Reason why the delivery has ended, or "" while it continues.
 
 
 def state_path(directory: Path, node_rank: int) -> Path:
@@ -538,7 +544,7 @@ def state_path(directory: Path, node_rank: int) -> Path:
 
 
 def load_state(path: Path) -> DeliveryState:
-    """Return the stored state; an empty one if absent or unreadable."""
+    """Return the stored state, or an empty state if the file is absent or unreadable."""
     with contextlib.suppress(OSError, msgspec.MsgspecError), path.open("rb") as file:
         return from_json(file.read(_BYTES_MAX), DeliveryState)
     return DeliveryState()
@@ -552,11 +558,11 @@ def save_state(path: Path, memory: DeliveryState) -> None:
         temporary.replace(path)
 
 
-# --- files of an attempt that go into its MLflow run ------------------------------------------------------------------
+# --- files of an attempt ----------------------------------------------------------------------------------------------
 
 
 def early_files(directory: Path) -> Iterator[tuple[str, Path]]:
-    """Yield names and paths of the files that exist from the beginning."""
+    """Yield names and paths of the files that exist from the beginning of an attempt."""
     for name in _EARLY:
         if (directory / name).exists():
             yield name, directory / name
@@ -572,7 +578,7 @@ def failure_files(directory: Path) -> Iterator[tuple[str, bytes]]:
             tail = _tail(directory / "logs" / f"{rank}.{stream}", LOG_BYTES_MAX)
             if tail:
                 yield f"logs/{rank}.{stream}.txt", tail
-    for path in sorted(directory.glob("hang-*.txt"))[-1:]:  # The last file has most stacks.
+    for path in sorted(directory.glob("hang-*.txt"))[-1:]:  # The newest file contains the most stacks.
         yield "failures/hang.txt", _head(path)
 
 
@@ -591,7 +597,7 @@ class _Record(msgspec.Struct):
 
 
 def _failed(directory: Path) -> list[int]:
-    """Return failed ranks: the cause first, then by number, up to `RANKS_MAX`."""
+    """Return failed ranks: the causing rank first, then by number, up to `RANKS_MAX`."""
     ranks: set[int] = set()
     with contextlib.suppress(OSError):
         for path in (directory / "failures").iterdir():
@@ -617,7 +623,7 @@ def _failure_text(directory: Path, rank: int) -> str:
 
 
 def _head(path: Path) -> bytes:
-    """Return the first `FILE_BYTES_MAX` bytes of a file; empty where it cannot be read."""
+    """Return the first `FILE_BYTES_MAX` bytes of a file; b"" for an unreadable file."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         return file.read(FILE_BYTES_MAX)
     return b""
@@ -628,6 +634,6 @@ def _tail(path: Path, limit: int) -> bytes:
         size = file.seek(0, 2)
         file.seek(max(0, size - limit))
         data = file.read(limit)
-        # Start with a complete line.
+        # The result starts with a complete line.
         return data if size <= limit else data.partition(b"\n")[2] or data
     return b""

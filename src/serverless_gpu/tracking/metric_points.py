@@ -4,12 +4,12 @@
     header, sample, sample, …       ▲                                                  │ sent(): the cursor moves
                                     └────────── SampleCursor, for the next process ◀───┘
 
-The file is the buffer, so MLflow may be away for any time. `next` returns the same points until `sent` is called. The
-samples' own times delimit windows, so that a restarted process creates the same windows.
+The file is the buffer, so MLflow may be unavailable for any time. `next` returns the same points until `sent` is
+called. The times of the samples delimit windows, so that a restarted process creates the same windows.
 
-Failure cases: A missing file has no samples. The reader waits for the rest of an incomplete line, and skips it if the
-writer was killed. A reader that starts in the middle finds the header for that position. If the wall clock moves back,
-the window ends.
+Failure cases: A missing file has no samples. The reader waits until an incomplete line is complete, and skips the line
+if the writer was killed. A reader that starts at a later offset finds the header for that offset. If the wall clock
+moves back, the window ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BACKLOG_BYTES_MAX = 64 << 20
 _CHUNK_BYTES = 256 << 10
 _POINTS_MAX = 1000
 _WINDOW_MAX = 512
-_EARLY_NS = SECOND_NS // 2  # Tolerance for the sampler's inexact intervals.
+_EARLY_NS = SECOND_NS // 2  # Tolerance in nanoseconds for the sampler's inexact intervals.
 
 
 class SampleCursor(NamedTuple):
@@ -41,15 +41,15 @@ class SampleCursor(NamedTuple):
 
 
 def telemetry_path(directory: Path, node_rank: int) -> Path:
-    """Return the path of the samples of an attempt on a node."""
+    """Return the path of the file with an attempt's samples on a node."""
     return directory / "logs" / f"{node_rank}.telemetry"
 
 
 class MetricPoints:
-    """The points of one sample file, which may not exist yet; for one thread.
+    """The points of one sample file, which may not exist yet; not safe for several threads.
 
-    The points of all `num_nodes` nodes together stay below a run's limit. A backlog of more than `backlog_bytes_max`
-    bytes drops the oldest points.
+    The points of all `num_nodes` nodes together stay below a run's limit. When the backlog exceeds `backlog_bytes_max`
+    bytes, the oldest points are dropped.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class MetricPoints:
         self._num_nodes = num_nodes
         self._backlog_bytes_max = backlog_bytes_max
         self._known_ns = cursor.sent_ns  # An earlier process has sent the rows up to this time.
-        self._last_ns = cursor.sent_ns  # End of the last window.
+        self._last_ns = cursor.sent_ns  # End time of the last window.
         self._cursor = cursor
         self._rows: deque[_Row] = deque()
         self._window: list[_Row] = []
@@ -71,7 +71,10 @@ class MetricPoints:
         return self._cursor
 
     def next(self, *, ended: bool) -> Sequence[Metric]:
-        """Return the points of one request, unchanged until `sent`; `ended` allows an incomplete window."""
+        """Return the points of one request, unchanged until `sent`.
+
+        With `ended`, the last window may be incomplete.
+        """
         if self._batch:
             return self._batch
         room = _POINTS_MAX
@@ -84,7 +87,7 @@ class MetricPoints:
             before = len(self._batch)
             self._add(row)
             wide = len(self._batch) - before
-            room = room - wide if room - wide >= wide else 0  # The next row needs as many points.
+            room = room - wide if room - wide >= wide else 0  # The next row needs the same number of points.
         return self._batch
 
     def sent(self) -> None:

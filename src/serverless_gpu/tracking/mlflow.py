@@ -1,6 +1,6 @@
 """Client of MLflow's REST interface.
 
-The client never imports `mlflow`, so any version of the package or none may be installed.
+The client never imports `mlflow`, so any version of the package may be installed, or none.
 
     begin, find   experiments/get-by-name, experiments/create, runs/search, runs/create, runs/get
     log           runs/log-batch, at most 1000 points, 100 parameters or 100 tags at once
@@ -8,18 +8,20 @@ The client never imports `mlflow`, so any version of the package or none may be 
     resume, end   runs/update
 
 The tag `sgpu.run_id` identifies the MLflow run. So another node, a restarted process or a retry does not create a
-second run. If two processes create an experiment at the same time, the second one looks it up again. The client refuses
-a deleted experiment. The client refuses `upload` if the server's files are in a bucket or in a local directory.
+second run. If two processes create an experiment at the same time, the second process looks up the experiment again.
+The client refuses a deleted experiment. The client refuses `upload` if the server's files are in a bucket or in a local
+directory.
 
     RestClient.call, put ─▶ one request, at most 2 s (10 s for slow operations) ─▶ answer, at most 1 MiB
                                                                                  ├▶ TrackerAway: retry later
                                                                                  └▶ TrackerRefused: final
 
 Failure cases: A refused connection, a timeout, and the statuses 408, 425, 429 and 5xx except 501 mean that MLflow is
-away. An error from MLflow about the request is a refusal. Other errors depend on earlier answers of the server. If the
-server never answered like MLflow, the client refuses at once, with a hint. Reasons are a wrong address, a login page, a
-wrong password or an untrusted certificate. A server that answered before is probably under maintenance and counts as
-away. The client aborts a request after twice its timeout. Only the headers, of at most 100 kB, may take longer.
+unavailable. An error from MLflow about the request is a refusal. Other errors depend on earlier answers of the server.
+If the server never answered like MLflow, the client refuses at once, with a hint. Reasons are a wrong address, a login
+page, a wrong password or an untrusted certificate. A server that answered before is probably under maintenance and
+counts as unavailable. The client aborts a request after twice its timeout. Only the headers, of at most 100 kB, may
+take longer.
 
 Credentials come from the caller's variables, in MLflow's format. The client sends credentials only to the server that
 these variables name. The client follows no redirects. Error messages contain neither credentials nor a server's control
@@ -119,9 +121,9 @@ class _Nothing(msgspec.Struct):
 class MlflowTracker:
     """One MLflow server, for one thread at a time.
 
-    `address` is its URI, with optional user and password. `address` can also be a function that returns the URI, or
-    raises `TrackerAway` while the URI is unknown. `environ` has the caller's MLflow variables. `environ` is empty for a
-    server that the caller did not choose.
+    `address` is the URI of the server, with optional user and password. `address` can also be a function that returns
+    the URI, or raises `TrackerAway` while the URI is unknown. `environ` has the caller's MLflow variables. `environ` is
+    empty for a server that the caller did not choose.
     """
 
     def __init__(self, address: str | Callable[[], str], environ: Mapping[str, str]) -> None:
@@ -135,7 +137,7 @@ class MlflowTracker:
         experiment_id = self._experiment(tracking, make=False)
         if experiment_id is None:
             return None
-        if not run_id.isalnum():  # The filter contains the ID in quotes.
+        if not run_id.isalnum():  # The search filter contains the ID in quotes.
             raise TrackerRefused(f"{run_id!r} is not a valid run identifier")
         wanted = {
             "experiment_ids": [experiment_id],
@@ -147,7 +149,7 @@ class MlflowTracker:
         return min((self._tracked(run.info) for run in found), key=lambda tracked: tracked.run_id, default=None)
 
     def begin(self, tracking: Tracking, run_id: str, *, tags: Mapping[str, str], at_ms: int) -> TrackerRun:
-        """Return the MLflow run: a new one, or the continued one, which keeps its name and parent.
+        """Return the MLflow run: a new run, or the continued run, which keeps its name and parent.
 
         When TrackerAway is doubtful, MLflow may have created the run.
         """
@@ -168,7 +170,7 @@ class MlflowTracker:
         try:
             made = self._rest.call("POST", "mlflow/runs/create", body, answer=_RunAnswer, timeout_s=LONG_TIMEOUT_S)
         except MlflowNotFound as error:
-            self._experiments.clear()  # The experiment was permanently deleted in the meantime.
+            self._experiments.clear()  # Another client permanently deleted the experiment before this request.
             raise _named(error, EXPERIMENT_VARIABLE if tracking.experiment_id else "") from None
         return self._tracked(made.run.info)
 
@@ -180,10 +182,10 @@ class MlflowTracker:
         params: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> None:
-        """Add points, parameters and tags; repeating changes nothing.
+        """Add points, parameters and tags; repeating a call changes nothing.
 
-        After TrackerAway some items may have arrived. After TrackerRefused, MLflow has stored no item of the refused
-        request.
+        After TrackerAway, MLflow may have stored some items. After TrackerRefused, MLflow has stored no item of the
+        refused request.
         """
         for points in _batches(metrics, METRICS_MAX):
             rows = [{"key": at.key, "value": at.value, "timestamp": at.at_ms, "step": at.step} for at in points]
@@ -216,13 +218,13 @@ class MlflowTracker:
         """Close the connection."""
         self._rest.close()
 
-    # --- below ------------------------------------------------------------------------------------------------------
+    # --- private methods --------------------------------------------------------------------------------------------
 
     def _experiment(self, tracking: Tracking, *, make: bool) -> str | None:
         """Return the experiment's identifier, or None when it does not exist and `make` is False."""
         name = tracking.experiment
         if tracking.experiment_id or not name:
-            return tracking.experiment_id or "0"  # MLflow's default experiment.
+            return tracking.experiment_id or "0"  # Identifier of MLflow's default experiment.
         if name in self._experiments:
             return self._experiments[name]
         experiment_id = self._looked_up(name)
@@ -246,8 +248,9 @@ class MlflowTracker:
             return None
         if found.experiment.lifecycle_stage != "active":
             raise TrackerRefused(
-                f"the experiment {name} has been deleted in MLflow at {self._rest.uri}: restore it there, or set "
-                "MLFLOW_EXPERIMENT_NAME to another one"
+                f"the experiment {name} has been deleted in MLflow at {self._rest.uri}: restore it in MLflow, or "
+                "set "
+                "MLFLOW_EXPERIMENT_NAME to another experiment"
             )
         return found.experiment.experiment_id
 
@@ -286,12 +289,12 @@ class MlflowTracker:
 
 
 def _named(error: TrackerRefused, variable: str) -> TrackerRefused:
-    """Return a refusal that names the caller's variable with the unknown value."""
+    """Return a refusal that names the caller's variable and its unknown value."""
     return type(error)(f"{error} ({variable} names it)") if variable else error
 
 
 def _proxied(artifacts: str, uri: str) -> str | None:
-    """Return the path below the server's own file store, or None when the files are elsewhere."""
+    """Return the path below the server's own file store, or None if another store has the files."""
     parts, server = urlsplit(artifacts), urlsplit(uri)
     if parts.scheme == "mlflow-artifacts" and parts.netloc in ("", server.netloc):
         return parts.path
@@ -311,11 +314,11 @@ def _batches(entries: Sequence[T], size: int) -> Iterator[list[T]]:
         yield batch
 
 
-# --- one MLflow server over HTTP --------------------------------------------------------------------------------------
+# --- the HTTP client of one MLflow server -----------------------------------------------------------------------------
 
 
 class MlflowProblem(msgspec.Struct):
-    """Body of an error answer from MLflow."""
+    """JSON body of an error answer from MLflow."""
 
     error_code: str | int
     message: str = ""
@@ -336,7 +339,7 @@ class _Answer(NamedTuple):
 
 
 class RestClient:
-    """One server, for one thread at a time; `address` and `environ` as for `MlflowTracker`."""
+    """A client of one server, for one thread at a time; `address` and `environ` as for `MlflowTracker`."""
 
     def __init__(self, address: str | Callable[[], str], environ: Mapping[str, str]) -> None:
         self._address = address
@@ -364,12 +367,12 @@ class RestClient:
         try:
             decoded = from_json(found.body, answer)
         except msgspec.MsgspecError as error:
-            raise self._strange(f"its answer is not MLflow's ({_shown(str(error))})") from None
+            raise self._strange(f"the answer does not have MLflow's format ({_shown(str(error))})") from None
         self._known = True
         return decoded
 
     def put(self, path: str, data: bytes) -> None:
-        """Upload bytes with the errors of `call`."""
+        """Upload bytes; raises the same errors as `call`."""
         self._send("PUT", path, data, {"Content-Type": "application/octet-stream"}, {}, LONG_TIMEOUT_S)
 
     def close(self) -> None:
@@ -378,7 +381,7 @@ class RestClient:
             self._client.close()
             self._client = None
 
-    # --- below ------------------------------------------------------------------------------------------------------
+    # --- private methods --------------------------------------------------------------------------------------------
 
     def _send(
         self,
@@ -401,16 +404,17 @@ class RestClient:
             )
             found = self._received(client, request, timeout_s)
         except _UNSENDABLE as error:
-            # The message leaves out the invalid part, which may be a credential.
+            # The message omits the invalid part, which may be a credential.
             kind = type(error).__name__
-            why = f"its address, the credentials or the proxy have invalid characters or parts ({kind})"
+            why = f"the address, the credentials or the proxy have invalid characters or parts ({kind})"
             if isinstance(error, ImportError):
                 why = "a SOCKS proxy needs the package socksio, which is not installed"
             raise TrackerRefused(f"cannot send a request to MLflow at {self.uri}: {why}") from None
         except httpx2.TransportError as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 raise self._strange(
-                    "its certificate is not trusted; set MLFLOW_TRACKING_SERVER_CERT_PATH to its authority"
+                    "the server's certificate is not trusted; set MLFLOW_TRACKING_SERVER_CERT_PATH to a file with "
+                    "its authority"
                 ) from None
             raise TrackerAway(
                 f"MLflow at {self.uri} does not answer ({_why(error, timeout_s)})",
@@ -427,19 +431,20 @@ class RestClient:
         size = 0
         response = client.send(request, stream=True)
         try:
-            for part in response.iter_raw():  # Without a size. With a size, each read would wait for a full chunk.
+            # Read without a chunk size, because each read with a size would wait for a full chunk.
+            for part in response.iter_raw():
                 parts.append(part)
                 size += len(part)
                 if size > ANSWER_BYTES_MAX:
-                    raise self._strange(f"its answer is longer than {ANSWER_BYTES_MAX} bytes")
+                    raise self._strange(f"the answer is longer than {ANSWER_BYTES_MAX} bytes")
                 if self._clock.boottime_ns() > deadline_ns:
-                    raise httpx2.ReadTimeout("its answer arrives too slowly", request=request)
+                    raise httpx2.ReadTimeout("the answer arrives too slowly", request=request)
         finally:
             response.close()
         return _Answer(response.status_code, response.headers.get("location", ""), b"".join(parts))
 
     def _connected(self) -> httpx2.Client:
-        """Return the client for the server's current address."""
+        """Return the HTTP client for the server's current address."""
         uri, userinfo = split_userinfo(self._address if isinstance(self._address, str) else self._address())
         if self._client is not None and uri == self.uri:
             return self._client
@@ -448,7 +453,7 @@ class RestClient:
             raise TrackerRefused(
                 f"{uri or 'an empty address'} is not a valid address of an MLflow server (http or https)"
             )
-        # Only the server that the caller's variables name gets their credentials.
+        # The client sends credentials only to the server that the caller's variables name.
         is_named = split_userinfo(self._environ.get("MLFLOW_TRACKING_URI", ""))[0] == uri
         environ = self._environ if is_named else {}
         self.uri = uri
@@ -458,7 +463,7 @@ class RestClient:
             verify=_trust(uri, environ),
             proxy=proxy_for(uri, self._environ),
             follow_redirects=False,
-            trust_env=False,  # The caller's variables apply, not those of this process.
+            trust_env=False,  # The caller's variables apply, not the variables of this process.
             limits=httpx2.Limits(max_connections=2, max_keepalive_connections=1, keepalive_expiry=30.0),
         )
         return self._client
@@ -475,19 +480,19 @@ class RestClient:
             return TrackerAway(f"MLflow at {self.uri} answers {said}", is_doubtful=found.status >= 500)
         if found.status in (401, 403, 407):
             return self._strange(
-                f"it answers {said}; set MLFLOW_TRACKING_USERNAME and _PASSWORD, or MLFLOW_TRACKING_TOKEN"
+                f"the server answers {said}; set MLFLOW_TRACKING_USERNAME and _PASSWORD, or MLFLOW_TRACKING_TOKEN"
             )
         if problem is None:
             elsewhere = f" (to {_shown(split_userinfo(found.location)[0])})" if found.location else ""
-            return self._strange(f"it answers {said}{elsewhere}")
+            return self._strange(f"the server answers {said}{elsewhere}")
         self._known = True
         kinds = {"RESOURCE_DOES_NOT_EXIST": MlflowNotFound, "RESOURCE_ALREADY_EXISTS": MlflowExists}
         return kinds.get(str(problem.error_code), TrackerRefused)(f"MLflow at {self.uri} answers {said}")
 
     def _strange(self, what: str) -> Exception:
-        """Return the exception for an answer that is not MLflow's.
+        """Return the exception for an answer that does not come from MLflow.
 
-        The exception is final unless the server answered like MLflow before.
+        The exception is final unless the server has answered like MLflow before.
         """
         if self._known:
             return TrackerAway(f"MLflow at {self.uri} does not answer like MLflow: {what}")
@@ -495,7 +500,7 @@ class RestClient:
 
 
 def make_ready() -> None:
-    """Load the modules of the first request (100 ms), for a process whose first request must be fast."""
+    """Import the modules of the first request (100 ms), for a process whose first request must be fast."""
     httpx2.Client(verify=False, trust_env=False).close()
 
 
@@ -514,7 +519,9 @@ def _headers(environ: Mapping[str, str], userinfo: str) -> dict[str, str]:
         password = password or found.get("mlflow_tracking_password", "")
     for plugin in ("MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4"):
         if environ.get(plugin, "").lower() not in ("", "0", "false"):
-            raise TrackerRefused(f"{plugin} asks for an MLflow plugin, which only your own programs can use")
+            raise TrackerRefused(
+                f"{plugin} needs an MLflow plugin, which serverless-gpu cannot load; only your own programs can"
+            )
     if name and password:
         headers["Authorization"] = "Basic " + base64.b64encode(f"{name}:{password}".encode()).decode()
     elif environ.get("MLFLOW_TRACKING_TOKEN"):

@@ -126,7 +126,7 @@ def test_23C3_a_home_without_file_locks_is_named_before_anything_starts(
 
 def test_23C3_places_for_backups_and_copies_of_the_audit_are_named(own: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from serverless_gpu.cli import audit\n"
+        "import sys; from pathlib import Path; from serverless_gpu.cli.access import audit\n"
         "from serverless_gpu.server.operations import backup; from serverless_gpu.errors import StorageError\n"
         "for way in (backup._alone, audit.open_copy):\n"
         "    try:\n        with way(Path(sys.argv.pop())): pass\n"
@@ -157,7 +157,7 @@ def test_23C4_a_kernel_without_pidfd_is_refused_before_anything_starts(
     sentence = f"Linux {os.uname().release} refuses pidfd_open here: {reason}"
     first, second = call(tmp_path, *refusing(refused)).splitlines()
     assert first == golden("local.odd_environments.hardwareerror-machine-cannot", sentence=sentence)
-    assert second.startswith("hint: Linux 5.3 or newer is needed; in a container, a runtime whose seccomp profile")
+    assert second.startswith("hint: use Linux 5.3 or newer; in a container, use a runtime whose seccomp profile")
     assert agent_status(own) is None and not list((own / "runs").iterdir())
     assert (
         golden("local.odd_environments.failed-kernel-run", sentence=sentence)
@@ -316,7 +316,7 @@ def test_23C9_a_disk_without_inodes_is_not_called_full(few_files: Path, tmp_path
     first, second = call(tmp_path).splitlines()
     assert first.startswith(f"StorageError: no inodes left for {few_files}/")
     assert first.endswith(": its disk has space, but cannot store one more file")
-    assert second.startswith("hint: delete files there (`sgpu clean` removes old runs, `sgpu env gc` environments)")
+    assert second.startswith("hint: delete files on that disk (`sgpu clean` removes old runs, `sgpu env gc` environments)")
     report = sgpu("doctor", "--limit", "3", before=()).stdout
     assert golden("local.odd_environments.failed-disk-space", few_files=few_files) in report
 
@@ -405,7 +405,7 @@ def test_23C10_a_capture_and_the_doctor_name_the_limit_of_threads(own: Path, sma
     limit = "no thread can be started: the limit of processes and threads is reached"
     caller = Dialogue(small, "work")
     try:
-        assert caller.ask("call(work.value)").startswith(f"HardwareError: {limit} | hint: raise it: `ulimit -u`")
+        assert caller.ask("call(work.value)").startswith(f"HardwareError: {limit} | hint: raise the limit: `ulimit -u`")
     finally:
         caller.close()
     done = sgpu("doctor", "--limit", "3", before=refusing("no-threads"))
@@ -417,7 +417,7 @@ def test_23C10_a_server_names_the_limit_of_threads(own: Path) -> None:
     first, second = started.stderr.splitlines()
     assert started.returncode == 1
     assert first == golden("local.odd_environments.sgpu-thread-can")
-    assert second.startswith("hint: raise it: `ulimit -u`")
+    assert second.startswith("hint: raise the limit: `ulimit -u`")
 
 
 def test_23C10_the_product_inside_an_archive_is_refused_with_one_sentence(own: Path, tmp_path: Path) -> None:

@@ -420,7 +420,7 @@ def test_hidden_ranks_are_shown_when_a_run_fails(capfd: pytest.CaptureFixture[st
     out, err = capfd.readouterr()
     assert out == golden("local.output.rank-rank-here")
     tails = [line for line in err.splitlines() if line.startswith("[rank") or "last output" in line]
-    assert [line.partition(", all")[0] for line in tails] == [
+    assert [line.partition(" (all output: ")[0] for line in tails] == [
         part
         for rank in (2, 1, 3)
         for part in (f"serverless-gpu: last output of rank {rank}", f"[rank {rank}] rank {rank} was here")

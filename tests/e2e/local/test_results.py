@@ -200,7 +200,7 @@ def test_arguments_of_a_handle_that_cannot_be() -> None:
         (
             lambda: as_completed(cast("list[Run[int]]", [run, 1])),
             InvalidOption,
-            "as_completed takes a list of runs; 1 is none",
+            "as_completed takes a list of runs; 1 is not a run",
         ),
     ]
     for call, kind, message in wrong:

@@ -94,4 +94,4 @@ def test_F22_a_node_of_a_gang_that_never_returns_is_given_up_at_once_when_an_ope
     cluster.join("n3")
     cluster.ask("POST", "/nodes/n1/forget", ForgetRequest(i_know_it_is_dead=True), answer=NodeView)
     talking(tmp_path, 2)
-    check(cluster, run_id, tmp_path, Reason.NODE_GONE, "the node never came back: on n1: root said that n1 is dead")
+    check(cluster, run_id, tmp_path, Reason.NODE_GONE, "the node did not reconnect: on n1: root said that n1 is dead")

@@ -17,6 +17,7 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.uplink import start_stop
 from serverless_gpu.node.uplink.server import UplinkProfile, read_profile
 from serverless_gpu.testing.engines import EngineConformance, Losing, Shares
+from tests.support.local.observe import processes_of, wait_for
 
 PROFILE = UplinkProfile(url="http://127.0.0.1:9", token="none", name="here")  # nobody answers on the discard port
 
@@ -30,7 +31,8 @@ def made(home: Path) -> Iterator[Callable[[], LocalEngine]]:
     """Yield what makes an engine of a home of its own; its uplink is ended with the test."""
     place = Home(home)
     yield lambda: LocalEngine(place, home / "server", profile=PROFILE, environ=os.environ)
-    start_stop.stop_all(place)
+    # An uplink that has just started does not hold its lock yet, so `stop_all` may have to look again.
+    wait_for(lambda: not start_stop.stop_all(place) and not processes_of(home), "no uplink of the home is left")
 
 
 class TestLocalEngine(EngineConformance):

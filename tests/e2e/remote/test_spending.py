@@ -97,7 +97,7 @@ def test_F71_F72_two_policies_and_a_hard_budget_stop_a_run_that_has_saved_and_ra
         assert saved["why"] == "budget" and saved["count"] > 0
     assert not (home / "runs" / run.id / "2").exists()  # with resume, too: the money is gone
 
-    assert told("show", run.id).count("does not pay for its next minute") == 1
+    assert told("show", run.id).count("does not cover the run's next minute") == 1
 
     receipt = run.receipt()
     assert (receipt.state, receipt.policy, receipt.tags) == ("BUDGET_STOPPED", "search", {"team": "search"})

@@ -311,7 +311,7 @@ def test_gc_shrinks_what_was_unpacked_here(place: Place, tmp_path: Path) -> None
         (("--grace", "1"), "--grace: '1' is not a duration"),
         (("--grace", "5h"), "--grace 5h is shorter than a capture may take"),
         (("--cache", "big"), "--cache: 'big' is not a size"),
-        (("--store", "https://x"), "'https://x' is not a store"),
+        (("--store", "https://x"), "'https://x' is not the name of a store"),
     ],
 )
 def test_gc_says_which_value_is_wrong(place: Place, arguments: tuple[str, ...], said: str) -> None:

@@ -55,7 +55,7 @@ def test_F44_what_was_missed_arrives_in_order_once_mlflow_is_back(tmp_path: Path
     assert len(heard.sentences) == 1
     sentence, note = heard.sentences[0]
     assert sentence.startswith(f"MLflow at {mlflow.uri} ")
-    assert sentence.endswith("; system metrics wait on the node's disk until MLflow is back")
+    assert sentence.endswith("; the node keeps system metrics on its disk until MLflow is available again")
     assert not note
 
 

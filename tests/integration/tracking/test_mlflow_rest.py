@@ -143,7 +143,7 @@ def test_the_file_in_which_mlflow_keeps_credentials_is_read(monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", ["MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4"])
 def test_plugins_of_mlflow_are_refused_in_a_sentence(name: str) -> None:
-    sentence = f"{name} asks for an MLflow plugin, which only your own programs can"
+    sentence = f"{name} needs an MLflow plugin, which serverless-gpu cannot load"
     named = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}
     with (
         talking("http://127.0.0.1:9", {**named, name: "true"}) as tracker,
@@ -174,14 +174,14 @@ def test_a_password_that_is_wrong_is_refused_with_what_to_set() -> None:
         (
             b"HTTP/1.1 302 Found\r\nLocation: http://u:p@login/?next\r\n\r\n",
             TrackerRefused,
-            "it answers 302 (to http://login)",
+            "the server answers 302 (to http://login)",
         ),
-        (b"HTTP/1.1 404 Not Found\r\n\r\nnginx", TrackerRefused, "it answers 404: nginx"),
+        (b"HTTP/1.1 404 Not Found\r\n\r\nnginx", TrackerRefused, "the server answers 404: nginx"),
         (b"HTTP/1.1 429 Slow down\r\n\r\n", TrackerAway, "answers 429"),
         (b"HTTP/1.1 503 No\r\n\r\n<html>\n busy", TrackerAway, "answers 503: <html> busy"),
-        (b"HTTP/1.1 501 No\r\n\r\nnever", TrackerRefused, "it answers 501: never"),
-        (b"HTTP/1.1 200 OK\r\n\r\n[]", TrackerRefused, "its answer is not MLflow's ("),
-        (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (1 << 21), TrackerRefused, "its answer is longer than 1048576 bytes"),
+        (b"HTTP/1.1 501 No\r\n\r\nnever", TrackerRefused, "the server answers 501: never"),
+        (b"HTTP/1.1 200 OK\r\n\r\n[]", TrackerRefused, "the answer does not have MLflow's format ("),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (1 << 21), TrackerRefused, "the answer is longer than 1048576 bytes"),
         (b"", TrackerAway, "does not answer ("),
         (b"SSH-2.0-OpenSSH_9.6\r\n", TrackerAway, "does not answer ("),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", TrackerAway, "does not answer ("),

@@ -159,10 +159,10 @@ def _links() -> Iterator[tuple[str, Unit, str]]:
         ("link to its area's parent", "../../..", "leads out"),
         ("link to the other area", "../../../prefix/bin/x", "leads out"),
         ("link out and in again", "../../../site/secret", "leads out"),
-        ("link to nothing", "nothing", "not there"),
-        ("link to nothing, deep", "../nothing/x", "not there"),
-        ("link with empty name", "..//b/x", "not there"),
-        ("link with a slash at the end", "../", "not there"),
+        ("link to nothing", "nothing", "does not exist"),
+        ("link to nothing, deep", "../nothing/x", "does not exist"),
+        ("link with empty name", "..//b/x", "does not exist"),
+        ("link with a slash at the end", "../", "does not exist"),
         ("link through a file", "x/../x", "through another link or a file"),
         ("link to itself", "link", "circle"),
         ("link with a control character", "x\n", "control character"),
@@ -180,7 +180,7 @@ def _links() -> Iterator[tuple[str, Unit, str]]:
         "through another link",
     )
     chain = [link(f"site/{n:02}", f"{n + 1:02}") for n in range(12)]
-    yield "long chain", unit(*chain, file("site/12")), "more than 8 others"
+    yield "long chain", unit(*chain, file("site/12")), "more than 8 other links"
 
 
 def _rows() -> Iterator[tuple[str, Unit, str]]:
@@ -223,8 +223,8 @@ def _blocks() -> Iterator[tuple[str, Unit, str]]:
         ("no bytes", (PackBlock(0, 0, 0, 100), two[1]), spots, "outside its pack"),
         ("shared bytes", (PackBlock(0, 0, 61, 100), two[1]), spots, "share bytes of a pack"),
         ("one block twice", (two[0], two[0]), spots, "share bytes of a pack"),
-        ("large block", (PackBlock(0, 0, 60, 4 * MIB + 1), two[1]), spots, "a block must hold"),
-        ("empty block", (PackBlock(0, 0, 60, 0), two[1]), spots, "a block must hold"),
+        ("large block", (PackBlock(0, 0, 60, 4 * MIB + 1), two[1]), spots, "a block must have"),
+        ("empty block", (PackBlock(0, 0, 60, 0), two[1]), spots, "a block must have"),
         ("no such block", two, (ContentPlace(2, 0), ContentPlace(1, 0)), "block 2 of 2"),
         ("block -1", two, (ContentPlace(-1, 0), ContentPlace(1, 0)), "block -1 of 2"),
         ("byte -1", two, (ContentPlace(0, 0), ContentPlace(1, -1)), "byte -1"),
@@ -235,7 +235,7 @@ def _blocks() -> Iterator[tuple[str, Unit, str]]:
             "not the end of a block",
             (PackBlock(0, 0, 60, 90), two[1]),
             (ContentPlace(0, 0), ContentPlace(1, 0)),
-            "hold nothing else",
+            "not have content of other files",
         ),
         ("no places", two, (), "0 places for 2 files"),
         ("one place too few", two, (ContentPlace(0, 0),), "1 places for 2 files"),
@@ -254,17 +254,21 @@ def _bombs() -> Iterator[tuple[str, Unit, str]]:
     size = [BLOCK_BYTES] * (count - 1) + [10**9 - BLOCK_BYTES * (count - 1)]
     each = 10**6 // count
     blocks = tuple(PackBlock(0, each * n, each, size[n]) for n in range(count))
-    yield "1 GB of zeros in 1 MB", unit(zeros, blocks=blocks, places=(ContentPlace(0, 0),)), "would become 1000000000"
+    yield (
+        "1 GB of zeros in 1 MB",
+        unit(zeros, blocks=blocks, places=(ContentPlace(0, 0),)),
+        "would expand to 1000000000",
+    )
     twice = tuple(PackBlock(n, 0, 10**6, size[n]) for n in range(count))
     yield (
         "1 GB in one pack, again and again",
         unit(zeros, packs=(PACK,) * count, blocks=twice, places=(ContentPlace(0, 0),)),
-        ("1000000 bytes would become 1000000000"),
+        ("1000000 bytes would expand to 1000000000"),
     )
     many = tuple(file(f"site/{n}", 1) for n in range(100))
     waste = tuple(PackBlock(0, 40_000 * n, 40_000, BLOCK_BYTES) for n in range(100))
     spots = tuple(ContentPlace(n, 0) for n in range(100))
-    yield "work for nothing", unit(*many, blocks=waste, places=spots), "far more than the 100 of its files"
+    yield "work for nothing", unit(*many, blocks=waste, places=spots), "far more than the 100 bytes of its files"
 
 
 def snapshot(

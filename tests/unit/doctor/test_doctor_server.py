@@ -88,8 +88,8 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
         ),
         (
             "server-nodes",
-            replace(WELL, nodes=(replace(UP, state="DRAINING", sentence="takes nothing new: root …", drained=True),)),
-            (WARNING, "n1 is DRAINING: takes nothing new: root …"),
+            replace(WELL, nodes=(replace(UP, state="DRAINING", sentence="starts no new runs: root …", drained=True),)),
+            (WARNING, "n1 is DRAINING: starts no new runs: root …"),
         ),
         (
             "server-protocol",

@@ -168,7 +168,7 @@ def test_own_types_can_be_asked_for() -> None:
         (None, None, SLOTS, NoGpu, f"this machine has no GPU\n{NO_GPU_HINT}"),
         (8, None, (), NoGpu, f"this machine has no GPU\n{NO_GPU_HINT}"),
         (None, None, parse_fake("CPU:8"), NoGpu, f"this machine has no GPU\n{NO_GPU_HINT}"),
-        (8, "h100", SLOTS, NoGpu, f"the run asks for H100, but this machine has no GPU\n{NO_GPU_HINT}"),
+        (8, "h100", SLOTS, NoGpu, f"the run requests H100, but this machine has no GPU\n{NO_GPU_HINT}"),
         (
             1,
             None,
@@ -182,21 +182,21 @@ def test_own_types_can_be_asked_for() -> None:
             "H100",
             (*parse_fake("A10:2"), *SLOTS),
             GpuTypeMismatch,
-            'the run asks for H100, but this machine has 2 A10\nhint: use gpu_type="A10", or leave gpu_type out',
+            'the run requests H100, but this machine has 2 A10\nhint: use gpu_type="A10", or leave gpu_type out',
         ),
         (
             None,
             "L4",
             MIXED,
             GpuTypeMismatch,
-            'the run asks for L4, but this machine has 4 H100, 2 A10\nhint: use gpu_type="H100" or gpu_type="A10"',
+            'the run requests L4, but this machine has 4 H100, 2 A10\nhint: use gpu_type="H100" or gpu_type="A10"',
         ),
         (
             1,
             "A100-80",
             parse_fake("A100-40:1"),
             GpuTypeMismatch,
-            "the run asks for A100-80, but this machine has 1 A100-40\n"
+            "the run requests A100-80, but this machine has 1 A100-40\n"
             'hint: use gpu_type="A100-40", or leave gpu_type out',
         ),
         (
@@ -204,7 +204,7 @@ def test_own_types_can_be_asked_for() -> None:
             "H100",
             (*H100S, *SLOTS),
             NotEnoughGpus,
-            "the run asks for 8 H100, but this machine has 2\n"
+            "the run requests 8 H100, but this machine has 2\n"
             "hint: use gpus=2, or leave gpus out to use all; a GPU that CUDA_VISIBLE_DEVICES hides does not count",
         ),
         (
@@ -212,7 +212,7 @@ def test_own_types_can_be_asked_for() -> None:
             None,
             H100S,
             NotEnoughGpus,
-            "the run asks for 3 H100, but this machine has 2\n"
+            "the run requests 3 H100, but this machine has 2\n"
             "hint: use gpus=2, or leave gpus out to use all; a GPU that CUDA_VISIBLE_DEVICES hides does not count",
         ),
         (
@@ -220,16 +220,16 @@ def test_own_types_can_be_asked_for() -> None:
             "CPU",
             (*H100S, *SLOTS),
             NotEnoughGpus,
-            "the run asks for 8 CPU slots, but this machine has 2\n"
-            'hint: SERVERLESS_GPU_FAKE="CPU:8" creates as many slots, whatever the number of cores',
+            "the run requests 8 CPU slots, but this machine has 2\n"
+            'hint: SERVERLESS_GPU_FAKE="CPU:8" creates as many slots, regardless of the number of cores',
         ),
         (
             None,
             "CPU",
             H100S,
             NotEnoughGpus,
-            "the run asks for 1 CPU slot, but this machine has 0\n"
-            'hint: SERVERLESS_GPU_FAKE="CPU:1" creates as many slots, whatever the number of cores',
+            "the run requests 1 CPU slot, but this machine has 0\n"
+            'hint: SERVERLESS_GPU_FAKE="CPU:1" creates as many slots, regardless of the number of cores',
         ),
     ],
 )

@@ -88,7 +88,7 @@ def _attach_here(home: Home, record: RunRecord) -> Run[object]:
         if not run._hear(SNAPSHOT_S) and record.live:
             run._state = State(record.state)  # The supervisor is busy, so the state comes from the run's files.
         if run._refused is not None:
-            raise AgentUnavailable(f"run {run_id} goes on: {run._refused.message}", hint=run._refused.hint)
+            raise AgentUnavailable(f"{run._refused.message}; the run goes on", hint=run._refused.hint)
     return run
 
 

@@ -7,20 +7,20 @@
     pack closed ─▶ group ─ 8 MB, or 64 of them ─▶ a storing thread: packs, and then the units that were read completely
     unit read   ─▶   │
 
-Frames come back in the order of their blocks, so a unit that is packed twice gives the same packs. After a killed
-capture, the next one finds the packs that it had stored. The packer's memory holds the blocks in progress (their
-content and their frames), the pack being filled, and the packs being stored. The packer uses about 150 MB of memory,
-whatever the environment's size.
+The packer receives frames in the order of their blocks, so a unit that is packed twice gives the same packs. After a
+killed capture, the next capture finds the packs that the killed one stored. The packer's memory holds the blocks in
+progress (their content and their frames), the pack being filled, and the packs being stored. The packer uses about 150
+MB of memory, whatever the environment's size.
 
-A small unit is one pack of some kB and one document. Stored one by one, they cost a disk more time for durability than
-for their bytes, and a bucket mostly round trips. A unit is stored only after its own packs and the other packs of its
-group. The threads send groups in the order in which they were filled. So a unit waits only for packs that are already
-being sent.
+A small unit consists of one pack of some kB and one document. Without groups, a disk would spend more time on syncs
+than on writing these bytes, and a bucket would spend it on round trips. A unit is stored only after its own packs and
+the other packs of its group. The threads send groups in the order in which they were filled. So a unit waits only for
+packs that are already being sent.
 
 Failure cases: a file's size differs from its row. The packer then plans the unit again a few times, until
-`EnvironmentUnsupported` names the file. A file is unreadable, missing, or not valid for a restore: the error names it.
-The store is full or does not answer: its error applies to the whole group. In each case the threads end before the
-error is raised, and no document points at missing packs.
+`EnvironmentUnsupported` names the file. A file is unreadable, missing, or not valid for a restore: the error names the
+file. The store is full or does not answer: its error applies to the whole group. In each case the threads end before
+the error is raised, and no document points at missing packs.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from serverless_gpu.errors import EnvironmentRejected, EnvironmentUnsupported
 
 STORING_THREADS = 4
 BYTES_IN_FLIGHT = 32 * 1024 * 1024
-"""Maximum of compressed bytes that wait to be stored; a single pack may exceed it."""
+"""Maximum of compressed bytes that wait to be stored; a single pack may exceed this limit."""
 GROUP_BYTES = 8 * 1024 * 1024
 GROUP_ITEMS = 64
 WAIT_S = 0.2
-"""Seconds that a thread waits before it reports again."""
+"""Seconds that the packer waits for a result before it calls `pulse` again."""
 BLOCKS_MAX = 12
-"""Maximum number of blocks in progress."""
+"""Maximum number of blocks that are read and compressed at the same time."""
 _Result = TypeVar("_Result")
 
 
@@ -71,12 +71,11 @@ class PackSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a packer."""
 
     level: int = LEVEL_LOCAL  # Compression level of zstd.
-    # Threads that read and compress. 0 means one per core (2 to 8) plus one, because one thread may wait for its turn
-    # to read small files.
-    # files
+    # Number of threads that read and compress. 0 means one per core (2 to 8) plus one more. The extra thread
+    # compensates for a thread that waits for its turn to read small files.
     threads: int = 0
-    block_bytes: int = BLOCK_BYTES  # Content bytes of a block.
-    pack_bytes: int = PACK_BYTES  # Size at which the packer closes a pack.
+    block_bytes: int = BLOCK_BYTES  # Number of content bytes in one block.
+    pack_bytes: int = PACK_BYTES  # Pack size in bytes at which the packer starts a new pack.
 
     @property
     def thread_count(self) -> int:
@@ -84,16 +83,16 @@ class PackSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit to pack."""
+    """A unit to pack into the store."""
 
-    address: str  # address from the scan; the stored unit may have another one
+    address: str  # address from the scan; the stored unit may have a different address
     name: str
     source: LocalUnit
-    old: Unit | None = None  # the previous version, if the store has all of its packs
+    old: Unit | None = None  # previous version of the unit, if the store has all of its packs
 
 
 class PackedUnit(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit that was stored."""
+    """A unit that the packer has stored."""
 
     job: PackJob
     unit: Unit
@@ -102,8 +101,8 @@ class PackedUnit(msgspec.Struct, frozen=True, kw_only=True):
 class Packer:
     """Packs units into a store.
 
-    The packer calls `pulse` in this thread with the name of the current unit, at least every `WAIT_S`. The packer calls
-    `before_packs` with the size of the packs to store next; the callback may raise.
+    The packer calls `pulse` in the caller's thread with the name of the current unit, at least every `WAIT_S`. The
+    packer calls `before_packs` with the size of the packs to store next; the callback may raise an error.
     """
 
     def __init__(
@@ -127,10 +126,11 @@ class Packer:
         self._ended: deque[tuple[PackJob, Future[Unit]]] = deque()
 
     def pack(self, *lines: Iterable[PackJob]) -> Iterator[PackedUnit]:
-        """Yield each unit when it is stored.
+        """Yield each unit when the unit is stored.
 
-        The packer takes a block of each line in turn. A line of large units keeps the compressor busy while the many
-        files of small units are opened. The packer takes the next job of a line when it has planned the previous one.
+        The packer takes a block of each line of jobs in turn. A line of large units keeps the compressor busy while the
+        reading threads open the many files of small units. The packer takes the next job of a line when the previous
+        job is planned.
         """
         threads = self._settings.thread_count
         with (
@@ -167,7 +167,7 @@ class Packer:
         yield from self._stored(wait=True)
 
     def _advance(self, line: _JobQueue) -> None:
-        """Hand out one more block of a line's unit, or begin the line's next unit."""
+        """Submit one more block of a line's unit, or begin the line's next unit."""
         work = line.work
         if work is None or work.planned:
             work = None
@@ -192,16 +192,16 @@ class Packer:
 
     def _fill(self, reader: UnitReader, plan: BlockPlan) -> bytes:
         buffer: memoryview | None = getattr(self._own, "buffer", None)
-        if buffer is None:  # One buffer per thread, because the kernel clears memory at each new allocation.
+        if buffer is None:  # Each thread reuses one buffer, because the kernel clears memory at each new allocation.
             buffer = self._own.buffer = memoryview(bytearray(self._settings.block_bytes + 1))
             self._own.compressor = Compressor(self._settings.level)
         content = reader.read(plan, buffer)
-        # Each file has a digest of its own, so the frame needs none.
+        # Each file has its own digest, so the compressed frame needs no checksum.
         compressor: Compressor = self._own.compressor
         return compressor.compress(content) if content else b""
 
     def _take(self) -> None:
-        """Take the frame of the oldest block back, and put it into its unit's pack."""
+        """Wait for the frame of the oldest block, and add the frame to its unit's pack."""
         work, plan, future = self._flight[0]
         try:
             frame = self._wait(future, work.job.name)
@@ -239,7 +239,7 @@ class Packer:
             self._pulse(work.job.name)
         for pack in work.packs:
             if pack.done():
-                pack.result()  # Reports a store that refuses now, not after the last of a hundred packs.
+                pack.result()  # This reports the error of a store at once, not after the last of a hundred packs.
         work.packs.append(self._sender.add_pack(work.take_pack()))
 
     def _stored(self, *, wait: bool) -> Iterator[PackedUnit]:
@@ -257,7 +257,7 @@ class Packer:
 
 
 class _JobQueue:
-    """Units to pack one after another, and the current one."""
+    """A queue of units to pack, and the unit that is being packed."""
 
     def __init__(self, jobs: Iterator[PackJob]) -> None:
         self.jobs = jobs
@@ -265,7 +265,7 @@ class _JobQueue:
 
 
 class _UnitWork:
-    """One try to pack a unit."""
+    """One attempt to pack a unit."""
 
     def __init__(
         self, job: PackJob, rows: list[FileRow], settings: PackSettings, stopped: Callable[[], bool], *, tries: int = 1
@@ -329,7 +329,7 @@ class ReadUnit(msgspec.Struct, frozen=True):
 
 
 class CaptureCounts:
-    """Progress counters; several threads write them, and the reporter reads them."""
+    """Progress counters; several threads write the counters, and the reporting thread reads them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -345,7 +345,7 @@ class CaptureCounts:
             self.files_done += files_done
 
     def stored(self, sent_bytes: int, *, sent: int, known: int) -> None:
-        """Count packs: the sent bytes, the sent packs, and the packs that the store already had."""
+        """Count stored packs: the sent bytes, the sent packs, and the packs that the store already had."""
         with self._lock:
             self.sent_bytes += sent_bytes
             self.packs_sent += sent
@@ -353,9 +353,10 @@ class CaptureCounts:
 
 
 class PackSender:
-    """Collects packs and units in groups, and stores each group. Only one thread uses it.
+    """Collects packs and units in groups, and stores each group. Only one thread may call this object.
 
-    `threads` process the groups in order. `before_packs` gets the size of the packs to store next, and may raise.
+    `threads` process the groups in order. `PackSender` calls `before_packs` with the size of the packs to store next;
+    the callback may raise an error.
     """
 
     def __init__(
@@ -376,14 +377,14 @@ class PackSender:
         self._group = _Group()
 
     def has_room(self, size: int) -> bool:
-        """Return whether a pack of this size may be added now or within `WAIT_S`."""
+        """Return True if a pack of this size may be added now or within `WAIT_S`."""
         if self._room.take(size, 0):
             return True
-        self.flush()  # The packs of the unsent group may occupy the capacity.
+        self.flush()  # The packs of the unsent group may use up the byte budget.
         return self._room.take(size, WAIT_S)
 
     def add_pack(self, data: bytes | bytearray) -> Future[str]:
-        """Add a pack that `has_room` accepted; the returned future gives its name once it is stored."""
+        """Add a pack that `has_room` accepted; the returned future gives the name of the stored pack."""
         done = Future[str]()
         self._group.packs.append((data, done))
         self._group.size += len(data)
@@ -391,14 +392,14 @@ class PackSender:
         return done
 
     def add_unit(self, ending: ReadUnit) -> Future[Unit]:
-        """Add a unit whose packs were added; the returned future gives it once it is stored."""
+        """Add a unit whose packs were added; the returned future gives the unit after it is stored."""
         done = Future[Unit]()
         self._group.units.append((ending, done))
         self._flush_if_full()
         return done
 
     def flush(self) -> None:
-        """Send the current group."""
+        """Send the current group to a storing thread."""
         if self._group.items:
             group, self._group = self._group, _Group()
             self._threads.submit(self._send, group)
@@ -453,7 +454,7 @@ class PackSender:
 
 
 class _Group:
-    """Packs and units that are stored together."""
+    """Packs and units that one storing thread stores together."""
 
     def __init__(self) -> None:
         self.packs: list[tuple[bytes | bytearray, Future[str]]] = []
@@ -466,7 +467,7 @@ class _Group:
 
 
 class _ByteBudget:
-    """A limit on the bytes that several threads hold."""
+    """A limit on the total bytes that several threads hold in memory."""
 
     def __init__(self, bytes_max: int) -> None:
         self._free = threading.Condition()
@@ -474,7 +475,7 @@ class _ByteBudget:
         self._bytes = 0
 
     def take(self, size: int, wait_s: float) -> bool:
-        """Reserve bytes, or return False after `wait_s`; a first reservation may have any size."""
+        """Reserve bytes, or return False after `wait_s`. The first reservation may have any size."""
         with self._free:
             if not self._free.wait_for(lambda: not self._bytes or self._bytes + size <= self._bytes_max, wait_s):
                 return False
@@ -492,5 +493,5 @@ def _check(unit: Unit, name: str) -> None:
         check_unit(unit)
     except EnvironmentRejected as error:
         raise EnvironmentUnsupported(
-            f"{name} cannot be captured: {error.message}", hint="no restore would accept it; remove it"
+            f"{name} cannot be captured: {error.message}", hint="remove it, because no restore would accept it"
         ) from None

@@ -4,9 +4,9 @@
     capture            limit of 15 GB → missing units → space → pack → units → snapshot
     capture_remarks    remarks for the user: code that has grown past another 100 MB, and left-out files
 
-Only the snapshot makes its units and packs usable. So a killed capture leaves packs and units for the next capture, and
-nothing that could be restored in part. Where RECORD has another digest than the file, the unit gets its true address,
-and so does the snapshot.
+Only the snapshot makes its units and packs usable. So a killed capture leaves packs and units that the next capture can
+use, and no partly captured environment that a restore could use. If a file's digest differs from RECORD, the capture
+corrects the addresses of the unit and of the snapshot.
 
 Failure cases: the environment is too large (`EnvironmentTooLarge` names the ten largest parts before any byte is sent).
 A file is unreadable, missing, keeps changing, or has a name that no restore would accept (`EnvironmentUnsupported`).
@@ -55,11 +55,12 @@ from serverless_gpu.errors import (
 from serverless_gpu.units import format_bytes
 
 RATIO_EXPECTED = 4
-"""Best expected ratio of content bytes to compressed bytes, for the check of free space."""
+"""Best expected ratio of content bytes to compressed bytes; the check of free space uses it."""
 SPACE_KEPT_BYTES = 64 * 1024 * 1024
-"""Bytes that must stay free in a store."""
+"""Minimum of free bytes that a capture leaves in a store."""
 _MORE_SPACE = (
-    "make space on its disk, choose another store, or set SERVERLESS_GPU_HOME to a directory on a larger disk; "
+    "free space on the store's disk, choose another store, or set SERVERLESS_GPU_HOME to a directory on a larger "
+    "disk; "
     "delete old environments with `sgpu env gc`, or leave data out of the code with `.sgpuignore`"
 )
 LARGEST = 10
@@ -75,21 +76,21 @@ class CaptureResult(msgspec.Struct, frozen=True, kw_only=True):
     scan: Scan
     units_new: tuple[str, ...]
     units_known: int
-    sent_bytes: int  # compressed bytes of the packs that were sent
+    sent_bytes: int  # number of compressed bytes of the packs that were sent
     packs_sent: int
-    packs_known: int  # packs that the store already had from a capture that was killed
+    packs_known: int  # number of packs that the store already had from a killed capture
     moved: dict[str, str]
 
     @property
     def snapshot(self) -> Snapshot:
-        """Return the snapshot as it was stored."""
+        """Return the snapshot as the capture stored it."""
         return self.scan.snapshot
 
 
 def scan_and_capture(
     description: Description, recogniser: Recogniser, blobs: StoreBlobs, *, level: int, report: Report = ignore_progress
 ) -> CaptureResult:
-    """Scan an environment, capture it, and remember it."""
+    """Scan an environment, capture it, and store the result in the local index."""
     captured = capture(recogniser.scan(description, report), blobs, level=level, report=report)
     recogniser.remember(captured.scan)
     return captured
@@ -122,7 +123,8 @@ def capture(
     with _ReadabilityCheck([scan.sources[address] for address in members]) as look:
 
         def before_packs(size: int) -> None:
-            look.wait()  # Reading starts meanwhile, but nothing is sent before all files are known to be readable.
+            # The packer starts to read during this check, but sends no pack until all files are known to be readable.
+            look.wait()
             space.take(size)
 
         packer = Packer(
@@ -132,40 +134,41 @@ def capture(
             pulse=lambda name: meter.pulse(counts, name),
             before_packs=before_packs,
         )
-        # The packer packs the largest and the smallest remaining units side by side.
+        # The packer packs the largest and the smallest remaining units at the same time.
         left = deque(members.values())
         large = _jobs(left.popleft, scan.sources, blobs)
         small = _jobs(left.pop, scan.sources, blobs)
         packed = {done.job.address: done for done in packer.pack(large, small)}
     captured = _result(scan, packed, counts, known=len(scan.snapshot.addresses()) - len(members))
-    check_size(captured.snapshot)  # A file may have grown after the scan.
+    check_size(captured.snapshot)  # A file may have grown after the scan, so the size is checked again.
     blobs.write_snapshot(captured.snapshot)
     meter.pulse(counts, "", last=True)
     return captured
 
 
 def check_size(snapshot: Snapshot) -> None:
-    """Refuse an environment over the size limit."""
+    """Raise `EnvironmentTooLarge` for an environment over the size limit."""
     if snapshot.size <= CONTENT_BYTES_MAX:
         return
     members = {member.address: member for root in snapshot.roots for member in root.members}
     largest = sorted(members.values(), key=lambda member: -member.size)[:LARGEST]
     listed = "\n".join(f"  {format_bytes(member.size):>9}  {_name(member)}" for member in largest)
     raise EnvironmentTooLarge(
-        f"the environment holds {format_bytes(snapshot.size)}, and {format_bytes(CONTENT_BYTES_MAX)} is the limit; "
-        f"the largest parts of it:\n{listed}",
-        hint="uninstall what is not needed, and leave data out of the code with .sgpuignore",
+        f"the environment holds {format_bytes(snapshot.size)}; at most {format_bytes(CONTENT_BYTES_MAX)} are "
+        "allowed. "
+        f"Largest parts:\n{listed}",
+        hint="uninstall packages that you do not need, and leave data out of the code with .sgpuignore",
     )
 
 
 class _StoreSpace:
-    """Keeps a minimum of space free in the store."""
+    """Preserves a minimum of free space in the store."""
 
     def __init__(self, blobs: StoreBlobs) -> None:
         self._store = blobs.store
 
     def check(self, content_bytes: int) -> None:
-        """Refuse to begin a capture that will not fit."""
+        """Raise `StorageError` for a capture that does not fit into the store."""
         free = self._store.free_bytes()
         needed = content_bytes // RATIO_EXPECTED
         if content_bytes and free is not None and free < needed + SPACE_KEPT_BYTES:
@@ -179,19 +182,20 @@ class _StoreSpace:
             )
 
     def take(self, size: int) -> None:
-        """Refuse a pack that would fill the store."""
+        """Raise `StorageError` for packs that would fill the store."""
         free = self._store.free_bytes()
         if free is not None and free < size + SPACE_KEPT_BYTES:
             raise StorageError(
                 f"the store {self._store.url} has {format_bytes(free)} free, and {format_bytes(SPACE_KEPT_BYTES)} "
+                ""
                 "of it must stay free. "
-                f"The next packs have {format_bytes(size)}, so the capture stopped; no part of it is visible",
+                f"The next packs have {format_bytes(size)}, so the capture stopped. No snapshot was written",
                 hint=f"{_MORE_SPACE}. The next capture does not send the stored packs again",
             )
 
 
 class _ReadabilityCheck:
-    """Checks in another thread if all files can be read."""
+    """Checks in a background thread if all files can be read."""
 
     def __init__(self, sources: Sequence[LocalUnit]) -> None:
         self._sources = sources
@@ -207,7 +211,7 @@ class _ReadabilityCheck:
         self._thread.shutdown(wait=True)
 
     def wait(self) -> None:
-        """Wait for the end of the check, and raise its error."""
+        """Wait for the end of the check, and raise the error that the check found."""
         self._done.result()
 
     def _run(self) -> None:
@@ -224,7 +228,7 @@ class _ReadabilityCheck:
 
 
 class _Meter:
-    """Reports progress several times a second."""
+    """Reports the progress of a capture several times a second."""
 
     def __init__(self, report: Report, members: Mapping[str, SnapshotMember]) -> None:
         self._report = report
@@ -251,7 +255,7 @@ class _Meter:
 
 
 def _jobs(take: Callable[[], SnapshotMember], sources: Mapping[str, LocalUnit], blobs: StoreBlobs) -> Iterator[PackJob]:
-    """Yield jobs until no unit is left."""
+    """Yield one job per unit until no unit is left."""
     while True:
         try:
             member = take()
@@ -261,14 +265,16 @@ def _jobs(take: Callable[[], SnapshotMember], sources: Mapping[str, LocalUnit], 
         try:
             check_rows(source.rows, _name(member))
         except EnvironmentRejected as error:
-            said = error.message.replace("'site/", "'")  # `site/` is an area of the unit, which its user does not know.
+            said = error.message.replace("'site/", "'")  # Users do not know that `site/` is an area of the unit.
             where = "name it in .sgpuignore" if member.kind == "code" else "remove it from the environment"
-            raise EnvironmentUnsupported(f"this cannot be captured: {said}", hint=f"rename it, or {where}") from None
+            raise EnvironmentUnsupported(
+                f"a file name cannot be captured: {said}", hint=f"rename the file, or {where}"
+            ) from None
         yield PackJob(address=member.address, name=_name(member), source=source, old=_old(source, blobs))
 
 
 def _old(source: LocalUnit, blobs: StoreBlobs) -> Unit | None:
-    """Return the previous version of a unit, if the store has all of it."""
+    """Return the previous version of a unit, if the store has all of its packs."""
     if not source.previous:
         return None
     try:
@@ -279,7 +285,7 @@ def _old(source: LocalUnit, blobs: StoreBlobs) -> Unit | None:
     except EnvironmentProblem as error:
         if error.retryable:
             raise
-        return None  # The old unit is altered or has another format, so everything is packed.
+        return None  # The old unit is altered or has another format, so the packer packs all files.
 
 
 def _result(scan: Scan, packed: Mapping[str, PackedUnit], counts: CaptureCounts, *, known: int) -> CaptureResult:
@@ -296,7 +302,7 @@ def _result(scan: Scan, packed: Mapping[str, PackedUnit], counts: CaptureCounts,
 
 
 def _corrected(scan: Scan, rows: Mapping[str, Sequence[FileRow]], moved: Mapping[str, str]) -> Scan:
-    """Return a scan whose units have their true rows and addresses."""
+    """Return the scan with the true rows and addresses of its units."""
 
     def corrected(member: SnapshotMember) -> SnapshotMember:
         if member.address not in moved:
@@ -306,7 +312,7 @@ def _corrected(scan: Scan, rows: Mapping[str, Sequence[FileRow]], moved: Mapping
 
     roots: list[Root] = []
     for root in scan.snapshot.roots:
-        # Two units may turn out to be identical.
+        # The correction may give two units the same address.
         members = {member.address: member for member in map(corrected, root.members)}
         roots.append(msgspec.structs.replace(root, members=in_order(members.values())))
     sources = {
@@ -328,7 +334,7 @@ def _name(member: SnapshotMember) -> str:
 
 
 def capture_remarks(last: Snapshot | None, scan: Scan) -> tuple[str, ...]:
-    """Return the remarks about a capture, without those that the last capture already made."""
+    """Return the remarks about a capture, without remarks that the last capture already made."""
     said: list[str] = []
     for number, root in enumerate(scan.snapshot.roots):
         directory = _directory(scan.snapshot, number)
@@ -346,12 +352,13 @@ def _large(member: SnapshotMember, directory: str, before: int, source: LocalUni
     grown = f", {format_bytes(member.size - before)} more than at the last capture" if before else ""
     return (
         f"the code in {directory or member.name} is {format_bytes(member.size)}{grown}; largest: {listed}. "
-        f"Every change sends all of it: list data and checkpoints in .sgpuignore to leave them out"
+        "After every change, a call sends all of this code. To leave data and checkpoints out, list them in "
+        ".sgpuignore"
     )
 
 
 def _left_out(last: Snapshot | None, now: Snapshot) -> Sequence[str]:
-    """Return the remarks about left-out code, without those that the last capture already made."""
+    """Return the remarks about left-out code, without remarks that the last capture already made."""
     known = frozenset(map(same_matter, last.facts.left_out if last is not None else ()))
     tops = [f"{_directory(now, number).rstrip('/')}/" for number in range(len(now.roots))]
     code = tuple(top for top, root in zip(tops, now.roots, strict=True) if _code(root))
@@ -363,7 +370,7 @@ def _left_out(last: Snapshot | None, now: Snapshot) -> Sequence[str]:
     ]
     said = [f"left out: {sentence}" for sentence in new[:_LEFT_OUT_SAID_MAX]]
     more = len(new) - len(said)
-    return (*said, f"left out: {more} more, which `sgpu env show --all` names") if more else said
+    return (*said, f"left out: {more} more; to list them, run `sgpu env show --all`") if more else said
 
 
 def _code(root: Root) -> list[SnapshotMember]:

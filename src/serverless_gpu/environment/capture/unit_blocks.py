@@ -1,19 +1,19 @@
 """Plans the blocks of a unit, reuses blocks of its previous version, and reads its files.
 
     small files   in order of their rows, as many as fit into a block
-    large files   blocks of their own, one after another
+    large files   separate blocks, one after another
     old content   where the previous version has it: an edited file of torch costs kilobytes, not all of torch
 
-A unit reuses old packs only while it uses at least half of their content. A unit with many times more packs than a new
-capture makes is also packed again. So a long history of edits burdens neither the store nor a restore.
+A unit reuses old packs only while it uses at least half of their content. A unit with many more packs than a new
+capture makes is also packed again. So many successive edits slow down neither the store nor a restore.
 
 The reader checks each file against its row: it opens, reads and closes the file, and compares the digest. A difference
-has one of three causes. RECORD had a wrong digest: the row and the unit's address are corrected. The file has another
-size than at the scan: the unit is planned again (`FileChanged`). The file changes at this moment: the reader tries a
-few times, then `EnvironmentUnsupported` names it.
+has one of three causes. RECORD had a wrong digest: the reader corrects the row and the unit's address. The file has
+another size than at the scan: the packer plans the unit again (`FileChanged`). The file changes during the read: the
+reader tries a few times, then `EnvironmentUnsupported` names the file.
 
-Several threads read the blocks of a large file at once, and hash them in order. Each thread waits for its turn, but
-only briefly, because the previous block was started first.
+Several threads read the blocks of a large file at the same time, and hash the blocks in order. Each thread waits for
+its turn to hash, but only briefly, because the previous block was started first.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from serverless_gpu.environment.documents import BLOCK_BYTES, PACK_BYTES, Conten
 from serverless_gpu.errors import EnvironmentUnsupported
 
 PACKS_MORE_MAX = 16
-"""A unit with this many more packs than a new capture makes is packed again."""
+"""A unit is packed again if it has this many more packs than a new capture makes."""
 TRIES_MAX = 4
 """Maximum number of reads of a file that changes while it is read."""
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # Non-blocking, because the path may be a FIFO.
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # The read does not block, because the path may be a FIFO.
 _TURN_S = 0.1
 _one_by_one = threading.Lock()
-"""Held while small files are read, because two threads would only compete for the interpreter lock."""
+"""A reader holds this lock while it reads small files, because two threads would compete for the interpreter lock."""
 
 
 class BlockPart(NamedTuple):
-    """Bytes of one file in a block: the index of its row, their offset in the file, and their count."""
+    """Bytes of one file in a block: the index of the file's row, the offset in the file, and the count."""
 
     row: int
     start: int
@@ -50,7 +50,7 @@ class BlockPart(NamedTuple):
 
 
 class BlockPlan(NamedTuple):
-    """The content of one block: several whole small files, or a part of a large one."""
+    """The content of one block: several whole small files, or a part of a large file."""
 
     parts: tuple[BlockPart, ...]
     large: bool = False
@@ -61,7 +61,7 @@ class BlockPlan(NamedTuple):
 
 
 class ReusedBlocks(NamedTuple):
-    """Reusable parts of an older version: packs, their blocks, and places by index of the new row."""
+    """Reusable parts of an older version: packs, their blocks, and content places by index of the new row."""
 
     packs: tuple[str, ...] = ()
     blocks: tuple[PackBlock, ...] = ()
@@ -71,7 +71,7 @@ class ReusedBlocks(NamedTuple):
 def plan_blocks(rows: Sequence[FileRow], wanted: Collection[int], block_bytes: int = BLOCK_BYTES) -> list[BlockPlan]:
     """Return the blocks that hold these files, in order.
 
-    `wanted` are the row indices of files without a place, in order. Empty files are read too, and take no space.
+    `wanted` are the row indices of files without a place, in order. Empty files are read too, and need no block.
     """
     plans: list[BlockPlan] = []
     group: list[BlockPart] = []
@@ -112,8 +112,9 @@ def places_of(plans: Sequence[BlockPlan], first: int) -> dict[int, ContentPlace]
 
 
 def reuse(rows: Sequence[FileRow], old: Unit) -> ReusedBlocks:
-    """Return the blocks of an older version that a new one can reuse; empty if they are too few."""
-    known: dict[tuple[bytes, int], list[ContentPlace]] = defaultdict(list)  # digest and size → places
+    """Return the blocks of an older version that a new version can reuse; empty if they are too few."""
+    # digest and size of a file → places of its content in the old version
+    known: dict[tuple[bytes, int], list[ContentPlace]] = defaultdict(list)
     filled = (row for row in old.rows if row.has_content and row.size)
     for row, place in zip(filled, old.places, strict=True):
         known[row.sha256, row.size].append(place)
@@ -121,7 +122,8 @@ def reuse(rows: Sequence[FileRow], old: Unit) -> ReusedBlocks:
     used_blocks: dict[int, int] = defaultdict(int)
     for index, row in enumerate(rows):
         if row.has_content and row.size and (found := known.get((row.sha256, row.size))):
-            # Each place is taken once, because the rules require two places for two files of one content.
+            # Each place is used for one file only, because the rules require two places for two files with the same
+            # content.
             taken[index] = place = found.pop()
             for block, size in _spread(place, row.size, old.blocks):
                 used_blocks[block] += size
@@ -143,7 +145,7 @@ def reuse(rows: Sequence[FileRow], old: Unit) -> ReusedBlocks:
 
 
 def _spread(place: ContentPlace, size: int, blocks: Sequence[PackBlock]) -> list[tuple[int, int]]:
-    """Return the blocks of a file, and how many of its bytes each one has."""
+    """Return the blocks of a file, and how many bytes of the file each block has."""
     if place.start + size <= blocks[place.block].size:
         return [(place.block, size)]
     parts, block, left = [], place.block, size
@@ -162,13 +164,13 @@ class FileChanged(Exception):
 
 
 class CaptureStopped(Exception):
-    """Another worker failed, so the result is not needed."""
+    """Another worker failed, so the capture does not need the result."""
 
 
 class UnitReader:
     """Reads the files of one unit for several threads at once.
 
-    `files` and `texts` are by index of the row. A text replaces the content of its file.
+    The keys of `files` and `texts` are row indices. A text replaces the content of its file.
     """
 
     def __init__(
@@ -185,7 +187,7 @@ class UnitReader:
         self._lock = threading.Lock()
         self._large: dict[int, _LargeFile] = {}
         self.corrections: dict[int, bytes] = {}
-        """The true digests of rows whose digest was wrong."""
+        """Row index → true digest, for rows with a wrong digest."""
 
     def read(self, plan: BlockPlan, buffer: memoryview) -> memoryview:
         """Read the content of a block.
@@ -201,7 +203,7 @@ class UnitReader:
             return self._read_small(plan.parts, buffer)
 
     def close(self) -> None:
-        """Close large files that were not read to their end."""
+        """Close large files that the reader has not read to their end."""
         for large in self._large.values():
             large.close()
 
@@ -266,7 +268,7 @@ class UnitReader:
 
 
 class _LargeFile:
-    """A file that several threads read in parts, and hash in order."""
+    """A file that several threads read in parts; the parts are hashed in order."""
 
     def __init__(self, path: str, size: int, stopped: Callable[[], bool]) -> None:
         self._path = path
@@ -283,7 +285,7 @@ class _LargeFile:
             raise FileChanged(path)
 
     def read(self, part: BlockPart, buffer: memoryview) -> memoryview:
-        """Read a part into a buffer of its size."""
+        """Read a part of the file into a buffer of the part's size."""
         try:
             count = os.preadv(self._fd, (buffer,), part.start)
         except OSError as error:
@@ -304,7 +306,7 @@ class _LargeFile:
         return buffer
 
     def finish(self) -> bytes:
-        """Return the digest after the last part was read."""
+        """Return the digest of the file after the last part was read."""
         after = _signature(os.fstat(self._fd))
         self.close()
         if after != self._before:
@@ -331,7 +333,8 @@ def open_regular(path: str) -> int:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise EnvironmentUnsupported(
-            f"{path} is no longer a regular file, so it cannot be captured", hint="capture again when nothing changes"
+            f"{path} is no longer a regular file, so it cannot be captured",
+            hint="run the capture again while no process changes the environment",
         )
     return fd
 
@@ -340,17 +343,17 @@ def unreadable(path: str, error: OSError) -> EnvironmentUnsupported:
     """Return the error for a file that cannot be read."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return EnvironmentUnsupported(
-            f"{path} disappeared while the environment was captured",
-            hint="capture again when nothing installs or deletes in this environment",
+            f"{path} disappeared during the capture",
+            hint="run the capture again while no process installs or deletes packages in this environment",
         )
     if isinstance(error, PermissionError):
         return EnvironmentUnsupported(
             f"{path} cannot be read, so the environment cannot be captured: {error.strerror}",
-            hint=f"allow it (chmod u+r {path!r}), or remove the file, or leave it out with .sgpuignore if it is code",
+            hint=f"make the file readable (chmod u+r {path!r}), or remove it; if it is code, list it in .sgpuignore",
         )
     return EnvironmentUnsupported(
         f"{path} cannot be read, so the environment cannot be captured: {error.strerror or error}",
-        hint="check its disk, then capture again",
+        hint="check the disk of the file, then run the capture again",
     )
 
 
@@ -358,7 +361,7 @@ def unsteady(path: str) -> EnvironmentUnsupported:
     """Return the error for a file that changes each time it is read."""
     return EnvironmentUnsupported(
         f"{path} changes while it is read, so the environment cannot be captured",
-        hint="stop what writes to it, or move the file out of the environment or code directory",
+        hint="stop the process that writes to the file, or move the file out of the environment or code directory",
     )
 
 
@@ -386,7 +389,7 @@ def _signature(seen: os.stat_result) -> tuple[int, int, int]:
 
 
 def true_sizes(rows: Sequence[FileRow], files: Mapping[int, str], texts: Mapping[int, bytes]) -> list[FileRow]:
-    """Return the rows with the current sizes of their files; a changed file gets a digest of zeros."""
+    """Return the rows with the current sizes of their files; the digest of a changed file becomes zeros."""
     fresh = list(rows)
     for index, row in enumerate(rows):
         if not row.has_content:

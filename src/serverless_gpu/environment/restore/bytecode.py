@@ -9,7 +9,7 @@ bytecode. Two processes of this interpreter (`compiler_process.py`) divide the f
 without an environment and never execute code of a unit, not even `.pth` files.
 
 Failure cases: a file does not compile, takes too long or crashes its process; the disk is full; the interpreter does
-not start. The affected files stay without bytecode. Another process continues after a crash.
+not start. The affected files stay without bytecode. After a crash, a new process compiles the remaining files.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from serverless_gpu.environment.restore import compiler_process
 PROCESSES = 2
 FILE_S_MAX = 60.0
 _BATCH = 64
-_DEATHS_MAX = 20  # After this many crashes of compiler processes, the remaining files stay uncompiled.
+_DEATHS_MAX = 20  # After this number of crashed compiler processes, the remaining files stay uncompiled.
 _MEMORY_BYTES = 4 * 1024**3
 _PROGRAM = str(Path(compiler_process.__file__))
 
 
 class CompileJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One file to compile: its source, the path of its bytecode, and the size recorded in its unit."""
+    """One file to compile: the source, the path of the bytecode, and the size recorded in the unit."""
 
     source: str
     target: str
@@ -49,7 +49,8 @@ def compile_jobs(
 ) -> list[CompileJob]:
     """Return the files of a unit that have no bytecode.
 
-    `tag` names the interpreter, for example ``cpython-311``. `only` limits the paths of rows; None means all.
+    `tag` names the interpreter, for example ``cpython-311``. `only` restricts the result to these row paths; None means
+    all.
     """
     taken = {row.path for row in rows if row.kind != "d"}
     found = []
@@ -58,7 +59,7 @@ def compile_jobs(
             continue
         folder, _, name = row.path.rpartition("/")
         target = f"{folder}/__pycache__/{name[:-3]}.{tag}.pyc"
-        # A unit may itself contain a file with the bytecode's name. That file is never replaced.
+        # A unit may itself contain a file with the name of the bytecode. The compiler never replaces such a file.
         if (only is None or row.path in only) and target not in taken and f"{folder}/__pycache__" not in taken:
             found.append(CompileJob(source=f"{directory}/{row.path}", target=f"{directory}/{target}", size=row.size))
     return [job for job in found if not os.path.lexists(job.target)]
@@ -67,9 +68,9 @@ def compile_jobs(
 def compile_all(
     work: Sequence[CompileJob], python: str, *, report: Report = ignore_progress, patience_s: float = FILE_S_MAX
 ) -> int:
-    """Compile files in two processes and return how many have bytecode now.
+    """Compile files in two processes and return the number of files that have bytecode now.
 
-    `python` is the interpreter without an environment. `patience_s` limits the time for one file.
+    `python` is the interpreter without an environment. `patience_s` limits the seconds for one file.
     """
     waiting = list(reversed(work))
     crew: list[_Worker] = []
@@ -122,14 +123,14 @@ class _Worker:
         self.over = self._process is None
 
     def take(self, batch: list[CompileJob], patience_s: float) -> None:
-        """Send a batch of files. The pipe holds it, or the process reads it while this method writes."""
+        """Send a batch of files. The pipe buffers the batch, or the process reads it during the write."""
         self.jobs, self._next = batch, 0
         self._deadline = time.monotonic() + patience_s
         lines = "".join(json.dumps([job.source, job.target, job.size]) + "\n" for job in batch)
         if self._process is None or self._process.stdin is None:
             self.over = True
             return
-        with contextlib.suppress(BrokenPipeError):  # The process has died; `look` notices the missing answers.
+        with contextlib.suppress(BrokenPipeError):  # The process has exited; `look` notices the missing answers.
             self._process.stdin.write(lines.encode())
 
     def fileno(self) -> int:
@@ -138,7 +139,7 @@ class _Worker:
         return self._process.stdout.fileno()
 
     def look(self, patience_s: float) -> tuple[int, int]:
-        """Read the answers; return the number of finished files, and of files with bytecode."""
+        """Read the process's answers; return the number of finished files, and of files with bytecode."""
         if self.over or self._process is None:
             return 0, 0
         finished = compiled = 0

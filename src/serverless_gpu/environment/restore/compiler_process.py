@@ -5,7 +5,7 @@
         stdout  the number of each finished line, and 1 if it has bytecode now
 
 The process imports only the standard library. Under -I -S it executes no `.pth` file, no `sitecustomize` and no module
-of the environment. The process reads and compiles their source, but never runs it.
+of the environment. The process reads and compiles the source of these modules, but never runs it.
 
 Bytecode records the time and size of its source. All files of units have the same fixed time, so their bytecode is
 valid in every tree. The process skips a file that does not compile, because many distributions contain Python 2 code
@@ -29,14 +29,14 @@ _NO_FOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def bytecode(source: bytes, name: str, mtime_s: int) -> bytes:
-    """Return the content of a bytecode file."""
+    """Return the content of a bytecode file for compiled code."""
     code = compile(source, name, "exec", dont_inherit=True, optimize=0)
     stamp = struct.pack("<III", 0, mtime_s & 0xFFFFFFFF, len(source) & 0xFFFFFFFF)
     return importlib.util.MAGIC_NUMBER + stamp + marshal.dumps(code)
 
 
 def compile_file(source: str, target: str, size: int) -> bool:
-    """Compile one file, and return whether it has bytecode now. Never write through a link."""
+    """Compile one file, and return True if the file has bytecode now. Never write through a link."""
     fd = os.open(source, os.O_RDONLY | _NO_FOLLOW)
     with open(fd, "rb") as file:
         status = os.fstat(fd)
@@ -56,7 +56,7 @@ def compile_file(source: str, target: str, size: int) -> bool:
             return False
     temporary = f"{target}.{os.getpid()}"
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)  # A killed process with the same process ID may have left this file.
+        os.unlink(temporary)  # A killed compiler process with the same process ID may have left this file.
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, 0o600)
     try:
         with open(fd, "wb") as file:
@@ -72,7 +72,7 @@ def compile_file(source: str, target: str, size: int) -> bool:
 
 def main() -> None:
     """Compile the files that stdin lists, line by line."""
-    warnings.simplefilter("ignore")  # Warnings about installed code are of no use here.
+    warnings.simplefilter("ignore")  # Users cannot act on warnings about installed code.
     memory = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,12 +1,12 @@
 """Exports an environment as a standalone directory: `sgpu env restore ADDRESS DIR`.
 
-The directory needs no other part of this package. The export builds it beside its destination and renames it, so that a
-half-finished directory is never visible. Where possible, files are read-only links to the cache. Files of code are
-copies, because people edit them. Installers replace files and so leave the cache intact. A user who wants to edit a
-package in place must ask for copies of all files.
+The directory needs no other part of this package. The export fills a temporary directory beside the destination and
+renames it, so that a half-finished directory is never visible. Where possible, files are read-only links to the cache.
+Files of code are copies, because people edit them. Installers replace files instead of changing them, so the cache
+stays intact. A user who wants to edit a package in place must request copies of all files.
 
-Failure cases: the directory is not empty (InvalidValue), or the disk is full (StorageError). The export then leaves
-nothing behind.
+Failure cases: the directory is not empty (InvalidValue), or the disk is full (StorageError). The export then leaves no
+files behind.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class ExportedTree(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     tree: str
     python: str
-    linked: int  # files that share their bytes with the cache
-    copied: int  # files with bytes of their own
+    linked: int  # number of files that share their bytes with the cache
+    copied: int  # number of files that are separate copies
     fetched_bytes: int
     units_fetched: int
     ms: int
@@ -119,14 +119,15 @@ def _check_target(target: Path) -> None:
     try:
         if any(target.iterdir()):
             raise InvalidValue(
-                f"{target} is not empty, and an environment is never mixed with other files.",
+                f"{target} is not empty, and an environment needs a new or empty directory.",
                 hint="name a directory that does not exist yet",
             )
     except FileNotFoundError:
         return
     except NotADirectoryError:
         raise InvalidValue(
-            f"{target} is a file, or lies below one.", hint="name a directory that does not exist yet"
+            f"{target} is a file, or one of its parent directories is a file.",
+            hint="name a directory that does not exist yet",
         ) from None
 
 

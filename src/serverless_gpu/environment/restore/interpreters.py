@@ -5,8 +5,8 @@
     the caller's path · our own · pythonX.Y on PATH · /usr/bin, /usr/local/bin · uv's · pyenv's
 
 The search runs each candidate once per boot of the machine, without any environment, to get its description. The search
-takes the first interpreter with the exact version, else the first one that fits. It runs a path from a snapshot only if
-no user except root and this one could have replaced the file.
+returns the first interpreter with the exact version, else the first interpreter that fits. The search runs a path from
+a snapshot only if no user except root and the current user could have replaced the file.
 
 `fits` compares two snapshots and reads no files. `UnitFindings` holds facts about the files of their units.
 
@@ -15,15 +15,15 @@ no user except root and this one could have replaced the file.
     new snapshot ─────────┘
 
 An interpreter keeps the modules that it has imported. So an interpreter fits another environment under three
-conditions. Everything that the interpreter imported is the same there. No other unit provides a name that the
-interpreter imported. The environment's start-up would have run the same code. Modules that the interpreter never
+conditions. All files that the interpreter imported are the same in both environments. No other unit provides a name
+that the interpreter imported. Both environments run the same code at start-up. Modules that the interpreter never
 imported may change, because Python looks up modules and metadata on demand.
 
 A snapshot also lists names and modules of its units, for people to read. The addresses of units do not cover these
 texts.
 
 Failure cases: no interpreter fits (EnvironmentUnsupported lists the candidates). A candidate does not answer, and the
-search skips it.
+search skips this candidate.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ANSWER_S_MAX = 10.0
 _CANDIDATES_MAX = 32
 _NAME = re.compile(r"python[0-9.]*t?")
 _MINOR = re.compile(r"python(3\.[0-9]+)")
-# Asks for the base interpreter, because the candidate may belong to an environment or be a wrapper.
+# The script prints the base interpreter, because the candidate may belong to an environment or be a wrapper.
 _QUESTION = """
 import json, sys, sysconfig
 print(json.dumps([sys.implementation.name, "%d.%d.%d" % sys.version_info[:3], sysconfig.get_config_var("SOABI") or "",
@@ -65,15 +65,15 @@ class Python(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str  # absolute
     implementation: str
-    version: str  # for example ``3.11.2``
+    version: str  # version number, for example ``3.11.2``
     abi: str
     platform: str
     tag: str
-    note: str = ""  # difference from the captured interpreter, a sentence, or ""
+    note: str = ""  # difference from the captured interpreter as text, or ""
 
 
 class _Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """Answers of interpreters in one boot, by real path, time and size of their files."""
+    """Descriptions of interpreters from one boot, by real path, time and size of their files."""
 
     boot: str
     answers: list[tuple[str, int, int, Python]]
@@ -84,8 +84,8 @@ def find_python(
 ) -> Python:
     """Return an interpreter of this machine that fits an environment.
 
-    `hints` are paths to try first; the search runs them. `environ` gives the places to search; None means the variables
-    of this process.
+    `hints` are paths to try first; the search runs them. `environ` gives the directories to search; None means the
+    variables of this process.
     """
     looked: list[str] = []
     fitting: list[Python] = []
@@ -103,17 +103,17 @@ def find_python(
                 return python
             fitting.append(python)
     if fitting:
-        note = f"Python {fitting[0].version} stands in for {interpreter.version}"
+        note = f"Python {fitting[0].version} is used instead of {interpreter.version}"
         return msgspec.structs.replace(fitting[0], note=note)
     where = ", ".join(looked) or "no interpreter at all"
     raise EnvironmentUnsupported(
-        f"This machine has no Python {interpreter.minor} ({interpreter.abi}) for the environment; looked at {where}.",
-        hint=f"install it, for example with `uv python install {interpreter.minor}`",
+        f"This machine has no Python {interpreter.minor} ({interpreter.abi}) for the environment; searched: {where}.",
+        hint=f"install this version, for example with `uv python install {interpreter.minor}`",
     )
 
 
 def candidates(interpreter: Interpreter, hints: Iterable[str], environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield paths where the interpreter may be, the likeliest first."""
+    """Yield paths where the interpreter may be, the most likely path first."""
     name = f"python{interpreter.minor}"
     uv, pyenv = _installers(environ)
     yield from hints
@@ -124,7 +124,7 @@ def candidates(interpreter: Interpreter, hints: Iterable[str], environ: Mapping[
 
 
 def minors(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the Python versions on this machine, for example ``("3.11", "3.13")``, without running any.
+    """Return the Python versions on this machine, for example ``("3.11", "3.13")``, without running them.
 
     `find_python` also finds an interpreter at the path that a snapshot names.
     """
@@ -153,7 +153,7 @@ def _installers(environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def ask(path: str) -> Python | None:
-    """Return an interpreter's description of itself; None when it does not answer in time.
+    """Run an interpreter and return its description; None when the interpreter does not answer in time.
 
     The interpreter runs without any environment, and only once while its file does not change.
     """
@@ -168,7 +168,7 @@ def ask(path: str) -> Python | None:
 
 
 def recall(file: Path, boot: str) -> None:
-    """Load the answers of interpreters that another process of this boot recorded."""
+    """Load the descriptions of interpreters that another process of this boot recorded."""
     kept = read_document(file, _Kept)
     if kept is not None and kept.boot == boot:
         for path, mtime_ns, size, python in kept.answers:
@@ -176,16 +176,16 @@ def recall(file: Path, boot: str) -> None:
 
 
 def keep(file: Path, boot: str) -> None:
-    """Record the answers of interpreters for `recall`."""
+    """Record the descriptions of interpreters for `recall`."""
     answers = [(*key, python) for key, python in _answers.items() if python is not None]
     kept = read_document(file, _Kept)
     if kept is None or kept.boot != boot or len(answers) > len(kept.answers):
-        with contextlib.suppress(OSError):  # Later processes then ask the interpreters again.
+        with contextlib.suppress(OSError):  # Without the record, later processes run the interpreters again.
             write_document(file, _Kept(boot=boot, answers=answers))
 
 
 def trusted(path: str) -> bool:
-    """Return whether a path of a snapshot is an interpreter that no other user could have replaced."""
+    """Return True if a path from a snapshot is an interpreter that no other user could have replaced."""
     real = Path(os.path.realpath(path))
     if not (path.startswith("/") and _NAME.fullmatch(os.path.basename(path)) and _NAME.fullmatch(real.name)):
         return False
@@ -221,20 +221,20 @@ class LoadedModules(msgspec.Struct, frozen=True, kw_only=True):
     """The modules and libraries that an interpreter has loaded from its environment."""
 
     names: frozenset[str] = frozenset()
-    files: frozenset[str] = frozenset()  # absolute paths of its modules and libraries
-    libraries_known: bool = True  # False where the system does not list loaded libraries
+    files: frozenset[str] = frozenset()  # absolute paths of the loaded modules and libraries
+    libraries_known: bool = True  # False if the system does not list loaded libraries
 
 
 class UnitFindings(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about units that only one of two environments contains, by unit address."""
 
     used: Collection[str] = ()
-    hooks: Mapping[str, str] = {}  # units whose code runs by itself, and when it runs
+    hooks: Mapping[str, str] = {}  # units whose code runs at start-up or on an import, and the time when the code runs
     names: Mapping[str, Collection[str]] = {}
 
 
 def fits(loaded: LoadedModules, old: Snapshot, new: Snapshot, units: UnitFindings) -> str:
-    """Return why an interpreter of one environment does not fit another one, or "" if it fits."""
+    """Return why an interpreter of one environment does not fit another environment, or "" if it fits."""
     mine, theirs = old.interpreter, new.interpreter
     if (mine.implementation, mine.abi, mine.platform, mine.minor) != (
         theirs.implementation,
@@ -242,11 +242,14 @@ def fits(loaded: LoadedModules, old: Snapshot, new: Snapshot, units: UnitFinding
         theirs.platform,
         theirs.minor,
     ):
-        return f"its interpreter is {theirs.implementation} {theirs.version}, the warm one {mine.version}"
+        return (
+            f"the environment needs {theirs.implementation} {theirs.version}, and the warm interpreter is "
+            f"{mine.version}"
+        )
     if not loaded.libraries_known:
-        return "it is not known which libraries the warm interpreter has loaded"
+        return "the libraries that the warm interpreter has loaded are not known"
     if [_shape(root) for root in old.roots] != [_shape(root) for root in new.roots]:
-        return "its sys.path has other directories"
+        return "sys.path of the environment has other directories"
     for before, after in zip(old.roots, new.roots, strict=True):
         problem = _root_problem(loaded, before, after, units)
         if problem:
@@ -264,7 +267,7 @@ def changed_units(old: Snapshot, new: Snapshot) -> frozenset[str]:
 
 
 def row_of(snapshot: Snapshot, tree: str, file: str) -> tuple[int, str] | None:
-    """Return the root and row path of a file in a restored environment; None if it belongs to no unit."""
+    """Return the root and row path of a file in a restored environment; None if the file is not in a unit."""
     if not file.startswith(f"{tree}/"):
         return None
     library = f"lib/{library_name(snapshot.interpreter)}/site-packages/"
@@ -289,23 +292,23 @@ def _root_problem(loaded: LoadedModules, old: Root, new: Root, units: UnitFindin
     gone, come = _difference(old, new)
     if old.generated != new.generated:
         names = sorted({file.path for file in set(old.generated) ^ set(new.generated)})
-        return f"{names[0].partition('/')[2]} is another file"
+        return f"{names[0].partition('/')[2]} has changed"
     for member in gone:
         if member.address in units.used:
-            return f"{_text(member)}, which it has loaded, {_fate(member, come)}"
+            return f"{_text(member)}, which the warm interpreter has loaded, {_fate(member, come)}"
     for member in (*gone, *come):
         if member.address in units.hooks:
             return f"{_text(member)} runs code when {units.hooks[member.address]}"
     for member in come:
-        # Project code is compared file by file, because the caller reports which project files it imports.
+        # `loaded` lists project files one by one, so project code is compared by file instead.
         taken = sorted(loaded.names.intersection(units.names[member.address])) if new.kind != "code" else []
         if taken:
-            return f"{_text(member)} brings {taken[0]}, which it has loaded from elsewhere"
+            return f"{_text(member)} provides {taken[0]}, which the warm interpreter has loaded from elsewhere"
     return ""
 
 
 def _difference(old: Root, new: Root) -> tuple[tuple[SnapshotMember, ...], tuple[SnapshotMember, ...]]:
-    """Return the units that only the old root has, and those that only the new root has."""
+    """Return the units that only the old root has, and the units that only the new root has."""
     return _without(old.members, new.members), _without(new.members, old.members)
 
 
@@ -326,4 +329,4 @@ def _fate(member: SnapshotMember, come: Iterable[SnapshotMember]) -> str:
     for other in come:
         if (other.kind, other.name) == (member.kind, member.name):
             return "has changed" if other.version == member.version else f"is {other.version} now"
-    return "is not there any more"
+    return "is missing now"

@@ -3,14 +3,14 @@
     1 directories of several units  filled here, one after another
     2 all directories below them    have one unit each, or generated files only; two processes fill them (`divide`)
 
-The kernel may refuse a hard link, and the file is then copied. In each directory, generated files and links come first,
-then subdirectories, then files of units, then their links. Existing entries are never replaced. A file of a unit that
-already has links is checked before it is linked again (`unit_integrity.py`).
+If the kernel refuses a hard link, the module copies the file instead. In each directory, generated files and links come
+first, then subdirectories, then files of units, then their links. Existing entries are never replaced. A file of a unit
+that already has links is checked before it is linked again (`unit_integrity.py`).
 
-Where units share a path, a directory wins, then the first unit, as in an overlay. Each directory is made, opened
-without following a link, filled relative to its descriptor, and then given its mode. So no path leads through a link of
-a unit. The kernel refuses links between file systems (EXDEV), to files of other users (`fs.protected_hardlinks`,
-EPERM), and beyond 65,000 per file (EMLINK).
+If units share a path, a directory has precedence, then the first unit, as in an overlay. The module makes each
+directory, opens it without following a link, fills it relative to its descriptor, and then sets its mode. So no path
+leads through a link of a unit. The kernel refuses links between file systems (EXDEV), to files of other users
+(`fs.protected_hardlinks`, EPERM), and beyond 65,000 per file (EMLINK).
 
 This module works on a new, private directory. The module does not know the final path of that directory, nor the
 meaning of a unit.
@@ -19,10 +19,11 @@ Two threads would compete for the interpreter lock at each of tens of thousands 
 each process takes its next piece of work from a pipe. A fork is not safe when this process has other threads, and is
 useless with one core. Then this process does all the work.
 
-Failure cases: an OSError in either process; this process raises it once both have stopped. The forked process is
-killed, and an `OSError` reports this. This process is killed: the fork continues for less than a second with the rest
-of the pipe, and holds this process's locks until then. A file may have been modified (`LinkResult.suspect`): the caller
-must discard the directory. A directory of one unit is a file of another (EnvironmentRejected).
+Failure cases: an OSError in either process; this process raises the error once both have stopped. The forked process is
+killed, and an `OSError` reports this. This process is killed: the fork continues for less than a second with the
+remaining numbers in the pipe, and still holds this process's locks. A file may have been modified
+(`LinkResult.suspect`): the caller must discard the directory. A directory of one unit is a file of another unit
+(EnvironmentRejected).
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _COPY_BYTES = 8 * 1024 * 1024
 _NUMBER = struct.Struct("=H")
 _NUMBERS_MAX = 2048
-"""Every pipe has capacity for this many numbers."""
+"""Maximum number of work items to write to the pipe, which any pipe can buffer."""
 _DONE, _FAILED = b"+", b"!"
 
 _Result = TypeVar("_Result")
 
 
 class LinkResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of filling a tree: links, copies, and why the first copy was needed."""
+    """The result of filling a tree: links, copies, and the reason for the first copy."""
 
     linked: int = 0
     why_copied: str = ""
@@ -88,8 +89,8 @@ class ContentSource(NamedTuple):
 
     part: TreePart
     directories: Sequence[Path]
-    copies: bool = False  # Copy files instead of linking them.
-    files: Sequence[int] = ()  # Approximate number of files in each directory, if known.
+    copies: bool = False  # True to copy files instead of linking them.
+    files: Sequence[int] = ()  # Approximate number of files in each directory, or empty if unknown.
     # Time of the last check of links to each directory; 0 for a directory that needs no check.
     since_ns: Sequence[int] = ()
 
@@ -105,9 +106,9 @@ class _Origin(NamedTuple):
 
 
 def fill(tree: Path, sources: Sequence[ContentSource], *, read_only: bool = False) -> LinkResult:
-    """Make a tree.
+    """Fill a tree with the content of its parts.
 
-    `tree` is an empty directory. `sources` are its parts, outer ones first.
+    `tree` is an empty directory. `sources` are its parts, outer parts first.
     """
     filler = _Filler(str(tree), _generated(sources), read_only=read_only)
     merging = _Merging(filler, sources)
@@ -121,7 +122,8 @@ def fill(tree: Path, sources: Sequence[ContentSource], *, read_only: bool = Fals
         return filler.taken()
 
     merged = filler.taken()
-    if not any(origin for _, origin in below):  # only generated files: a fork would cost more
+    # A tree with only generated files needs no fork, because the fork would take longer than the work.
+    if not any(origin for _, origin in below):
         return merged + work(iter(range(len(below))))
     return sum(divide(len(below), work, LinkResult), merged)
 
@@ -135,17 +137,17 @@ def write_generated(directory: Path, part: TreePart) -> None:
 def link_new(source: Path, target: Path) -> None:
     """Link new bytecode of one unit into a tree that already links its other files.
 
-    The target directory is made if needed.
+    The function makes the target directory if needed.
     """
     try:
         target.mkdir()
-        target.chmod(0o755)  # Other users read the tree, whatever the umask is.
+        target.chmod(0o755)  # Other users must be able to read the tree, whatever the umask is.
     except FileExistsError:
         if target.is_symlink() or not target.is_dir():
             raise _mixed(str(target)) from None
     with os.scandir(source) as entries:
         names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-    files = [name for name in names if name.endswith(".pyc")]  # Files with other endings are half-written.
+    files = [name for name in names if name.endswith(".pyc")]  # Files with other endings are unfinished.
     with _opened(str(source)) as here, _opened(str(target)) as there:
         _link(files, here, there, copies=False)
 
@@ -153,8 +155,8 @@ def link_new(source: Path, target: Path) -> None:
 def divide(count: int, work: Callable[[Iterator[int]], _Result], kind: type[_Result]) -> list[_Result]:
     """Process pieces of work, in two processes where possible.
 
-    `work` processes the pieces with the given numbers, and raises `OSError` or `EnvironmentRejected`. `kind` is its
-    return type for msgspec.
+    `work` processes the pieces with the given numbers, and raises `OSError` or `EnvironmentRejected`. `kind` is the
+    return type of `work`, for msgspec.
     """
     if count < 2 or len(os.sched_getaffinity(0)) < 2 or len(os.listdir("/proc/self/task")) > 1:
         return [work(iter(range(count)))]
@@ -176,7 +178,7 @@ def divide(count: int, work: Callable[[Iterator[int]], _Result], kind: type[_Res
     try:
         ours = work(mine)
     finally:
-        while os.read(numbers, _NUMBERS_MAX):  # After an error, the remaining pieces are not needed.
+        while os.read(numbers, _NUMBERS_MAX):  # After an error, the other process must not start the remaining pieces.
             pass
         os.close(numbers)
         with open(answer, "rb") as file:
@@ -231,7 +233,7 @@ class _Listing(NamedTuple):
 
 
 class _Merging:
-    """Fills the directories that several units share or that contain parts, before all others.
+    """Fills the directories that several units share or that contain other parts, before all others.
 
     `below` are the directories that are still empty, each with at most one unit.
     """
@@ -248,7 +250,7 @@ class _Merging:
                 since_ns = source.since_ns[index] if source.since_ns else 0
                 origins.append(_Origin(number, str(directory), source.copies, files, since_ns))
                 number += 1
-        # The place of each part, and all directories above it.
+        # The path of each part, and all directories above that path.
         self._shared = {above for at in self._parts for above in itertools.accumulate(at.split("/"), posixpath.join)}
 
     def run(self) -> None:
@@ -268,7 +270,7 @@ class _Merging:
 
 
 class _Filler:
-    """Fills directories of one tree, and counts the results."""
+    """Fills directories of one tree, and counts links and copies."""
 
     def __init__(self, tree: str, generated: Mapping[str, _Folder], *, read_only: bool) -> None:
         self._tree = tree
@@ -277,7 +279,7 @@ class _Filler:
         self._begin()
 
     def taken(self) -> LinkResult:
-        """Return the results of the work since the last call."""
+        """Return the results since the previous call."""
         linked = LinkResult(
             linked=self._linked,
             why_copied=self._why,
@@ -331,7 +333,8 @@ class _Filler:
         listing = _list(source, path, origin.since_ns)
         self._fill(directory, path, [(source, listing, origin.copies)])
         for name in listing.directories:
-            # Opening by path is slow, because the kernel resolves every name in it. `_opened` costs as much.
+            # Opening by path is slow, because the kernel resolves every name in the path. The context manager `_opened`
+            # costs as much.
             inner = os.open(name, _DIRECTORY, dir_fd=directory)
             try:
                 below = os.open(name, _DIRECTORY, dir_fd=source)
@@ -370,7 +373,7 @@ class _Filler:
             for name in listing.links:
                 with contextlib.suppress(FileExistsError):
                     os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=directory)
-        os.fchmod(directory, self._mode)  # Other users read the tree, whatever the umask is.
+        os.fchmod(directory, self._mode)  # Other users must be able to read the tree, whatever the umask is.
         self._directories[path] = os.fstat(directory).st_mtime_ns
 
     def _make(self, directory: int, path: str, name: str) -> None:
@@ -396,7 +399,7 @@ def _link(names: Sequence[str], source: int, target: int, *, copies: bool) -> Li
     copied: list[str] = []
     why = ""
     for name in names:
-        refusal = "its owner may edit the files"
+        refusal = "users may edit these files"
         if not copies:
             try:
                 link(name, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
@@ -492,7 +495,7 @@ def _result(said: bytes, status: int, kind: type[_Result]) -> _Result:
     if status or not said:
         code = os.waitstatus_to_exitcode(status)
         how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-        raise ChildProcessError(0, f"the process that did half of the work {how}")
+        raise ChildProcessError(0, f"a forked process of the restore {how}")
     if said.startswith(_DONE):
         return from_msgpack(said[1:], kind)
     problem = from_msgpack(said[1:], _Problem)

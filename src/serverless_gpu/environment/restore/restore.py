@@ -6,12 +6,12 @@
             └ overlay: layers with generated files, which the user of the tree mounts at the view
               links:   a tree of hard links to the units
 
-Restore keeps the result in `trees/<address>` and uses it again. One process at a time makes it beside its final path
-and then renames it. A process that uses a replaced tree keeps the old one. `tree_plan.py` plans the paths.
-`link_tree.py` and `unit_cache.py` carry out the plan.
+Restore stores the result in `trees/<address>` and reuses it. One process at a time makes the tree beside its final path
+and then renames it. A process that already uses a replaced tree continues to use the old tree. `tree_plan.py` plans the
+paths. `link_tree.py` and `unit_cache.py` carry out the plan.
 
 Failure cases: no interpreter fits (EnvironmentUnsupported), the cache raises an error (disk full, store altered), or
-the process is killed. The next process removes the `.new-` directory of a killed one.
+the process is killed. The next process removes the `.new-` directory of a killed process.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ from serverless_gpu.environment.stores.repair import error_after_repair, read_sn
 from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentMissing, EnvironmentRejected, StorageError
 
 FEW_BYTES = 128 * 1024
-"""An importing process compiles this much source in the time that another process takes to start."""
+"""Bytes of source that an importing process compiles in the time that another process needs to start."""
 Mode = Literal["overlay", "links"]
 
 
 class RestoreMethod(msgspec.Struct, frozen=True, kw_only=True):
-    """A way to make a tree: mounts or links, and the reason against mounts.
+    """The method to make a tree: mounts or links, and the reason if mounts are not possible.
 
     For example, `namespaces.probe_mounts` returns such a reason.
     """
@@ -78,24 +78,25 @@ OVERLAY = RestoreMethod()
 
 
 class RestoredTree(msgspec.Struct, frozen=True, kw_only=True):
-    """An environment that is ready on this node."""
+    """A restored environment that is ready for use on this node."""
 
     address: str
     tree: str  # path of the tree, as its users see it
     python: str
     mode: Mode
-    why: str = ""  # reason for links, or ""
-    mounts: tuple[Mount, ...] = ()  # mounts that a process makes before it sees the tree, in order; none with links
-    # Lock file of the tree. The user of a tree holds this file shared with flock, and opens it before asking for the
-    # restore. `UnitCache.hold` does the same.
+    why: str = ""  # Reason for links instead of mounts, or "".
+    mounts: tuple[Mount, ...] = ()  # Mounts that a process makes before it uses the tree, in order; empty with links.
+    # Lock file of the tree. A user of the tree opens this file and locks it shared with flock before the restore
+    # request.
+    # `UnitCache.hold` does the same.
     lock: str = ""
     before: tuple[str, ...] = ()  # directories that come before the standard library on `sys.path`
-    base: str = ""  # the interpreter without an environment
-    fetched_bytes: int = 0  # bytes that the store sent
+    base: str = ""  # path of the interpreter without an environment
+    fetched_bytes: int = 0  # number of bytes that the store sent
     units_fetched: int = 0
     ms: int = 0
     note: str = ""  # differences from the machine of the capture, or ""
-    mended: str = ""  # changes by a run that this call repaired, a sentence, or ""
+    mended: str = ""  # text about changes by a run that this call repaired, or ""
 
 
 def restore(
@@ -127,7 +128,8 @@ def restore(
         def look() -> None:
             changes.extend(mend_units(snapshot, blobs, cache, report))
 
-        if ready is not None or way.mode == "overlay":  # Otherwise making the links checks the files, at less cost.
+        # Without this check, making the links checks the files, at less cost.
+        if ready is not None or way.mode == "overlay":
             look()
         changes += changed_units(snapshot, cache)
         ready = read_ready(cache, snapshot, way.mode) if changes else ready
@@ -145,7 +147,8 @@ def restore(
                 ready = _make(prepared, cache, way, look, report)
         cache.touch(address)
         if ensured.fetched:
-            with contextlib.suppress(OSError, StorageError):  # The environment is restored; the next restore evicts.
+            # The environment is restored despite this error; the next restore evicts units.
+            with contextlib.suppress(OSError, StorageError):
                 cache.evict()  # The eviction never removes this environment, because the caller holds it.
     finally:
         os.close(holding)
@@ -157,7 +160,8 @@ def restore(
 def compile_rest(address: str, cache: UnitCache, *, report: Report = ignore_progress) -> int:
     """Compile the modules that the caller had not loaded, link their bytecode, and sync units to disk.
 
-    Call this function while the node is idle. The bytecode is linked only into a tree of links, if there is one.
+    Call this function while the node is idle. The function links the bytecode only into a tree of links, if the
+    environment has one.
     """
     holding = cache.hold(address)
     try:
@@ -193,9 +197,9 @@ def _make(
     with locked(cache.making_lock(snapshot.address), wait_s=MAKING_S_MAX):
         ready = read_ready(cache, snapshot, way.mode)
         if ready is not None:
-            return ready  # Another process has just made the tree.
+            return ready  # Another process made the tree while this process waited for the lock.
         if work := loaded_jobs(prepared, cache):
-            look()  # Modified source must not be compiled.
+            look()  # Modified source must not be compiled, so the sources are checked first.
             cache.compile(work, prepared.base.path, report)
         report(ProgressPoint(phase="restore", files_total=snapshot.files, bytes_total=snapshot.size))
         make = make_overlay if way.mode == "overlay" else make_links
@@ -214,7 +218,7 @@ def _make(
 
 def _with_space(cache: UnitCache, snapshot: Snapshot, make: Callable[[], ReadyTree]) -> ReadyTree:
     """Make a tree; on a full disk, evict unused units and try once more."""
-    needed = occupied_bytes(0, snapshot.files // 8 + 400)  # space for directories and generated files
+    needed = occupied_bytes(0, snapshot.files // 8 + 400)  # estimated bytes of directories and generated files
     try:
         return make()
     except OSError as error:
@@ -257,7 +261,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def known_snapshot(cache: UnitCache, address: str) -> Snapshot | None:
-    """Return a snapshot that this node has restored before, without asking the store."""
+    """Return a snapshot that this node has restored before, without querying the store."""
     snapshot = read_document(cache.environment(address) / "snapshot", Snapshot)
     if snapshot is None or snapshot.address != address:
         return None
@@ -269,10 +273,10 @@ def known_snapshot(cache: UnitCache, address: str) -> Snapshot | None:
 
 
 def prepare(snapshot: Snapshot, blobs: StoreBlobs, cache: UnitCache, python: str, report: Report) -> Prepared:
-    """Fetch the units of a snapshot into the cache. The caller holds the environment.
+    """Fetch the units of a snapshot into the cache. The caller holds the environment's lock.
 
     Raises:
-        EnvironmentCorrupt, EnvironmentMissing: the store lacks an object, or it had an altered one, which was removed.
+        EnvironmentCorrupt, EnvironmentMissing: the store has no valid copy of an object; altered copies were removed.
         EnvironmentUnsupported, EnvironmentRejected, StorageError: as `restore`.
     """
     make_public(cache.root)
@@ -293,9 +297,9 @@ def prepare(snapshot: Snapshot, blobs: StoreBlobs, cache: UnitCache, python: str
 
 
 def _as_listed(snapshot: Snapshot) -> Callable[[Unit], None]:
-    """Return a check that refuses a unit of another size than the snapshot lists (F41).
+    """Return a check that rejects a unit of another size than the snapshot lists (F41).
 
-    Without the check, limits on the listed sizes would mean nothing.
+    Without this check, limits on the listed sizes would have no effect.
     """
     listed = {member.address: (member.size, member.files) for root in snapshot.roots for member in root.members}
 
@@ -304,17 +308,18 @@ def _as_listed(snapshot: Snapshot) -> Callable[[Unit], None]:
         if (sum(content), len(content)) != listed[unit.address]:
             raise EnvironmentRejected(
                 f"snapshot {snapshot.address[:12]}: unit {unit.address[:12]} holds {sum(content)} bytes in "
-                f"{len(content)} files, and the snapshot lists it with {listed[unit.address][0]} in "
-                f"{listed[unit.address][1]}"
+                f"{len(content)} files, and the snapshot lists {listed[unit.address][0]} bytes in "
+                f"{listed[unit.address][1]} files"
             )
 
     return accept
 
 
 def loaded_jobs(prepared: Prepared, cache: UnitCache) -> dict[str, list[CompileJob]]:
-    """Return the files to compile by unit: the caller had loaded them, and they have no bytecode.
+    """Return the files to compile, by unit: the caller had loaded them, and they have no bytecode.
 
-    A few short files are left to the importing process and to `compile_rest`, because starting a process takes longer.
+    For a few short files the result is empty, because starting a compiler process takes longer than compiling on
+    import. `compile_rest` compiles these files later.
     """
     work: dict[str, list[CompileJob]] = {}
     for address, missing in _loaded(prepared.snapshot, cache, prepared.base.tag):
@@ -358,7 +363,7 @@ def _loaded(snapshot: Snapshot, cache: UnitCache, tag: str) -> Iterator[tuple[st
 
 
 def _by_unit(root: Root, cache: UnitCache, paths: Iterable[str]) -> dict[str, list[str]]:
-    """Return the unit of each path, by the names that units add; where several add one, check the disk."""
+    """Return the paths by unit, using module names; check the disk if several units have the name."""
     owners: dict[str, list[str]] = {}
     for member in root.members:
         for name in member.modules:

@@ -6,8 +6,9 @@
     <tree>/roots/<n>/...                          the same for a library root
     <tree>/code/<n>                               code root n
 
-A plan is a list of parts. Each part has a place below the tree, its units in order of precedence, and generated files
-above all of them. With overlays, each part is a mount. With links, each part is a directory filled from its units.
+A plan is a list of parts. Each part has a path below the tree, its units in order of precedence, and generated files
+that take precedence over the units. With overlays, each part is a mount. With links, each part is a directory filled
+from its units.
 
 `moved` translates a path of the original environment to this layout.
 """
@@ -31,14 +32,15 @@ from serverless_gpu.environment.restore.cache.unit_metadata import (
 
 ROOTS_PTH = "_sgpu_roots.pth"
 _PLACEHOLDER = re.compile(r"\{\{sgpu:(python|\d+)\}\}")
-_SITE_DIRECTORIES = ("site-packages", "dist-packages")  # Python processes `.pth` files in directories of these names.
+# Python processes `.pth` files only in directories with these names.
+_SITE_DIRECTORIES = ("site-packages", "dist-packages")
 _OF_GLOBAL_PREFIX = ("bin", "etc", "include", "share")
 
 
 class TreePart(msgspec.Struct, frozen=True, kw_only=True):
-    """A place below the tree, with the units and generated files that fill it."""
+    """A path below the tree, with the units and generated files that fill it."""
 
-    at: str  # relative to the tree; "" is the tree itself
+    at: str  # path of the part relative to the tree; "" is the tree itself
     area: str
     root: int
     units: tuple[str, ...]
@@ -53,7 +55,7 @@ class AssemblyTarget(msgspec.Struct, frozen=True, kw_only=True):
 
     tree: str  # Absolute path of the tree, as its users will see it.
     base: str  # Absolute path of the interpreter without an environment.
-    version: str  # Version of that interpreter.
+    version: str  # Version of the interpreter.
     # True for an exported tree, where no other component prepares the search path. A `.pth` file then adds the roots
     # that come before the standard library.
     alone: bool = False
@@ -65,18 +67,19 @@ class AssemblyTarget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def assemble(snapshot: Snapshot, outlines: Mapping[str, UnitOutline], place: AssemblyTarget) -> tuple[TreePart, ...]:
-    """Return the parts of a tree, outer ones first."""
+    """Return the parts of a tree, outer parts first."""
     parts: list[TreePart] = []
     for number, root in enumerate(snapshot.roots):
         prefix, site = _Files(), _Files()
-        notes: dict[str, dict[str, str]] = {}  # directory → path → text
+        notes: dict[str, dict[str, str]] = {}  # directory → path of a generated file → text
         for path, text in _notes(snapshot, number).items():
             notes.setdefault(posixpath.dirname(path), {})[path] = text
         for member in root.members:
             outline = outlines[member.address]
             if member.kind == "distribution":
                 _add_distribution(outline, place, prefix, site, notes)
-            # Scripts of any unit get the tree's interpreter: from wheels, without a distribution, or written by hand.
+            # Every script in a unit starts the tree's interpreter: scripts from wheels, without a distribution, or
+            # written by hand.
             for path, content in outline.generic.items():
                 prefix.add(path.partition("/")[2], specific(content, place.python), executable=True)
         for path, text in _notes(snapshot, number).items():
@@ -114,8 +117,8 @@ def library_name(interpreter: Interpreter) -> str:
 def moved(snapshot: Snapshot, tree: str, path: str) -> str | None:
     """Return the path in a restored tree for a path of the original environment.
 
-    Return None when it was not part of the environment. The standard library never is, even if its interpreter lies in
-    the project.
+    Return None if the path was not part of the environment. The standard library is never part of the environment, even
+    if its interpreter lies in the project.
     """
     path = posixpath.normpath(path)
     candidates: list[tuple[str, str | None]] = [
@@ -213,8 +216,8 @@ def _roots_pth(snapshot: Snapshot, place: AssemblyTarget) -> str:
     lines = []
     before = paths_before(snapshot, place.tree)
     if place.alone and before:
-        # Python executes lines that start with "import", and in a virtual environment it does so twice. Python adds the
-        # script's directory to the front later.
+        # Python executes `.pth` lines that start with "import", and in a virtual environment it executes them twice.
+        # Python adds the script's directory to the front of `sys.path` later.
         lines.append(f"import sys; sys.path[:0] = [path for path in {list(before)!r} if path not in sys.path]")
     for number, root in enumerate(snapshot.roots):
         if number == 0 or root.before or not root.on_path:
@@ -248,7 +251,7 @@ def _prefixes(snapshot: Snapshot, tree: str) -> Iterator[tuple[str, str]]:
     if posixpath.dirname(posixpath.dirname(snapshot.facts.python)) != prefix:
         yield prefix, tree
         return
-    # An environment without its own prefix: the standard library also lies below this prefix, and does not move.
+    # In an environment without its own prefix, the standard library also lies below this prefix, and does not move.
     for name in _OF_GLOBAL_PREFIX:
         yield f"{prefix}/{name}", f"{tree}/{name}"
 

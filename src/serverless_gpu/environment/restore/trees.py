@@ -5,7 +5,7 @@
     trees/<address>/tree/ · tree.ready · tree.watched                        the same for links, and its original state
 
 Overlays are mounted at the view, one path for all environments. Every process has its own mounts, so paths in
-tracebacks are always the same. Restore uses a result again in the same boot of the machine, while its interpreter is
+tracebacks are always the same. Restore reuses a result in the same boot of the machine, while its interpreter is
 unchanged and its units exist. Before each start, restore finds changes made by ranks, discards the changed parts and
 makes them again:
 
@@ -13,13 +13,13 @@ makes them again:
     units that are mounted      ─ the same, once per boot and then every ten minutes (`UnitCache.look`)
     a tree of links             ─ check each directory's time, each generated file ─ changed? make the tree again
 
-Restore compares a tree of links with its `TreeStamp`. A file that is replaced, removed or added moves the time of its
-directory. A file that was modified in place belongs to a unit (`unit_integrity.py` finds it), or to the tree itself as
-a generated or copied file. Python writes bytecode beside the sources. So a directory with a new time is compared name
-by name, and a new `__pycache__` is not a change.
+Restore compares a tree of links with its `TreeStamp`. A file that is replaced, removed or added changes the time of its
+directory. A file that was modified in place belongs to a unit (`unit_integrity.py` detects the change) or to the tree
+itself. The tree contains generated and copied files. Python writes bytecode beside the sources. So restore compares a
+directory with a new time name by name, and a new `__pycache__` is not a change.
 
-Failure cases: the store no longer has a changed unit, or cannot be reached. Restore then raises the store's error and
-does not use the unit.
+Failure cases: the store no longer has a changed unit, or is unreachable. Restore then raises the store's error and does
+not use the unit.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ from serverless_gpu.errors import EnvironmentCorrupt
 
 _BYTECODE = "__pycache__"
 Folders = Callable[[TreePart], Sequence[Path]]
-"""Returns the unit directories of a part, the first unit first."""
+"""Returns the directories of a part's units, in order of precedence."""
 LAYERS_MAX = 480
-"""The kernel accepts 500 layers, and this package adds some of its own."""
+"""Maximum number of units in one overlay. The kernel accepts 500 layers, and restore adds a few generated layers."""
 MAKING_S_MAX = 3600.0
 """Seconds that making a tree and its first bytecode may take."""
-_OURS = 2  # the layer of generated files, and an empty layer where a mount needs a second one
+_OURS = 2  # number of extra layers: generated files, and an empty layer if a mount has no other layer
 _NAMED_MAX = 3
 Suspects = tuple[list[str], list[str]]
 
 
 class UnitSuspect(EnvironmentCorrupt):
-    """A unit may have been changed through links to its files."""
+    """A rank may have changed a unit through links to its files."""
 
 
 class Mount(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,12 +77,12 @@ class Mount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadyTree(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished tree, and the conditions for using it again."""
+    """A finished tree, and the conditions for reusing it."""
 
     tree: str
-    base: str  # the interpreter without an environment
+    base: str  # path of the interpreter without an environment
     stamp: tuple[int, int]
-    boot: str  # boot of this machine in which the tree was made
+    boot: str  # ID of the boot in which the tree was made
     mounts: tuple[Mount, ...] = ()
     note: str = ""
 
@@ -99,7 +99,7 @@ def read_ready(cache: UnitCache, snapshot: Snapshot, mode: str) -> ReadyTree | N
     if ready is None or not directory.is_dir() or ready.boot != cache.boot:
         return None
     if ready.tree != str(cache.view if mode == "overlay" else directory):
-        return None  # The whole cache directory was moved.
+        return None  # The user moved the whole cache directory.
     try:
         same = ready.stamp == _stamp(ready.base)
         for address in snapshot.addresses():
@@ -114,7 +114,7 @@ def read_ready(cache: UnitCache, snapshot: Snapshot, mode: str) -> ReadyTree | N
 
 
 def make_overlay(snapshot: Snapshot, cache: UnitCache, base: Python) -> ReadyTree:
-    """Make the layers of an environment. The caller holds its making lock."""
+    """Make the layers of an environment. The caller holds the environment's making lock."""
     final, _ = _overlay(cache, snapshot)
     with _fresh(final) as fresh:
         ready = _write_layers(snapshot, cache, base, fresh)
@@ -143,7 +143,7 @@ def _write_layers(snapshot: Snapshot, cache: UnitCache, base: Python, fresh: Pat
 
 
 def make_links(snapshot: Snapshot, cache: UnitCache, base: Python) -> ReadyTree:
-    """Make a tree of links for an environment. The caller holds its making lock.
+    """Make a tree of links for an environment. The caller holds the environment's making lock.
 
     Raises UnitSuspect: a file may have been modified through an earlier link, and no tree was made.
     """
@@ -156,7 +156,7 @@ def make_links(snapshot: Snapshot, cache: UnitCache, base: Python) -> ReadyTree:
         with linking(cache):
             linked = fill(fresh, [_source(part, cache, files) for part in parts], read_only=True)
             if linked.suspect:
-                raise UnitSuspect(f"{linked.suspect} may have been written to before it was linked into a tree")
+                raise UnitSuspect(f"{linked.suspect} may have been modified before it was linked into a tree")
             cache.expose(snapshot.addresses())
         own = [*(os.path.join(part.at, path) for part in parts for path in part.files), *linked.copies]
         watched = take_stamp(fresh, linked.directories, own)
@@ -173,7 +173,7 @@ def tree_change(snapshot: Snapshot, cache: UnitCache, ready: ReadyTree) -> str:
     tree, _ = _links(cache, snapshot)
     watched = read_document(_watched(cache, snapshot), TreeStamp)
     if watched is None:
-        return "its original state is not known"
+        return "the original state of the tree is not known"
 
     def parts() -> Sequence[TreePart]:
         place = AssemblyTarget(tree=ready.tree, base=ready.base, version="")
@@ -263,7 +263,7 @@ def _source(part: TreePart, cache: UnitCache, files: Mapping[str, int]) -> Conte
 
 
 def _with_bytecode_room(part: TreePart) -> TreePart:
-    """Return a part with a `__pycache__`, so that importing a module beside it moves no watched time."""
+    """Return a part with a `__pycache__`, so that importing a module changes no recorded directory time."""
     if part.area != "site":
         return part
     return msgspec.structs.replace(part, directories=(*part.directories, "__pycache__"))
@@ -319,7 +319,7 @@ def _writable(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fresh(final: Path) -> Iterator[Path]:
-    """Yield a new path beside the final one, and delete leftovers there afterwards."""
+    """Yield a new path beside the final path, and delete leftovers at the new path afterwards."""
     fresh = final.with_name(f".new-{final.name}")
     delete(fresh)
     try:
@@ -334,17 +334,17 @@ def _publish(cache: UnitCache, snapshot: Snapshot, fresh: Path, final: Path) -> 
         return
     exchange(fresh, final)
     fresh.chmod(0o755)  # Moving a directory to another parent requires write permission on the directory.
-    # A process may still use the old tree. A sweep deletes the tree when no process holds the environment.
+    # A process may still use the old tree. A sweep deletes the tree when no process holds the environment's lock.
     fresh.rename(cache.trees / f".old-{snapshot.address}-{os.urandom(4).hex()}")
 
 
 def mend_units(snapshot: Snapshot, blobs: StoreBlobs, cache: UnitCache, report: Report) -> tuple[str, ...]:
-    """Check the linked units of an environment, and fetch those again that were changed through links.
+    """Check the linked units of an environment, and fetch units again that were changed through links.
 
-    The caller holds the environment.
+    The caller holds the environment's lock.
     """
     files = {member.address: member.files for root in snapshot.roots for member in root.members}
-    # Largest first, so that neither process ends with a large unit.
+    # Largest unit first, so that neither process has a large unit left at the end.
     addresses = sorted(files, key=lambda address: -files[address])
     if not any(exposed_since(cache.unit(address)) for address in addresses):
         return ()
@@ -355,9 +355,9 @@ def mend_units(snapshot: Snapshot, blobs: StoreBlobs, cache: UnitCache, report: 
 
 
 def changed_units(snapshot: Snapshot, cache: UnitCache) -> tuple[str, ...]:
-    """Check the mounted units of an environment, and put modified ones aside.
+    """Check the mounted units of an environment, and move modified units aside.
 
-    The caller holds the environment.
+    The caller holds the environment's lock.
     """
     return tuple(what.partition("/")[2] or what for what in cache.look(snapshot))
 
@@ -372,7 +372,7 @@ def repair_sentence(changes: Sequence[str]) -> str:
 
 
 def _suspects(units: Sequence[Path]) -> dict[int, Suspects]:
-    """Return the possibly modified files of units, by the unit's number; omit units without any."""
+    """Return the possibly modified files of units, by the unit's number; omit units without such files."""
 
     def work(numbers: Iterator[int]) -> dict[int, Suspects]:
         found = {}
@@ -390,20 +390,20 @@ def _mend(
 ) -> str:
     unit = cache.unit(address)
     for path in bytecode:
-        Path(path).unlink(missing_ok=True)  # The node compiles this file again.
+        Path(path).unlink(missing_ok=True)  # The node compiles the bytecode again.
     wrong = cache.verify(address, blobs, report) if own else ""
     if bytecode and not wrong:
-        wrong = f"{os.path.relpath(bytecode[0], unit)} was written to"
+        wrong = f"{os.path.relpath(bytecode[0], unit)} was modified"
         cache.forget_made_of(address)
     expose(unit)
     return wrong.partition("/")[2]  # the first name of a path in a unit is its area
 
 
 class TreeStamp(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a tree when it was made, by paths below it."""
+    """The state of a tree at the time of its creation, by paths below the tree."""
 
     directories: dict[str, int] = {}  # path → modification time, without `__pycache__`
-    # Path → inode, size, modification time and change time, of files that only this tree has.
+    # Path → inode, size, modification time and change time, for files that are not links to units.
     files: dict[str, tuple[int, int, int, int]] = {}
 
 
@@ -422,14 +422,14 @@ def signature(path: Path) -> tuple[int, int, int, int]:
 
 
 def stamp_change(tree: Path, watched: TreeStamp, parts: Callable[[], Sequence[TreePart]], folders: Folders) -> str:
-    """Return the first change in a tree, in a few words, or "".
+    """Return the first change in a tree as a short text, or "".
 
-    `parts` runs only when a directory has changed.
+    The function calls `parts` only when a directory has changed.
     """
     for path, known in watched.files.items():
         try:
             if signature(tree / path) != known:
-                return f"{path} was written to"
+                return f"{path} was modified"
         except (FileNotFoundError, NotADirectoryError):
             return f"{path} is missing"
     moved = []
@@ -447,7 +447,7 @@ def stamp_change(tree: Path, watched: TreeStamp, parts: Callable[[], Sequence[Tr
 
 
 def _difference(tree: Path, path: str, parts: Sequence[TreePart], folders: Folders) -> str:
-    """Compare one directory with its original content."""
+    """Return the first difference between a directory and its original content, or ""."""
     expected = _expected(path, parts, folders)
     present = set(os.listdir(tree / path)) - {_BYTECODE}
     if surplus := sorted(present - expected.keys()):
@@ -461,7 +461,7 @@ def _difference(tree: Path, path: str, parts: Sequence[TreePart], folders: Folde
 
 
 def _expected(path: str, parts: Sequence[TreePart], folders: Folders) -> dict[str, Path | None]:
-    """Return the names that a directory should have, each with the linked file of a unit, if any."""
+    """Return the names that a directory should have, each with the linked file of a unit or None."""
     found: dict[str, Path | None] = {}
     for part in parts:
         below = _below(part.at, path)
@@ -481,7 +481,7 @@ def _expected(path: str, parts: Sequence[TreePart], folders: Folders) -> dict[st
 
 
 def _below(above: str, path: str) -> str | None:
-    """Return a path relative to a directory above it: "" for the same path, None outside of it."""
+    """Return `path` relative to `above`: "" for the same path, None for a path outside of it."""
     if not above or path == above:
         return path if not above else ""
     return path[len(above) + 1 :] if path.startswith(f"{above}/") else None

@@ -6,8 +6,8 @@
     compare_rows   files that differ between two versions of a unit
     with_files     changes of a unit's files: added, removed, edited, or back to their installed content
 
-A file of a distribution that matches its RECORD again was put back, not edited. All functions except `differences` are
-pure.
+A file of a distribution that matches RECORD again counts as restored, not as edited. All functions except `differences`
+are pure.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """One difference between two snapshots."""
 
     kind: ChangeKind
-    name: str  # name of the distribution, code directory or file; "" for unowned files
+    name: str  # name of a distribution, code directory or file; "" for files of no distribution
     what: What
-    detail: str = ""  # for example ``2.12.0 → 2.13.0``, a version, or ""
+    detail: str = ""  # detail of the change, for example ``2.12.0 → 2.13.0``, a version, or ""
     files: tuple[str, ...] = ()
 
     def sentence(self) -> str:
@@ -57,7 +57,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
             case "edited":
                 return f"{title}{files} edited by hand"
             case "mended":
-                return f"{title}{files} {'are' if len(self.files) > 1 else 'is'} again what was installed"
+                return f"{title}{files} {'have' if len(self.files) > 1 else 'has'} the installed content again"
             case _:
                 return f"{title}{files} {self.what}{' by hand' if files else ''}"
 
@@ -67,7 +67,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileChange(msgspec.Struct, frozen=True, kw_only=True):
-    """One file that differs between two versions of a unit: the path of its row, and the change."""
+    """One file that differs between two versions of a unit: the path of the file's row, and the change."""
 
     path: str
     what: What
@@ -85,16 +85,16 @@ def compare(a: Snapshot, b: Snapshot) -> tuple[Change, ...]:
 
 
 def _compare_rest(a: Snapshot, b: Snapshot) -> Change:
-    """Return the remaining difference of two snapshots with the same units and generated files."""
+    """Return the difference between two snapshots with the same units and the same generated files."""
     name = "environment"
     if [root.members for root in a.roots] != [root.members for root in b.roots]:
         name, detail = "sys.path", "the same units in another order"
     elif a.version != b.version:
-        detail = f"only its address, which has version {b.version} now"
+        detail = f"only the address of the snapshot; the new snapshot has format version {b.version}"
     elif (a.facts.originals, a.facts.prefix) != (b.facts.originals, b.facts.prefix):
         detail = "the same units in another directory"
     else:
-        detail = "the same units, with another interpreter or other installer notes"
+        detail = "the same units, with another interpreter or other installer metadata"
     return Change(kind="root", name=name, what="changed", detail=detail)
 
 
@@ -188,7 +188,7 @@ def _distributions(snapshot: Snapshot) -> dict[str, list[SnapshotMember]]:
 
 
 def _others(snapshot: Snapshot) -> dict[tuple[ChangeKind, str], SnapshotMember]:
-    """Return the units that are not distributions; a number distinguishes units of the same name."""
+    """Return the units that are not distributions; units of the same name get a number."""
     found: dict[tuple[ChangeKind, str], SnapshotMember] = {}
     for root in snapshot.roots:
         for member in root.members:
@@ -215,8 +215,8 @@ def differences(
 ) -> tuple[Change, ...]:
     """Return the differences of two snapshots.
 
-    `sources` maps addresses to units of the new snapshot that were scanned here. If the store lacks a unit, its change
-    names no files.
+    `sources` maps addresses to units of the new snapshot that were scanned on this machine. If the store lacks a unit,
+    the change of this unit names no files.
     """
     found: list[Change] = []
     for change in compare(old, new):
@@ -247,7 +247,7 @@ def _rows(address: str, sources: Mapping[str, LocalUnit], blobs: StoreBlobs) -> 
         return sources[address].rows
     try:
         return blobs.read_unit(address).rows
-    except EnvironmentProblem:  # Garbage collection removed the unit, or another store has it.
+    except EnvironmentProblem:  # Garbage collection removed the unit, or only another store has the unit.
         return None
 
 
@@ -259,7 +259,7 @@ def _installed(source: LocalUnit) -> dict[str, bytes]:
         if row.path.endswith(".dist-info/METADATA") and row.path.count("/") == 2:
             try:
                 record = read_text(os.path.join(os.path.dirname(file), "RECORD"))
-            except EnvironmentProblem:  # The file disappeared meanwhile.
+            except EnvironmentProblem:  # The file disappeared after the scan.
                 return {}
             return {f"site/{claim.path}": claim.sha256 for claim in parse_record(record)}
     return {}

@@ -17,7 +17,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     implementation: str  # ``cpython``
     version: str
     abi: str
-    platform: str  # for example ``linux-x86_64``
+    platform: str  # platform tag, for example ``linux-x86_64``
     executable: str
     base_executable: str
     prefix: str
@@ -28,13 +28,13 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     platstdlib: str
     sys_path: tuple[str, ...]  # `sys.path` at the time of the description.
     glibc: str = ""  # Version of glibc, or "".
-    site_directories: tuple[str, ...] = ()  # Directories whose ``.pth`` files Python reads at start-up.
-    cwd: str = ""  # Current directory, which "" on `sys.path` names; "" when it was removed.
+    site_directories: tuple[str, ...] = ()  # Directories whose ``.pth`` files Python reads when the interpreter starts.
+    cwd: str = ""  # Current directory, which "" on `sys.path` means; "" if the directory was removed.
     flags: dict[str, int] = {}
     loaded: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
     home: str = ""
-    own_home: str = ""  # home of this package, which is never captured
+    own_home: str = ""  # home directory of serverless-gpu, which is never captured
 
     @property
     def interpreter(self) -> Interpreter:
@@ -53,18 +53,18 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(os.path.normpath(entry) for entry in entries if os.path.isabs(entry)))
 
     def key(self) -> bytes:
-        """Return the key that descriptions of one environment share."""
+        """Return a key that is equal for all descriptions of one environment."""
         return msgspec.msgpack.encode(
             (self.interpreter, self.executable, self.prefix, self.purelib, self.search_path())
         )
 
 
 def read_description(described: dict[str, object]) -> Description:
-    """Return the result of `describe` as a validated value."""
+    """Validate the result of `describe` and return it as a `Description`."""
     try:
         return from_builtins(described, Description)
     except msgspec.ValidationError as error:
         raise EnvironmentUnsupported(
-            f"the interpreter's description of itself cannot be read: {error}",
+            f"the description that the interpreter printed of itself is not valid: {error}",
             hint="check that the environment has the same version of serverless-gpu",
         ) from None

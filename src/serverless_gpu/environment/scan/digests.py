@@ -1,4 +1,4 @@
-"""Computes the SHA-256 of files whose RECORD is not trusted, and of code."""
+"""Computes the SHA-256 of code, and of files whose RECORD is not trusted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from serverless_gpu.environment.scan.distributions import SCRIPT_BYTES_MAX, normalise_script, unreadable
 
 _THREADS_FROM_BYTES = 4 * 1024 * 1024
-"""Fewer bytes are hashed in this thread, because starting other threads takes longer."""
+"""Below this number of bytes, the calling thread hashes alone, because starting threads takes longer."""
 _THREADS_MAX = 4
 
 
@@ -24,12 +24,12 @@ class Digest(NamedTuple):
 
 
 def may_be_script(path: str, size: int) -> bool:
-    """Return whether a row may be a script that names an interpreter, which only reading it shows."""
+    """Return True if the file of a row may be a Python script; only reading the file gives certainty."""
     return path.startswith("prefix/bin/") and size <= SCRIPT_BYTES_MAX
 
 
 def digest_file(file: str, path: str) -> Digest:
-    """Return the digest of a file; a Python script in `bin` counts with `#!python` as its first line."""
+    """Return the digest of a file; a Python script in `bin` is hashed with `#!python` as its first line."""
     try:
         with open(file, "rb", buffering=0) as opened:
             if may_be_script(path, os.fstat(opened.fileno()).st_size):
@@ -41,7 +41,7 @@ def digest_file(file: str, path: str) -> Digest:
 
 
 def digest_script(content: bytes) -> Digest:
-    """Return the digest of a file in `bin`, with its first line replaced if it is a Python script."""
+    """Return the digest of a file in `bin`; a Python script is hashed with `#!python` as its first line."""
     text = normalise_script(content)
     stands = content if text is None else text
     return Digest(hashlib.sha256(stands).digest(), len(stands), text)
@@ -52,8 +52,8 @@ def digest_files(
 ) -> list[Digest]:
     """Return the digests of files in order; several threads read large files.
 
-    `files` has the path, row path and size of each file. `done` is called now and then with the number of files and
-    bytes read so far.
+    `files` has the path, row path and size of each file. The function calls `done` several times with the number of
+    files and bytes read so far.
     """
     threads = min(_THREADS_MAX, os.cpu_count() or 1)
     if threads == 1 or sum(size for _, _, size in files) < _THREADS_FROM_BYTES:

@@ -3,12 +3,13 @@
     look   one directory: its mtime (read first, so that a later change shows), files with their stat, odd entries
     walk   all directories below one, as a `Listing`
 
-A directory's *mark* is a digest of everything in it that counts: names, and the size, mtime and inode of files.
-Bytecode does not count. So a first import, which makes `__pycache__` in many directories, changes their mtimes but no
+A directory's *mark* is a digest of its relevant entries: their names, and the size, mtime and inode of files.
+The mark ignores bytecode. A first import makes `__pycache__` directories, which changes mtimes of directories but no
 mark.
 
-The module does not follow links into directories. A link to a file outside (uv with `--link-mode symlink`) counts as
-that file. Other links that lead outside are odd, as are devices, sockets and FIFOs. The module opens no file.
+The module does not follow links into directories. A link to a file outside of the listed directory (uv with
+`--link-mode symlink`) counts as a regular file. Other links that lead outside are reported as odd entries, as are
+devices, sockets and FIFOs. The module opens no file.
 
 Failure: `EnvironmentUnsupported` names a directory that cannot be read.
 """
@@ -30,15 +31,16 @@ _UNUSUAL = frozenset(map(chr, (*range(32), *range(127, 160))))
 
 
 class ListedFile(NamedTuple):
-    """A file or link, as the scan found it."""
+    """A file or link in a listed directory, with its stat."""
 
     file: str  # absolute path
     kind: str
-    size: int  # content bytes; for a link to an outside file, those of that file
+    size: int  # content bytes; for a link to a file outside, the bytes of that file
     mtime_ns: int
     inode: int
-    ctime_ns: int  # An edit moves the ctime even if the mtime is restored; so does a new hard link.
-    target: str = ""  # Text of a link that stays a link, else "".
+    # An edit changes the ctime even if a program restores the mtime. A new hard link changes the ctime too.
+    ctime_ns: int
+    target: str = ""  # Target of a symbolic link that is captured as a link, else "".
 
 
 class Directory(NamedTuple):
@@ -50,7 +52,7 @@ class Directory(NamedTuple):
 
 
 class DirectoryListing(NamedTuple):
-    """One listed directory: files and subdirectories by name, and left-out names with the reason."""
+    """One listed directory: files and subdirectories by name, and skipped names with the reason."""
 
     directory: Directory
     files: dict[str, ListedFile]
@@ -63,16 +65,17 @@ class Listing(msgspec.Struct):
 
     top: str
     files: dict[str, ListedFile] = {}
-    directories: dict[str, Directory] = {}  # all listed directories; the top is ""
+    directories: dict[str, Directory] = {}  # all listed directories; the path of the top directory is ""
     odd: dict[str, str] = {}
 
 
 Keep = Callable[[str, str, bool], bool]
-"""Decides if an entry counts, by its relative directory ("" or ending in "/"), its name, and if it is a directory."""
+"""Decides if an entry is listed, by its relative directory ("" or ending in "/"), its name, and if it is a directory.
+"""
 
 
 def keep_all(above: str, name: str, is_directory: bool) -> bool:
-    """Keep all entries except bytecode and the lock that uv leaves in a `--target` directory."""
+    """Accept all entries except bytecode and the lock file that uv leaves in a `--target` directory."""
     return name != "__pycache__" and not name.endswith(BYTECODE) and (name != ".lock" or bool(above))
 
 
@@ -137,19 +140,19 @@ def walk(top: str, keep: Keep = keep_all, start: Iterable[str] = ("",)) -> Listi
 
 
 def is_plain(name: str) -> bool:
-    """Return whether a name is UTF-8 without control characters."""
+    """Return True if a name is UTF-8 without control characters."""
     if name.isascii() and name.isprintable():
         return True
     return _UNUSUAL.isdisjoint(name) and not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def show(path: str) -> str:
-    """Return a path for a message, with odd bytes and control characters escaped."""
+    """Return a path for a message, with invalid bytes and control characters escaped."""
     return path if is_plain(path) else ascii(path)
 
 
 def read_file(path: str) -> ListedFile | None:
-    """Return a file by its path, or None where no regular file exists."""
+    """Return the `ListedFile` of a path, or None where no regular file exists."""
     try:
         found = os.stat(path)
     except OSError:
@@ -158,12 +161,12 @@ def read_file(path: str) -> ListedFile | None:
 
 
 def is_inside(path: str, directory: str) -> bool:
-    """Return whether a path is the directory itself or lies below it."""
+    """Return True if a path is the directory itself or lies below it."""
     return path == directory or path.startswith(directory.rstrip("/") + "/")
 
 
 def _read_entry(entry: os.DirEntry[str], top: str) -> ListedFile | str:
-    """Return the file of an entry, or the reason why the entry is odd."""
+    """Return the file of a directory entry, or the reason why the entry cannot be captured."""
     if entry.is_file(follow_symlinks=False):
         return _file(entry.path, entry.stat(follow_symlinks=False))
     if not entry.is_symlink():
@@ -176,7 +179,7 @@ def _read_entry(entry: os.DirEntry[str], top: str) -> ListedFile | str:
     found = read_file(resolved)
     if found is not None:
         return found._replace(file=path)
-    return f"it is a link to {show(target)}, which is outside of {show(top)} and not a file"
+    return f"it is a link to {show(target)}, which lies outside of {show(top)} and is not a regular file"
 
 
 def _file(path: str, found: os.stat_result) -> ListedFile:

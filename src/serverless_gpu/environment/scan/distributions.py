@@ -1,7 +1,7 @@
-"""Reads the distributions of a directory from `.dist-info`, and decides how far to trust it.
+"""Reads the distributions of a directory from `.dist-info`, and decides how far to trust RECORD.
 
-The module opens only small files: RECORD, INSTALLER, entry_points.txt and notes. An `.egg-info`, or a `.dist-info`
-without RECORD (Debian has both), does not list its files. These files belong to the unowned unit.
+The module opens only small files: RECORD, INSTALLER, entry_points.txt and installer metadata. An `.egg-info`, or a
+`.dist-info` without RECORD (Debian has both), does not list its files. These files belong to the unowned unit.
 
 Rows are canonical: they omit all parts of RECORD that differ between installers. The same wheel gives the same rows for
 pip and uv, in any prefix, in `--target` directories, and on any machine:
@@ -12,7 +12,7 @@ pip and uv, in any prefix, in `--target` directories, and on any machine:
     ../../../bin/f2py                    –            an entry point: restore makes it again
     ../../../bin/jp.py                   prefix/bin/jp.py, its first line read as `#!python`
     *.pyc, RECORD, RECORD.jws, …         –            restore makes it again
-    INSTALLER, direct_url.json, …        –            a note, kept beside the unit
+    INSTALLER, direct_url.json, …        –            a note, stored beside the unit
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from serverless_gpu.environment.snapshot_rules import NOTE_BYTES_MAX, NOTE_NAMES
 from serverless_gpu.errors import EnvironmentUnsupported
 
 DROPPED_NAMES = frozenset({"RECORD", "RECORD.jws", "RECORD.p7s"})
-# `pip install --target` and uv put these directories of a prefix beside the packages.
+# With `pip install --target`, pip and uv put these directories of a prefix beside the packages.
 _FLAT_AREAS = frozenset({"bin", "etc", "include", "man", "share"})
 _INSTALLERS = frozenset(
     {"conda-pypi", "distlib", "flit", "hatch", "installer", "pdm", "pip", "pipenv", "poetry", "pixi", "rye", "uv"}
 )
-"""These installers write RECORD from the files that they install, and no later step rewrites the files."""
+"""These installers write RECORD from the files that they install, and do not change the files afterwards."""
 TRUSTED_AFTER_NS = 2 * 10**9
-"""A trusted file may be this much younger than RECORD: installers write it last, but file system clocks are coarse."""
+"""Seconds by which a trusted file may be newer than RECORD. File systems store coarse times."""
 SCRIPT_BYTES_MAX = 1024 * 1024
 _SHEBANG = re.compile(rb"#![^\n]*\bpython[0-9.]*[^\n]*\n", re.IGNORECASE)
-# If the prefix has a blank or is too long for the kernel, the shell starts the interpreter (pip, uv, distlib).
+# pip, uv and distlib write this shebang if the interpreter's path has a blank or is too long for the kernel. The shell
+# then starts the interpreter.
 _SHELL_SHEBANG = re.compile(rb"#!/bin/sh\r?\n'''exec' [^\n]*\n' '''\r?\n")
 _DIST_INFO = re.compile(r"(?P<name>[^/]+?)-(?P<version>[^/-]+)\.dist-info")
 RECORD_BYTES_MAX = 256 * 1024 * 1024
@@ -60,7 +61,7 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_distributions(site: Listing) -> list[Distribution]:
-    """Return the distributions that list their files, sorted by name."""
+    """Return the distributions whose RECORD lists their files, sorted by name."""
     infos = (path for path in site.directories if path.endswith(".dist-info") and "/" not in path)
     found = [one for info in sorted(infos) if (one := _read_distribution(site, info)) is not None]
     return sorted(found, key=lambda one: (one.name, one.version, one.info))
@@ -99,7 +100,7 @@ def read_text(path: str) -> str:
     except OSError as error:
         raise unreadable(path, error) from error
     if len(content) > RECORD_BYTES_MAX:
-        raise EnvironmentUnsupported(f"{path} is larger than a file of this name can be", hint="remove it")
+        raise EnvironmentUnsupported(f"{path} is too large for a file of this kind", hint="remove it")
     return content.decode(errors="replace")
 
 
@@ -125,13 +126,13 @@ def normal_name(name: str) -> str:
 
 
 def parse_info_name(directory: str) -> tuple[str, str] | None:
-    """Return the name and version in a ``.dist-info`` directory's name, or None for another directory."""
+    """Return the name and version from a ``.dist-info`` directory's name, or None for another directory."""
     match = _DIST_INFO.fullmatch(directory)
     return (normal_name(match["name"]), match["version"]) if match else None
 
 
 def parse_record(text: str) -> list[RecordLine]:
-    """Return the lines of a RECORD; an unreadable digest is b"", and a line without a path is left out."""
+    """Return the lines of a RECORD. An invalid digest becomes b"". Lines without a path are left out."""
     claims = []
     for fields in csv.reader(text.splitlines()):
         if not fields or not fields[0]:
@@ -142,7 +143,7 @@ def parse_record(text: str) -> list[RecordLine]:
 
 
 def parse_scripts(entry_points: str) -> frozenset[str]:
-    """Return the names of the scripts that installers make for an ``entry_points.txt``."""
+    """Return the names of the scripts that installers generate from an ``entry_points.txt``."""
     names, wanted = set(), False
     for line in entry_points.splitlines():
         line = line.strip()
@@ -168,7 +169,7 @@ def row_path(recorded: str, site: str, prefix: str) -> str | None:
     else:
         path = posixpath.normpath(posixpath.join(site, recorded))
     if not site:
-        # pip writes RECORD for its build directory, so a `..` in it has no meaning here.
+        # pip writes RECORD for its build directory, so a `..` in a path has no meaning here.
         while path.startswith("../"):
             path = path[3:]
         return f"prefix/{path}" if path.partition("/")[0] in _FLAT_AREAS else f"site/{path}"
@@ -183,7 +184,7 @@ def flat_path(path: str) -> str:
 
 
 def is_dropped(path: str) -> bool:
-    """Return whether a row never belongs to a unit, such as bytecode, RECORD and notes."""
+    """Return True if a row never belongs to a unit, such as bytecode, RECORD and installer metadata."""
     if path.endswith(".pyc"):
         return True
     directory, _, name = path.rpartition("/")
@@ -191,26 +192,26 @@ def is_dropped(path: str) -> bool:
 
 
 def is_entry_script(path: str, scripts: frozenset[str], distribution: str = "") -> bool:
-    """Return whether a row is a script that an installer made from an entry point."""
+    """Return True if a row is a script that an installer generated from an entry point."""
     if not path.startswith("prefix/bin/"):
         return False
     name = path[len("prefix/bin/") :]
-    # pip also installs itself as `pip3.11`, with the version of the Python that runs it.
+    # pip also installs its own script as `pip3.11`, with the version of the running Python.
     return name in scripts or (distribution in ("pip", "setuptools") and re.sub(r"-?[\d.]+$", "", name) in scripts)
 
 
 def is_known_installer(installer: str) -> bool:
-    """Return whether the RECORD of an installer is trusted, for example of ``uv`` or ``Poetry 1.8.2``."""
+    """Return True if RECORD files of an installer are trusted, such as ``uv`` or ``Poetry 1.8.2``."""
     return installer.strip().partition(" ")[0].lower() in _INSTALLERS
 
 
 def is_trusted(claim: RecordLine, *, size: int, mtime_ns: int, record_mtime_ns: int) -> bool:
-    """Return whether a file is assumed to match the RECORD of a known installer."""
+    """Return True if a file can be assumed to match the RECORD of a known installer."""
     return bool(claim.sha256) and claim.size == size and mtime_ns <= record_mtime_ns + TRUSTED_AFTER_NS
 
 
 def normalise_script(content: bytes) -> bytes | None:
-    """Return a script with `#!python` in place of its interpreter, or None for another file."""
+    """Return a script with `#!python` as its first line, or None if the file is no Python script."""
     for pattern in (_SHEBANG, _SHELL_SHEBANG):
         match = pattern.match(content)
         if match:
@@ -219,7 +220,7 @@ def normalise_script(content: bytes) -> bytes | None:
 
 
 def module_name(path: str) -> str:
-    """Return the import name that a row adds, or ""."""
+    """Return the import name of the module or package that a row belongs to, or ""."""
     area, _, rest = path.partition("/")
     if area != "site":
         return ""

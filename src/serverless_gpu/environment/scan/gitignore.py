@@ -1,18 +1,18 @@
 """Reads which files of a directory git ignores and tracks, without running git.
 
-Git decides for each entry by itself, from the top down. The last pattern that matches *this* path decides, and the
-deepest `.gitignore` comes first. Git never looks into an ignored directory. `pathspec` instead answers for a path and
-all directories above it at once. The answers differ when a directory is ignored and then included again. So this module
-cuts the expressions of `pathspec` down to the path itself. `.sgpuignore` has the same syntax and overrides every
-`.gitignore`: `!name` includes files that git ignores.
+Git decides for each entry separately, from the top directory down. The last pattern that matches an entry's own path
+decides, and the deepest `.gitignore` comes first. Git never reads an ignored directory. `pathspec` instead answers for
+a path and all directories above it at once. The answers differ when a directory is ignored and then included again. So
+this module trims the expressions of `pathspec` to match only the path itself. `.sgpuignore` has the same syntax and
+overrides every `.gitignore`: `!name` includes files that git ignores.
 
 A user's patterns for all repositories are in `core.excludesFile`, or else in git's default place. The module reads the
 settings of the system and of the user. The module does not read a repository's own settings, included files or
 `GIT_CONFIG_*` variables.
 
-Tracked files are never ignored, whatever the patterns say (`git add -f`). The module reads them from `.git/index`,
-versions 2 to 4. If it cannot read the index (another version, SHA-256 names, a split index), it reports the problem,
-and only the patterns decide.
+Tracked files are never ignored, whatever the patterns say (`git add -f`). The module reads the tracked files from
+`.git/index`, versions 2 to 4. If the module cannot read the index (another version, SHA-256 names, a split index), it
+reports the problem, and only the patterns decide.
 """
 
 from __future__ import annotations
@@ -38,28 +38,31 @@ OURS = ".sgpuignore"
 _PATTERNS_BYTES_MAX = 1024 * 1024
 _HEADER = struct.Struct(">4sII")
 _INDEX_BYTES_MAX = 256 * 1024 * 1024
-_FIXED = 62  # Fixed part of an entry: times, ids, mode, size, SHA-1 and flags. The path follows.
+_FIXED = 62  # Length of the fixed part of an index entry: times, ids, mode, size, SHA-1 and flags. The path follows.
 _MODE = 24
 _EXTENDED = 0x40
 
 
 class IgnorePatterns(msgspec.Struct, frozen=True):
-    """The patterns of one file."""
+    """The ignore patterns of one file."""
 
     # Directory that the paths start from, relative to the top: "" or ending in ``/``. If this directory lies above the
     # top, `above` is the start of each path.
     base: str
-    above: str  # For example ``src/``, if the file lies in the directory above the top ``src``.
-    # Expressions, and whether each ignores its matches; the last rule first.
+    above: str  # For example ``src/``, if the pattern file lies in the directory above the top ``src``.
+    # Expressions, each with True if its matches are ignored; the last rule comes first.
     rules: tuple[tuple[re.Pattern[str], bool], ...]
-    any: re.Pattern[str]  # Matches if any of the rules may match.
+    any: re.Pattern[str]  # Combined expression; matches if any of the rules may match.
 
     def decide(self, path: str) -> bool | None:
-        """Return whether the patterns ignore a path (directories end in ``/``), or None if none matches."""
+        """Return True if the patterns ignore a path, False if they include the path, and None without a match.
+
+        The path of a directory ends in ``/``.
+        """
         return self.match(self.above + path[len(self.base) :])
 
     def match(self, own: str) -> bool | None:
-        """Return the same as `decide`, for a path relative to the directory of the patterns."""
+        """Return the result of `decide` for a path relative to the directory of the patterns."""
         if self.any.match(own) is None:
             return None
         for expression, ignores in self.rules:
@@ -69,18 +72,18 @@ class IgnorePatterns(msgspec.Struct, frozen=True):
 
 
 class IgnoreRules(msgspec.Struct, frozen=True):
-    """The pattern files that apply in a directory, from the outermost to its own."""
+    """The pattern files that apply in a directory, from the outermost file to the directory's own file."""
 
     git: tuple[IgnorePatterns, ...] = ()
     ours: tuple[IgnorePatterns, ...] = ()
-    all: bool = False  # git ignores the directory itself, and so every untracked entry in the directory
+    all: bool = False  # True if git ignores the directory itself, and so every untracked entry in the directory
 
     def by_ours(self, path: str) -> bool | None:
-        """Return the decision of `.sgpuignore` for an entry of this directory; directories end in ``/``."""
+        """Return the decision of `.sgpuignore` for an entry; paths of directories end in ``/``."""
         return _decide(self.ours, path)
 
     def by_git(self, path: str) -> bool:
-        """Return whether git's patterns ignore an entry of this directory."""
+        """Return True if git's patterns ignore an entry of this directory."""
         return self.all or bool(_decide(self.git, path))
 
     def below(self, directory: str, base: str, *, begins: bool = False) -> IgnoreRules:
@@ -106,17 +109,17 @@ def _decide(chain: Sequence[IgnorePatterns], path: str) -> bool | None:
 
 
 def read_patterns(file: str, base: str = "", above: str = "") -> IgnorePatterns | None:
-    """Return the patterns of a file, or None without any."""
+    """Return the patterns of a file, or None if the file has no patterns."""
     try:
         with open(file, "rb") as opened:
             text = opened.read(_PATTERNS_BYTES_MAX).decode("utf-8-sig", errors="surrogateescape")
-    except OSError:  # Most directories have no such file. Git also ignores an unreadable one.
+    except OSError:  # Most directories have no pattern file. Git also ignores an unreadable pattern file.
         return None
     return parse_patterns(text, base, above)
 
 
 def parse_patterns(text: str, base: str = "", above: str = "") -> IgnorePatterns | None:
-    """Return patterns as git reads them, or None without any."""
+    """Return the parsed patterns of a text in git's syntax, or None without any patterns."""
     rules = []
     for line in text.split("\n"):
         line = line.removesuffix("\r")
@@ -144,9 +147,9 @@ def git_index(top: str) -> tuple[str, str] | None:
 
 
 def outer_ignoring(top: str) -> tuple[IgnoreRules, tuple[str, ...]]:
-    """Return the rules from above a directory in its repository, and all files that may define them.
+    """Return the ignore rules from above a directory in its repository, and the files that define them.
 
-    If the repository ignores the directory itself, no outer rule applies, because code runs there.
+    If the repository ignores the directory itself, no outer rule applies, because the user runs code in the directory.
     """
     repository = next((path for path in (top, *map(str, Path(top).parents)) if os.path.lexists(f"{path}/.git")), None)
     places = list(_outer_files(top, repository))
@@ -177,7 +180,7 @@ def _own(expression: str, line: str) -> str:
 
 
 def _outer_files(top: str, repository: str | None) -> Iterator[tuple[str, str]]:
-    """Yield git's pattern files above a directory, the weakest first, with the prefix of its paths."""
+    """Yield git's pattern files above a directory, weakest first, each with the prefix for its paths."""
     if repository is None:
         return
     inside = _relative(top, repository)
@@ -190,7 +193,7 @@ def _outer_files(top: str, repository: str | None) -> Iterator[tuple[str, str]]:
 
 
 def _parents(top: str, repository: str | None) -> list[tuple[str, str]]:
-    """Return the directories above one in its repository, outermost first, with the path between."""
+    """Return the parents of a directory in its repository, outermost first, with the path between."""
     if repository is None:
         return []
     between = [str(path) for path in Path(top).parents if str(path) == repository or _relative(str(path), repository)]
@@ -198,7 +201,7 @@ def _parents(top: str, repository: str | None) -> list[tuple[str, str]]:
 
 
 def _is_ignored(inside: str, git: Sequence[IgnorePatterns]) -> bool:
-    """Return whether a repository ignores a directory or one above it; its path ends in ``/``."""
+    """Return True if a repository ignores a directory or one above it; the directory's path ends in ``/``."""
     for end in (index + 1 for index, letter in enumerate(inside) if letter == "/"):
         for patterns in reversed(git):
             start = len(inside) - len(patterns.above)
@@ -211,7 +214,7 @@ def _is_ignored(inside: str, git: Sequence[IgnorePatterns]) -> bool:
 
 
 def _relative(path: str, above: str) -> str:
-    """Return the path relative to a directory above, ending in ``/``; "" for itself or outside of it."""
+    """Return a path relative to the directory `above`, ending in ``/``; "" if it is not below `above`."""
     start = above.rstrip("/") + "/"
     return path[len(start) :].rstrip("/") + "/" if path.startswith(start) and path != above else ""
 
@@ -246,14 +249,14 @@ def user_patterns() -> tuple[str, tuple[str, ...]]:
         try:
             with open(file, "rb") as opened:
                 said = excludes_file(opened.read(_SETTINGS_BYTES_MAX).decode(errors="surrogateescape"))
-        except OSError:  # Most of these files do not exist.
+        except OSError:  # Most of these settings files do not exist.
             continue
         found = found if said is None else said
     return found, settings
 
 
 def excludes_file(text: str) -> str | None:
-    """Return `core.excludesFile` from the text of a settings file, or None; the last one counts."""
+    """Return the last `core.excludesFile` in the text of a settings file, or None."""
     found, in_core = None, False
     for line in text.replace("\r\n", "\n").replace("\\\n", "").split("\n"):
         section = _SECTION.match(line)
@@ -280,7 +283,7 @@ def _value(text: str) -> str:
 
 
 def tracked_files(index: str, inside: str) -> list[str] | None:
-    """Return the tracked files and submodules below a directory; None if the index cannot be read.
+    """Return the tracked files and submodules below a directory; None if git's index cannot be read.
 
     `inside` is the directory relative to the repository, ending in ``/``, or "". The returned paths are relative to the
     directory.
@@ -297,7 +300,7 @@ def tracked_files(index: str, inside: str) -> list[str] | None:
 
 
 def index_mtime(index: str) -> int:
-    """Return the time of the last write to git's index, or 0 if missing."""
+    """Return the time of the last write to git's index in nanoseconds, or 0 if the index is missing."""
     try:
         return os.stat(index).st_mtime_ns
     except OSError:
@@ -305,7 +308,7 @@ def index_mtime(index: str) -> int:
 
 
 def _paths(data: bytes) -> Iterator[bytes]:
-    """Yield the paths of all files, links and submodules in an index.
+    """Yield the paths of all files, links and submodules in a git index.
 
     Raises ValueError, IndexError: the data is not an index of a known version.
     """
@@ -323,14 +326,14 @@ def _paths(data: bytes) -> Iterator[bytes]:
         path = path[:kept] + data[name:end]
         kind = data[at + _MODE + 2] >> 4
         at = end + 1 if version == 4 else end + 8 - (end - at) % 8
-        if kind in (0b1000, 0b1010, 0b1110):  # Excludes directories of a sparse index.
+        if kind in (0b1000, 0b1010, 0b1110):  # A sparse index also lists directories, which this function skips.
             yield path
     if data[at : at + 4] == b"link":
-        raise ValueError("the rest of the index is in another file")
+        raise ValueError("git's index is split, and another file has the other entries")
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Return a number of variable length, and the position after it."""
+    """Decode a number of variable length, and return it with the position after it."""
     byte = data[at]
     value = byte & 127
     while byte & 128:

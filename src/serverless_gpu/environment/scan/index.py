@@ -3,15 +3,15 @@
     <key>.index   header │ gate part: snapshot, directories, small files, code │ files part: all stats and digests
                          │ kept part: other facts that a rescan of the interpreter's own library needs
 
-Each environment has one file, which a rename replaces as a whole. Processes read its parts one by one, and may write it
-at the same time. So parts that belong together have the same *generation*, a number made at each capture. Reading the
-gate part takes 1-2 ms. The background check reads the files part, and a scan reads all three. Paths are one string with
-NUL between them, and numbers are arrays as bytes. Making 100,000 small objects would take longer than checking the
-directories. The index is only a cache: an unreadable part (another version, torn by a power cut, altered) counts as
-missing. Nothing is fsynced.
+Each environment has one index file. A writer replaces the whole file with a rename. Readers read the parts one by one,
+and a writer may replace the file between two reads. So the parts of one capture share a *generation*, a random number.
+Reading the gate part takes 1-2 ms. The background check reads the files part, and a scan reads all three parts. Paths
+are stored as one string with NUL between them, and numbers as arrays in bytes. Making 100,000 small objects would take
+longer than checking the directories. The index is only a cache: an unreadable part (another version, truncated by a
+power cut, altered) counts as missing. The module calls no fsync.
 
 An mtime or ctime from the last moments before the scan is stored as `UNKNOWN`. A file that changed again in the same
-tick of the file system's clock would look unchanged. A comparison then reads the content instead.
+tick of the file system's clock would look unchanged. A comparison then reads the file's content instead.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ _PartT = TypeVar("_PartT")
 
 UNKNOWN = -1
 NO_OWNER = 2**32 - 1
-"""Marks a file without an owner."""
+"""The owner number of a file that belongs to no unit."""
 _MAGIC = b"sgpu-index-4" + sys.byteorder[:1].encode() + b"\0\0\0"
 _HEADER = struct.Struct("<16sQ32sQ32sQ32s")
-_TICK_NS = 20_000_000  # Kernels count in ticks of 1 to 10 ms.
-_COARSE_TICK_NS = 2_000_000_000  # Some file systems count in seconds, FAT in two seconds.
+_TICK_NS = 20_000_000  # The clock that kernels use for file times has ticks of 1 to 10 ms.
+_COARSE_TICK_NS = 2_000_000_000  # Some file systems store times in seconds; FAT stores times in steps of two seconds.
 _PART_BYTES_MAX = 1024**3
 ENTRIES_MAX = 64
-"""The index keeps this many environments and deletes the oldest."""
+"""Maximum number of index files, one per environment; the oldest files are deleted."""
 
 
 class Stats(msgspec.Struct, array_like=True):
     """Files with their stat and the digests of their content."""
 
     paths: str = ""  # Absolute paths with NUL between them.
-    numbers: bytes = b""  # Size, mtime, inode and ctime of each, as int64; all 0 for a missing file.
-    kinds: str = ""  # One letter for each, as in rows; "-" for a missing file.
-    digests: bytes = b""  # SHA-256 of each, 32 bytes (zeros for links); empty where no content was read.
+    numbers: bytes = b""  # Size, mtime, inode and ctime of each file, as int64; all 0 for a missing file.
+    kinds: str = ""  # One letter for the kind of each file, as in rows; "-" for a missing file.
+    digests: bytes = b""  # SHA-256 of each file, 32 bytes (zeros for links); empty if no content was read.
 
     def names(self) -> list[str]:
-        """Return the paths."""
+        """Return the paths of the files."""
         return self.paths.split("\0") if self.paths else []
 
     def columns(self) -> tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]:
-        """Return sizes, mtimes, inodes and ctimes."""
+        """Return the sizes, mtimes, inodes and ctimes of the files."""
         numbers = memoryview(self.numbers).cast("q").tolist()
         return numbers[::4], numbers[1::4], numbers[2::4], numbers[3::4]
 
@@ -79,17 +79,17 @@ class Stats(msgspec.Struct, array_like=True):
 class GatePart(msgspec.Struct, array_like=True):
     """The data that decides at once if an environment is unchanged."""
 
-    generation: bytes  # 16 bytes, the same in the matching files part
+    generation: bytes  # random number of 16 bytes, equal to the number in the matching files part
     key: bytes
     snapshot: Snapshot
     areas: tuple[Area, ...]
     directories: str  # absolute paths with NUL between them
     areas_of: bytes
     mtimes: bytes
-    marks: bytes  # 8 bytes for each directory
+    marks: bytes  # digests of directory contents, 8 bytes for each directory
     small: Stats
     code: Stats
-    absent: str  # missing entries of `sys.path`, with NUL between them
+    absent: str  # missing directories and files of `sys.path`, with NUL between them
 
     def directory_names(self) -> list[str]:
         """Return the paths of the directories."""
@@ -131,7 +131,7 @@ class KeptPart(msgspec.Struct, array_like=True):
     """Other facts for `stdlib_rescan.py`; empty if the library has no virtual environment of its own."""
 
     generation: bytes
-    spot: ImportRoot | None = None  # the library; None without facts about it
+    spot: ImportRoot | None = None  # root of the library; None if nothing is known about the library
     inodes: bytes = b""
     others: Stats = msgspec.field(default_factory=Stats)  # Files of the library that are in no unit, without digests.
     others_of: bytes = b""  # Number of the owner that claims each file, or `NO_OWNER`, as uint32.
@@ -139,25 +139,25 @@ class KeptPart(msgspec.Struct, array_like=True):
 
 
 class IndexFile:
-    """One index file; its parts are read one by one."""
+    """One index file, whose parts can be read separately."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read_gate(self) -> GatePart | None:
-        """Return the gate part, or None if missing."""
+        """Return the gate part of the index, or None if it is missing."""
         return self._read(0, GatePart)
 
     def read_files(self) -> FilesPart | None:
-        """Return the files part, or None if missing."""
+        """Return the files part of the index, or None if it is missing."""
         return self._read(1, FilesPart)
 
     def read_kept(self) -> KeptPart | None:
-        """Return the kept part, or None if missing."""
+        """Return the kept part of the index, or None if it is missing."""
         return self._read(2, KeptPart)
 
     def write(self, gate: GatePart, files: FilesPart, kept: KeptPart) -> None:
-        """Replace the file, and delete the oldest index files."""
+        """Replace the index file, and delete the oldest index files."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         parts = [msgspec.msgpack.encode(part) for part in (gate, files, kept)]
         header = _HEADER.pack(_MAGIC, *(field for part in parts for field in (len(part), blake3(part).digest())))
@@ -176,10 +176,11 @@ class IndexFile:
                 path.unlink(missing_ok=True)
 
     def renew(self, gate: GatePart | None = None, files: FilesPart | None = None) -> None:
-        """Replace one part with newer facts of the same capture; ignore write errors.
+        """Replace one part of the index with newer facts of the same capture; ignore write errors.
 
-        If another process has written a newer capture, the facts are dropped. A newer capture just before the rename is
-        lost. The old parts are still true for their own capture, so the next check finds the change again.
+        If another process has written a newer capture, the function drops the facts. A newer capture that another
+        process writes just before the rename is lost. The old parts still match their own capture, so the next check
+        finds the change again.
         """
         old_gate, old_files, kept = self.read_gate(), self.read_files(), self.read_kept()
         if old_gate is None or old_files is None or kept is None:
@@ -187,7 +188,7 @@ class IndexFile:
         gate, files = gate or old_gate, files or old_files
         if len({part.generation for part in (gate, files, kept, old_gate, old_files)}) > 1:
             return
-        with contextlib.suppress(OSError):  # On a full disk, the next call only takes some milliseconds more.
+        with contextlib.suppress(OSError):  # On a full disk, the next check only takes some milliseconds longer.
             self.write(gate, files, kept)
 
     def _read(self, number: int, kind: type[_PartT]) -> _PartT | None:
@@ -205,7 +206,7 @@ class IndexFile:
 
 
 def pack_stats(files: Iterable[tuple[str, ListedFile | None, bytes]], seen_ns: int) -> Stats:
-    """Return files in stored form, from path, stat (None: missing) and SHA-256 (b"" for all or none)."""
+    """Return files in stored form, from path, stat (None: missing) and SHA-256 (b"" if unknown)."""
     paths: list[str] = []
     kinds: list[str] = []
     numbers = array("q")
@@ -223,16 +224,16 @@ def pack_stats(files: Iterable[tuple[str, ListedFile | None, bytes]], seen_ns: i
 
 
 def known_mtime(mtime_ns: int, seen_ns: int) -> int:
-    """Return an mtime or ctime that reveals a later change, else `UNKNOWN`.
+    """Return an mtime or ctime if a later change would change it too, else `UNKNOWN`.
 
-    `seen_ns` is the start time of the scan that read it.
+    `seen_ns` is the start time of the scan that read the mtime or ctime.
     """
     tick_ns = _COARSE_TICK_NS if mtime_ns % 1_000_000_000 == 0 else _TICK_NS
     return UNKNOWN if mtime_ns > seen_ns - tick_ns else mtime_ns
 
 
 def pack_directories(directories: Sequence[tuple[int, Directory]], seen_ns: int) -> tuple[str, bytes, bytes, bytes]:
-    """Return directories in stored form: names, areas, mtimes, marks."""
+    """Return directories in stored form: names, areas, mtimes and marks."""
     names = "\0".join(directory.path for _, directory in directories)
     areas = array("H", (area for area, _ in directories)).tobytes()
     mtimes = array("q", (known_mtime(directory.mtime_ns, seen_ns) for _, directory in directories)).tobytes()

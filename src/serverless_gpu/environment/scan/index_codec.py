@@ -33,11 +33,11 @@ from serverless_gpu.environment.scan.stdlib_rescan import IndexParts, directory_
 from serverless_gpu.errors import EnvironmentUnsupported
 
 Place = tuple[str, str, str]
-"""The place of a unit of any version: its root's directory, its kind and name."""
+"""Identifies a unit across versions: the directory of its root, its kind and its name."""
 
 
 class IndexedUnit(msgspec.Struct, frozen=True):
-    """A composed unit: its root, member, files by row path, rows, and distribution."""
+    """A composed unit: root, member, files by row path, rows, and distribution."""
 
     spot: ImportRoot
     member: SnapshotMember
@@ -47,7 +47,7 @@ class IndexedUnit(msgspec.Struct, frozen=True):
 
 
 class KnownFiles(msgspec.Struct, frozen=True):
-    """Facts from an earlier scan."""
+    """Digests, stats and addresses from an earlier scan."""
 
     # Path of a file → size, mtime (or `UNKNOWN`), inode, ctime (or `UNKNOWN`), and SHA-256.
     digests: dict[str, tuple[int, int, int, int, bytes]] = {}
@@ -56,7 +56,7 @@ class KnownFiles(msgspec.Struct, frozen=True):
     addresses: dict[Place, str] = {}  # Place → address of the unit.
 
     def find(self, file: ListedFile) -> Digest | None:
-        """Return the known digest of a file with an unchanged stat, or None."""
+        """Return the stored digest of a file if its stat is unchanged, else None."""
         kept = self.digests.get(file.file)
         if kept is None or kept[:4] != (file.size, file.mtime_ns, file.inode, file.ctime_ns):
             return None
@@ -65,7 +65,7 @@ class KnownFiles(msgspec.Struct, frozen=True):
     def is_touched(self, file: ListedFile, record: ListedFile) -> bool:
         """Return whether a file was touched after the last scan, without a new RECORD from an installer.
 
-        The scan then does not trust RECORD, even if size and mtime match it.
+        The scan then does not trust RECORD, even if the file's size and mtime match RECORD.
         """
         size, mtime_ns, inode = self.records.get(record.file, (-1, 0, 0))
         is_old = (size, inode) == (record.size, record.inode) and mtime_ns in (UNKNOWN, record.mtime_ns)
@@ -73,7 +73,7 @@ class KnownFiles(msgspec.Struct, frozen=True):
 
 
 def read_memory(index: IndexFile) -> IndexParts | None:
-    """Return the index parts of an environment, or None if they are missing or do not match."""
+    """Return the index parts of an environment, or None if a part is missing or the generations differ."""
     gate, files, kept = index.read_gate(), index.read_files(), index.read_kept()
     if gate is None or files is None or kept is None:
         return None
@@ -81,7 +81,7 @@ def read_memory(index: IndexFile) -> IndexParts | None:
 
 
 def known_of(memory: IndexParts | None, found: Survey) -> KnownFiles:
-    """Return the facts of an earlier scan about files that still exist; none without an index."""
+    """Return the facts of an earlier scan about files that still exist; empty without an index."""
     if memory is None:
         return KnownFiles()
     gate, files = memory.gate, memory.files
@@ -216,7 +216,7 @@ def _digested(one: IndexedUnit, digests: Mapping[str, bytes]) -> list[tuple[str,
 
 
 def _watched(found: Survey, snapshot: Snapshot) -> dict[str, ListedFile | None]:
-    """Return the small files that decide which files count, or None for those not listed.
+    """Return the small files that decide which files are captured; the value is None for unlisted files.
 
     The result includes files that were taken out of units because they name directories. No unit covers these files.
     """
@@ -234,10 +234,10 @@ def _watched(found: Survey, snapshot: Snapshot) -> dict[str, ListedFile | None]:
 
 
 def _small(files: Mapping[str, ListedFile | None], seen_ns: int) -> Stats:
-    """Return small files with their digests; a missing file is stored as missing.
+    """Return small files with their digests; the stat of a missing file is zeros.
 
     A file that has changed since the survey keeps its old stat and gets an impossible digest, because the capture has
-    its old content.
+    the file's old content.
     """
     found: list[tuple[str, ListedFile | None, bytes]] = []
     for path, then in files.items():
@@ -247,7 +247,7 @@ def _small(files: Mapping[str, ListedFile | None], seen_ns: int) -> Stats:
         elif file is not None:
             try:
                 digest = digest_files([(path, "site/", file.size)])[0].sha256
-            except EnvironmentUnsupported:  # The file disappeared meanwhile, so the next check reports a change.
+            except EnvironmentUnsupported:  # The file disappeared after the survey, so the next check reports a change.
                 file = None
         found.append((path, file, digest))
     return pack_stats(found, seen_ns)

@@ -1,8 +1,8 @@
 """Describes an interpreter: its module search path, its loaded modules, and its build.
 
-This file uses only the standard library and syntax that old Pythons accept. The text of this file also runs in
-interpreters without this package (`describe_other`). The description contains the names of start-up variables, never
-their values.
+This file uses only the standard library and syntax that old Pythons accept. `describe_other` runs the text of this file
+in interpreters that do not have this package. The description contains the names of start-up variables, never their
+values.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ STARTUP_PREFIXES = (
     "TORCH",
     "PYTORCH",
 )
-"""Interpreters and libraries read these variables once, when they start."""
+"""Environment variables that interpreters and libraries read only at their start."""
 
 LOADED_MAX = 50_000
-_ANSWER = "serverless-gpu interpreter: "  # Output of a .pth file at start-up may come before this marker.
+_ANSWER = "serverless-gpu interpreter: "  # A .pth file may print text at start-up before this marker.
 _ANSWER_BYTES_MAX = 32 * 1024 * 1024
 ANSWER_TIMEOUT_S = 60
 
@@ -40,7 +40,7 @@ _turn = threading.Lock()
 
 
 def _renew_turn() -> None:
-    """Replace the lock in a forked child, where the thread that held it does not exist."""
+    """Replace the lock in a forked child, which does not have the thread that held the lock."""
     global _turn
     _turn = threading.Lock()
 
@@ -49,8 +49,8 @@ os.register_at_fork(after_in_child=_renew_turn)
 
 
 def describe() -> dict[str, object]:
-    """Return this process's description as values that JSON can hold, one thread at a time."""
-    with _turn:  # Until Python 3.12, sysconfig shows half-filled variables to a second thread.
+    """Return the description of this process as JSON-compatible values; one thread at a time runs this."""
+    with _turn:  # Until Python 3.12, a second thread may read incomplete sysconfig variables.
         return _describe()
 
 
@@ -84,11 +84,11 @@ def _describe() -> dict[str, object]:
 
 
 def describe_other(python: str) -> dict[str, object]:
-    """Run another interpreter as `python -c` in this directory, and return its description.
+    """Run another interpreter as `python -c` in the current directory, and return its description.
 
     Raises:
         OSError: the interpreter cannot be started.
-        RuntimeError: it does not answer in time or writes something else; the error quotes its output.
+        RuntimeError: the interpreter times out or prints no description; the error quotes the output.
     """
     with open(__file__, encoding="utf-8") as file:
         program = file.read() + "\n\nprint('\\n' + _ANSWER + json.dumps(describe()))\n"
@@ -111,7 +111,7 @@ def describe_other(python: str) -> dict[str, object]:
 
 
 def _abi() -> str:
-    """Return the ABI of extension modules; CPython's comes from its file suffixes, which always exist."""
+    """Return the ABI tag of extension modules; for CPython, from the file suffixes of modules."""
     if sys.implementation.name == "cpython":
         tagged = [ending for ending in EXTENSION_SUFFIXES if ending.startswith(".cpython-")]
         return tagged[0].split(".")[1] if tagged else ""
@@ -129,12 +129,12 @@ def _site_directories() -> list[str]:
 
 
 def _loaded() -> list[str]:
-    """Return the files of all imported modules, without triggering the import of lazy modules."""
+    """Return the files of all imported modules, without importing lazy modules."""
     files = []
     for module in list(sys.modules.values()):
         try:
             file = object.__getattribute__(module, "__dict__").get("__file__")
-        except AttributeError:  # A library put another object in place of a module.
+        except AttributeError:  # A library replaced a module in `sys.modules` with another object.
             continue
         if isinstance(file, str) and os.path.isabs(file):
             files.append(file)
@@ -144,13 +144,13 @@ def _loaded() -> list[str]:
 def _cwd() -> str:
     try:
         return os.getcwd()
-    except OSError:  # The directory was removed.
+    except OSError:  # The current directory was removed.
         return ""
 
 
 def _glibc() -> str:
     try:
         name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
-    except (AttributeError, ValueError, OSError):  # not glibc
+    except (AttributeError, ValueError, OSError):  # The system does not use glibc.
         return ""
     return version if name == "glibc" else ""

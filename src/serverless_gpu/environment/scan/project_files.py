@@ -1,26 +1,27 @@
 """Decides which files of the user's project are captured, by the rules of git.
 
-Left out: files that git ignores (`.gitignore`, `.git/info/exclude`, the user's own file) and files that `.sgpuignore`
-names. Always left out: `.git .hg .svn __pycache__ *.pyc .ipynb_checkpoints`, virtual environments, the home of this
-package, and directories of distributions, which are separate roots. Captured although ignored, unless `.sgpuignore`
-names them:
+Left out: files that git ignores (`.gitignore`, `.git/info/exclude`, the user's own pattern file) and files that
+`.sgpuignore` names. Always left out: `.git .hg .svn __pycache__ *.pyc .ipynb_checkpoints`, virtual environments, the
+home directory of serverless-gpu, and directories of distributions, which are separate roots. These ignored files are
+captured unless `.sgpuignore` names them:
 
     tracked    files that git tracks (`git add -f`), also in an ignored directory
     imported   files of modules that were imported
     beside     Python files and extension modules in a package, or beside an imported file: a generated `_version.py`,
                an extension module built in place. Not in an ignored directory
-    egg-info   an old editable install has no metadata without it
+    egg-info   an old editable install has no metadata without this directory
 
-A directory that is not a project is not walked: the home directory, `/` and `/tmp`, which may hold a script. Only its
-Python files and packages count.
+Directories that are not projects are not walked: the home directory, `/` and `/tmp`, which may contain a script. Only
+the Python files and packages of such a directory are captured.
 
-Also left out, with a message: files that no restore would accept. A project may hold a data set with `a.png` and
-`A.png`, and its code must still run. Of two names that differ only in case or Unicode form, the capture takes the
-imported one, else the first in order. In a library the capture refuses such names, because no installer made them.
+The capture also leaves out files that no restore would accept, and reports these files. A project may contain a data
+set with `a.png` and `A.png`, and the project's code must still run. Of two names that differ only in case or Unicode
+form, the capture includes the imported file, or else the first file in order. In a library the capture refuses such
+names, because no installer made them.
 
-The walk counts the entries that git ignores and reports them in one sentence. The walk does not enter ignored
-directories, so their size is unknown. The report names directories first, because they hold the most, and hidden ones
-(caches of tools) last.
+The walk counts the entries that git ignores and reports the count in one message. The walk does not enter ignored
+directories, so their size is unknown. The message names directories first, because they contain the most data, and
+hidden directories (caches of tools) last.
 
 Failure, `EnvironmentTooLarge`: the project has more than 1 GiB or 100,000 files. The error names the ten largest.
 """
@@ -64,26 +65,26 @@ _AREA = "site/"
 CODE_BYTES_MAX = 1024**3
 CODE_FILES_MAX = 100_000
 _COUNTED_FILES_MAX = 4 * CODE_FILES_MAX
-"""The walk of a too large directory goes this far, to find its largest entries."""
+"""Number of files after which the walk of a too large directory stops; its largest entries are known then."""
 ALWAYS_OUT = frozenset({".git", ".hg", ".svn", "__pycache__", ".ipynb_checkpoints"})
 _IMPORTABLE = (".py", ".so")
 _VENV_NAMES = frozenset({"bin", "lib", "lib64", "include", "share", "etc", "pyvenv.cfg"})
 
 
 class CodeDirectory(msgspec.Struct, frozen=True, kw_only=True):
-    """A directory of code, and the rules for its files."""
+    """A directory of code, and the rules that select its files."""
 
-    directory: str  # Absolute path.
-    shallow: bool = False  # Only Python files and packages in the directory count.
+    directory: str  # Absolute path of the directory.
+    shallow: bool = False  # True if only the directory's own Python files and packages are captured.
     out: tuple[str, ...] = ()  # Absolute paths of subdirectories that never belong to this code.
-    wanted: tuple[str, ...] = ()  # Relative paths of files that count although git ignores them.
+    wanted: tuple[str, ...] = ()  # Relative paths of files that are captured although git ignores them.
     unwanted: tuple[str, ...] = ()
-    tracked: tuple[str, ...] = ()  # Relative paths of files that git ignores and tracks.
+    tracked: tuple[str, ...] = ()  # Relative paths of files that git both ignores and tracks.
     index: str = ""  # Path of git's index, or "".
-    index_ns: int = 0  # Time of the last write to that index.
+    index_ns: int = 0  # Time of the last write to git's index, in nanoseconds.
 
     def is_stale(self) -> bool:
-        """Return whether git's index has changed since the walk read it."""
+        """Return whether git's index has changed since the walk read the index."""
         return bool(self.index) and index_mtime(self.index) != self.index_ns
 
 
@@ -91,7 +92,7 @@ class CodeListing(msgspec.Struct, frozen=True, kw_only=True):
     """The files of a code directory that are captured."""
 
     listing: Listing
-    watched: tuple[str, ...]  # pattern files that decided, and missing ones that would decide
+    watched: tuple[str, ...]  # ignore files that the walk used, and missing files that would have an effect
     place: CodeDirectory
 
 
@@ -117,7 +118,7 @@ def list_code(place: CodeDirectory, *, ask: bool = False) -> CodeListing:
 
 
 class _CodeWalk:
-    """One walk of a code directory: the waiting directories, each with its ignore rules."""
+    """One walk of a code directory; holds the directories to visit, each with its ignore rules."""
 
     def __init__(self, place: CodeDirectory, outer: IgnoreRules, *, ask: bool) -> None:
         self._ask = ask
@@ -138,7 +139,8 @@ class _CodeWalk:
         if ask:
             found = git_index(place.directory)
             index = found[0] if found else ""
-            index_ns = index_mtime(index)  # Read before the index, so that a later change shows.
+            # The walk reads the time before the index, so that a later change is detected.
+            index_ns = index_mtime(index)
             self._read_tracked(place.directory, "")
             self.place = msgspec.structs.replace(place, index=index, index_ns=index_ns)
         else:
@@ -186,20 +188,21 @@ class _CodeWalk:
     def _track(self, base: str, paths: Collection[str]) -> None:
         for path in paths:
             self._tracked.add(base + path)
-            above = base + path + "/"  # The path itself is included, because git tracks a submodule as a directory.
+            # The set includes the path itself, because git tracks a submodule as a directory.
+            above = base + path + "/"
             while above and above not in self._above_tracked:
                 self._above_tracked.add(above)
                 above = above[: above.rfind("/", 0, -1) + 1]
 
     def _holds_in(self, path: str) -> IgnoreRules:
-        """Return the rules for a kept directory; if git ignores the directory, only tracked files count."""
+        """Return the rules for a captured directory; an ignored directory captures only tracked files."""
         ignoring = self._ignoring
         if path in self._above_tracked and ignoring.by_ours(path) is None and ignoring.by_git(path):
             return msgspec.structs.replace(ignoring, all=True)
         return ignoring
 
     def _is_ignored(self, above: str, path: str) -> bool:
-        """Return whether an entry is left out, and count it if git ignores it; directories end in ``/``."""
+        """Return whether an entry is left out; count an entry that git ignores. Directories end in ``/``."""
         ours = self._ignoring.by_ours(path)
         if ours:
             return True
@@ -207,7 +210,7 @@ class _CodeWalk:
             if self._ask and self._ignoring.by_git(path):
                 self._ignored_and_tracked.append(path.rstrip("/"))
             return False
-        # As in git, no pattern includes an entry of an ignored directory again.
+        # As in git, no pattern can include an entry of an ignored directory.
         ignored = self._ignoring.by_git(path) if ours is None or self._ignoring.all else False
         if not ignored or (path.endswith(_IMPORTABLE) and not self._ignoring.all and self._is_imported_from(above)):
             return False
@@ -246,7 +249,7 @@ class _CodeWalk:
         if not above:
             if self._is_venv and name in _VENV_NAMES:
                 return False
-            if self.place.shallow:  # Only importable entries count.
+            if self.place.shallow:  # In a shallow directory, only importable files and packages are captured.
                 is_package = is_directory and os.path.lexists(f"{top}/{name}/__init__.py")
                 if not is_package and (is_directory or not name.endswith(_IMPORTABLE)):
                     return False
@@ -288,7 +291,7 @@ def _check_size(listing: Listing) -> None:
     count = f"{len(files):,}{' or more' if len(files) > _COUNTED_FILES_MAX else ''} files"
     raise EnvironmentTooLarge(
         f"the project directory {show(listing.top)} has {count} and {_gigabytes(size)}; at most "
-        f"{CODE_FILES_MAX:,} files and {_gigabytes(CODE_BYTES_MAX)} are captured as code. Largest: "
+        f"{CODE_FILES_MAX:,} files and {_gigabytes(CODE_BYTES_MAX)} can be captured as code. Largest: "
         f"{_name_largest(files, by_count=many)}",
         hint="list files that the code does not need in .gitignore or .sgpuignore, for example data/ or *.ckpt",
     )
@@ -298,7 +301,7 @@ def _name_largest(files: dict[str, ListedFile], *, by_count: bool) -> str:
     weights: Counter[str] = Counter()
     for path, file in files.items():
         first, separator, _ = path.partition("/")
-        # The message names a deep large file itself, and many small files by their directory.
+        # The message names a large file by its own path, and many small files by their directory.
         name = path if not by_count and file.size > CODE_BYTES_MAX // 20 else first + separator
         weights[name] += 1 if by_count else file.size
     largest = weights.most_common(10)
@@ -314,7 +317,7 @@ def _gigabytes(size: int) -> str:
 def leave_out_misfits(listing: Listing, imported: Collection[str]) -> None:
     """Remove files from a code listing that no restore would accept; store the reason under `odd`.
 
-    Imported files take precedence over others.
+    Imported files take precedence over other files.
     """
     misfits = _Misfits()
     for path in sorted(listing.files, key=lambda path: (path not in imported, path)):
@@ -326,12 +329,12 @@ def leave_out_misfits(listing: Listing, imported: Collection[str]) -> None:
 
 
 class _Misfits:
-    """Finds paths that are not valid, or that collide on machines that ignore case."""
+    """Finds invalid paths, and paths that collide on machines that ignore case."""
 
     def __init__(self) -> None:
-        self._folded: dict[str, str] = {"": ""}  # Directory → its folded form, which must be unique.
-        self._taken: dict[str, str] = {}  # Folded form → path, also for files.
-        self._odd: dict[str, tuple[str, str]] = {}  # Directory → its invalid part, and the reason.
+        self._folded: dict[str, str] = {"": ""}  # Directory → its case-folded path, which must be unique.
+        self._taken: dict[str, str] = {}  # Case-folded path → path, also for files.
+        self._odd: dict[str, tuple[str, str]] = {}  # Directory → the invalid part of its path, and the reason.
 
     def find(self, path: str) -> tuple[str, str] | None:
         """Return the invalid part of a path and the reason; None for a valid path."""
@@ -370,7 +373,7 @@ class _Misfits:
 
 
 class IgnoredFiles:
-    """The entries that git ignores below a directory, as far as the walk saw them."""
+    """The entries below a directory that git ignores; the walk does not enter ignored directories."""
 
     def __init__(self) -> None:
         self._files = 0
@@ -389,7 +392,7 @@ class IgnoredFiles:
     def sentence(self, top: str, problem: str = "") -> str:
         """Return the message about ignored entries, or "" without any.
 
-        `problem` says why the files that git tracks are not known.
+        `problem` is the reason why the files that git tracks are not known.
         """
         if not self._candidates:
             return ""
@@ -405,7 +408,7 @@ class IgnoredFiles:
 
 
 def same_matter(sentence: str) -> str:
-    """Return the part of a message about left-out files that stays the same when only counts change."""
+    """Return the part of a message about left-out files that does not change with the counts."""
     head, mark, rest = sentence.partition(MARK)
     return f"{head.partition(': ')[0]}{mark}{rest.partition(UNASKED)[2]}" if mark else sentence
 
@@ -415,6 +418,6 @@ def _weight(top: str, path: str) -> tuple[int, bool, bool, int, str]:
     name = path.rstrip("/").rpartition("/")[2]
     size = 0
     if not is_directory:
-        with contextlib.suppress(OSError):  # The file disappeared meanwhile.
+        with contextlib.suppress(OSError):  # The file disappeared after the walk.
             size = os.lstat(f"{top}/{path}").st_size
     return path.rstrip("/").count("/"), is_directory and name.startswith("."), not is_directory, -size, path

@@ -3,11 +3,12 @@
     level A, `recognise`   directories' mtimes, RECORD and other small files, every file of the project
     level B, `find_edits`  the stat of every file
 
-A different stat alone is not a change. A directory with another mtime is listed again, and only its mark counts, so
-bytecode does not. A file with another stat, or with times too fresh to compare, is read, and only its content counts.
-So `touch`, a checkout there and back, a new hard link, or a chmod that keeps the execute bit is not a change. The ctime
-is part of the stat, and no call can set it. So an edit of the same size shows even if the mtime was restored. The
-caller stores the new stats for the next time.
+A different stat alone is not a change. If a directory's mtime differs, the check lists the directory again and compares
+only its mark, which ignores bytecode. If a file's stat differs or its times are too recent to compare, the check reads
+the file and compares only its content. So `touch`, a checkout to another branch and back, a new hard link, or a chmod
+that preserves the execute bit is not a change. The stat includes the ctime, which no system call can set. So the check
+detects an edit of the same size even if a program restored the mtime. The caller stores the new stats for the next
+check.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from serverless_gpu.environment.scan.roots import keep_for
 from serverless_gpu.errors import EnvironmentProblem
 
 _FORK_FROM_FILES = 4000
-"""A fork takes longer than a check of fewer files."""
+"""For fewer files, one process checks them all, because a fork takes longer."""
 _WORKERS = 2
 
 RowPath = Callable[[int], str]
 
 
 class Recognised(msgspec.Struct, frozen=True):
-    """An unchanged environment: its current stats, and whether they are newer than the stored ones."""
+    """An unchanged environment: its current stats, and whether they are newer than the stored stats."""
 
     gate: GatePart
     fresher: bool
@@ -47,8 +48,8 @@ class Recognised(msgspec.Struct, frozen=True):
 def recognise(gate: GatePart, description: Description, seen_ns: int, *, watched: bool = False) -> Recognised | None:
     """Return the current stats of an unchanged environment, or None if it may have changed.
 
-    `seen_ns` is the time before the check. `watched` says that watches have just proved the library directories
-    unchanged.
+    `seen_ns` is the time before the check. `watched` is True if inotify watches have just proved the library
+    directories unchanged.
     """
     if gate.absent and any(os.path.lexists(path) for path in gate.absent.split("\0")):
         return None
@@ -58,7 +59,7 @@ def recognise(gate: GatePart, description: Description, seen_ns: int, *, watched
         return None
     try:
         mtimes = _compare_directories(gate, description, seen_ns, watched)
-    # A directory is missing or unreadable. The next scan reports this if the directory matters.
+    # A directory is missing or unreadable. The next scan reports an error if the directory is needed.
     except EnvironmentProblem:
         return None
     if mtimes is None:
@@ -68,7 +69,7 @@ def recognise(gate: GatePart, description: Description, seen_ns: int, *, watched
 
 
 def find_edits(stats: Stats, row_path: RowPath, seen_ns: int) -> tuple[list[int], Stats]:
-    """Return the numbers of missing or changed files, and the current stats of all others.
+    """Return the numbers of missing or changed files, and the current stats of all other files.
 
     `row_path` returns the row path for the number of a file. `seen_ns` is the time before the check.
     """
@@ -85,7 +86,7 @@ def differing(stats: Stats) -> list[int]:
 
 
 def is_single_threaded() -> bool:
-    """Return whether this process may fork: it has no other thread of Python or of a library."""
+    """Return whether this process may fork: neither Python nor a library has started a thread."""
     try:
         return threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1
     except OSError:  # Without /proc the number of threads is unknown.
@@ -93,7 +94,7 @@ def is_single_threaded() -> bool:
 
 
 def _compare_all(stats: Stats, seen_ns: int) -> Stats | None:
-    """Return the current stats of files if all have their old content, else None."""
+    """Return the current stats of files if all files have their old content, else None."""
     names = stats.names()
     suspects = differing(stats)
     if not suspects:
@@ -139,7 +140,7 @@ def _find_differences(names: Sequence[str], stats: Stats) -> list[int]:
 
 
 class _Worker:
-    """A forked copy of this process that checks a share of the files; Python threads would take turns."""
+    """A forked process that checks a share of the files. Python threads would wait for each other."""
 
     def __init__(self, names: Sequence[str], stats: Stats, share: tuple[int, int]) -> None:
         self._work = (names, stats, *share)
@@ -150,7 +151,7 @@ class _Worker:
         os.close(writing)
 
     def finish(self) -> list[int]:
-        """Return the changed files; check the share in this process if the fork died."""
+        """Return the changed files; if the forked process failed, check its share in this process."""
         with open(self._reading, "rb") as pipe:
             answer = pipe.read()
         _, status = os.waitpid(self._pid, 0)
@@ -165,13 +166,13 @@ class _Worker:
                 pipe.write(array("q", _differences(*self._work)).tobytes())
             status = 0
         finally:
-            os._exit(status)  # This copy must never return into its caller.
+            os._exit(status)  # The forked copy must never return into its caller.
 
 
 def _read_suspects(
     names: Sequence[str], stats: Stats, suspects: Sequence[int], row_path: RowPath
 ) -> tuple[list[int], dict[int, os.stat_result]]:
-    """Return the files with changed content; for the others, their stat from before the read."""
+    """Return the files with changed content; for all others, their stat from before the read."""
 
     def read(number: int) -> os.stat_result | None:
         return _read_suspect(names[number], stats, number, row_path(number))
@@ -200,7 +201,7 @@ def _read_suspect(name: str, stats: Stats, number: int, row_path: str) -> os.sta
 
 
 def _renew(stats: Stats, seen: Mapping[int, os.stat_result], seen_ns: int) -> Stats:
-    """Return stats updated with the files that were read and found unchanged."""
+    """Return stats updated with the files that the check read and found unchanged."""
     if not seen:
         return stats
     numbers = array("q", stats.numbers)
@@ -212,7 +213,7 @@ def _renew(stats: Stats, seen: Mapping[int, os.stat_result], seen_ns: int) -> St
 
 
 def _compare_directories(gate: GatePart, description: Description, seen_ns: int, watched: bool) -> bytes | None:
-    """Return the directories' mtimes if everything that counts in them is unchanged, else None."""
+    """Return the mtimes of the directories if their relevant entries are unchanged, else None."""
     names = gate.directory_names()
     mtimes = array("q", gate.mtimes)
     areas_of = memoryview(gate.areas_of).cast("H").tolist()
@@ -242,7 +243,7 @@ def _compare_directories(gate: GatePart, description: Description, seen_ns: int,
 
 
 def _newly_loaded(gate: GatePart, description: Description) -> dict[int, CodeDirectory]:
-    """Return the code areas from which files were loaded that are not known as part of them."""
+    """Return the code areas from which Python loaded files that the areas do not list."""
     known = set(gate.code.names())
     again = {}
     for number, area in enumerate(gate.areas):
@@ -258,7 +259,7 @@ def _newly_loaded(gate: GatePart, description: Description) -> dict[int, CodeDir
 
 def _compare_code(gate: GatePart, number: int, place: CodeDirectory, mtimes: array[int], seen_ns: int) -> bool:
     """Return whether a walk of a code area finds the same directories and files as before."""
-    if place.is_stale():  # Git may track other files now, and only a full scan reads its index.
+    if place.is_stale():  # Git may track other files by this time, and only a full scan reads git's index.
         return False
     listing = list_code(place).listing
     names, areas_of = gate.directory_names(), memoryview(gate.areas_of).cast("H")

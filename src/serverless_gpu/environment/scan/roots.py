@@ -14,9 +14,9 @@
     find_import_roots ─ libraries first, the outermost first ─ then code ─▶ survey: parts, in the order of `sys.path`
 
 To find the roots, the module checks which paths are directories, and reads small `.pth` files and editable finders. A
-root inside of another scanned root is not a part of its own. For example, `pywin32.pth` adds directories of
-site-packages, and a project's `src` may lie in the directory of its scripts. A library below a code directory is a part
-of its own, and not part of the code (`project_files.py`).
+root inside of another scanned root is not a separate part. For example, `pywin32.pth` adds directories of
+site-packages, and a project's `src` may lie in the directory of its scripts. A library below a code directory is a
+separate part, and does not belong to the code (`project_files.py`).
 
 Failure: `EnvironmentUnsupported` for conda, which rewrites installed files, so that their original content is unknown.
 """
@@ -71,25 +71,26 @@ class ImportRoot(msgspec.Struct, frozen=True, kw_only=True):
     """A directory from which an interpreter imports modules."""
 
     kind: ImportRootKind
-    directory: str  # Absolute, as in `sys.path`; for an archive, its directory.
-    real: str  # Path without links.
-    # For a library, the directory above it with ``bin`` and ``share``; the same as `directory` when flat.
+    directory: str  # Absolute path, as in `sys.path`; for an archive, the path of its directory.
+    real: str  # Path with all symbolic links resolved.
+    # For a library, the directory above it with ``bin`` and ``share``; equals `directory` for a flat library.
     prefix: str = ""
-    site: str = ""  # Path of the library below its prefix; "" when flat.
-    # The prefix belongs to this library alone, so unowned files in the prefix are part of the library.
+    site: str = ""  # Path of the library below its prefix; "" for a flat library.
+    # True if the prefix belongs to this library alone. Then unowned files in the prefix are part of the library.
     is_venv: bool = False
-    before: bool = False  # Comes before the standard library.
-    on_path: bool = True  # Is on `sys.path`, and not only named by a generated file.
-    shallow: bool = False  # Is not a project, for example the home directory or ``/``.
-    archive: str = ""  # File name of an archive.
+    before: bool = False  # True if the root comes before the standard library on `sys.path`.
+    on_path: bool = True  # True if the root is on `sys.path`; False if only a generated file names the root.
+    shallow: bool = False  # True if the root is not a project, for example the home directory or ``/``.
+    archive: str = ""  # File name of an archive; "" for a directory.
 
 
 class ImportRoots(msgspec.Struct, frozen=True, kw_only=True):
     """All directories from which an interpreter imports modules."""
 
-    # The interpreter's own first, then in order of `sys.path`. Each is listed once, but one may lie in another.
+    # The interpreter's own root first, then in order of `sys.path`. Each root is listed once; one root may lie in
+    # another.
     spots: tuple[ImportRoot, ...]
-    absent: tuple[str, ...]  # Missing entries of `sys.path`.
+    absent: tuple[str, ...]  # Entries of `sys.path` that do not exist.
     left_out: tuple[str, ...]  # Paths that are not scanned, each with the reason.
 
 
@@ -108,7 +109,7 @@ def find_import_roots(description: Description) -> ImportRoots:
                 search.add_source(source)
     if len(search.spots) > ROOTS_MAX:
         raise EnvironmentUnsupported(
-            f"sys.path has {len(search.spots)} directories of its own; at most {ROOTS_MAX} can be captured",
+            f"sys.path has {len(search.spots)} separate directories; at most {ROOTS_MAX} can be captured",
             hint="install packages into one environment instead of one directory each",
         )
     return ImportRoots(spots=tuple(search.spots.values()), absent=tuple(search.absent), left_out=tuple(search.left_out))
@@ -120,7 +121,7 @@ class _Search:
     def __init__(self, description: Description) -> None:
         self._description = description
         self._stdlib = _standard_library(description)
-        # The directory of a program is on `sys.path`, but holds no modules of the user.
+        # The directory of a program is on `sys.path`, but contains no modules of the user.
         prefixes = (description.prefix, description.base_prefix, os.path.join(description.home, ".local"))
         programs = (description.executable, description.base_executable)
         places = [os.path.join(prefix, "bin") for prefix in prefixes] + [os.path.dirname(path) for path in programs]
@@ -164,7 +165,8 @@ class _Search:
         for place in {spot.prefix or spot.directory, spot.directory}:
             if os.path.isdir(os.path.join(place, "conda-meta")):
                 raise EnvironmentUnsupported(
-                    f"{place} is a conda environment, which cannot be captured: conda rewrites files it installs",
+                    f"{place} is a conda environment, which cannot be captured: conda rewrites the files that it "
+                    "installs",
                     hint='env="live" uses it unchanged on this machine; for a snapshot, make a virtual '
                     "environment "
                     "with its Python and install all your packages there with pip, including torch: "
@@ -194,7 +196,7 @@ class _Search:
 def temporary_directories() -> frozenset[str]:
     """Return the directories that every user can write to, which are neither projects nor packages."""
     found = ["/tmp", "/var/tmp", "/dev/shm"]
-    # No directory is writable, for example in a container with a read-only root.
+    # `gettempdir` raises this error if no directory is writable, for example in a container with a read-only root.
     with contextlib.suppress(FileNotFoundError):
         found.append(tempfile.gettempdir())
     return frozenset(os.path.realpath(path) for path in found)
@@ -254,16 +256,16 @@ def _finder_sources(directory: str) -> Iterator[str]:
 def _names(directory: str, ending: str) -> list[str]:
     try:
         names = sorted(name for name in os.listdir(directory) if name.endswith(ending))
-    except OSError:  # A missing directory has no installs; the scan reports an unreadable one.
+    except OSError:  # A missing directory has no installed packages; the scan reports an unreadable directory.
         return []
     return [os.path.join(directory, name) for name in names]
 
 
 class Area(msgspec.Struct, frozen=True, array_like=True):
-    """A walked directory and the rules of the walk, so that a part of it can be listed again."""
+    """A walked directory and the rules of the walk, which allow listing a part of the directory again."""
 
     kind: Literal["site", "prefix", "code"]
-    top: str  # absolute path
+    top: str  # absolute path of the directory
     place: CodeDirectory | None = None
 
 
@@ -271,10 +273,10 @@ class KeptDistribution(msgspec.Struct, frozen=True, array_like=True):
     """A distribution whose unit can be reused while its files are unchanged."""
 
     owner: int
-    info: str  # name of its ``.dist-info`` directory
+    info: str  # name of the distribution's ``.dist-info`` directory
     scripts: tuple[str, ...]
     notes: dict[str, str]
-    missing: tuple[str, ...]  # rows of claimed files that did not exist
+    missing: tuple[str, ...]  # rows of files that RECORD claims and that did not exist
 
 
 class ReusedUnits(msgspec.Struct, frozen=True, kw_only=True):
@@ -285,12 +287,13 @@ class ReusedUnits(msgspec.Struct, frozen=True, kw_only=True):
     notes: dict[str, str]
     files: frozenset[str]
     distributions: dict[str, KeptDistribution]
-    others: dict[str, tuple[ListedFile, ...]]  # claimed files that are not in the unit, by address
+    # files that RECORD claims and that are not in the unit, by the unit's address
+    others: dict[str, tuple[ListedFile, ...]]
     unit: Callable[[str], list[tuple[FileRow, ListedFile]]]
 
 
 class SurveyedRoot(msgspec.Struct, frozen=True, kw_only=True):
-    """A root as the survey found it."""
+    """A root with the files and distributions that the survey found."""
 
     spot: ImportRoot
     files: dict[str, ListedFile]
@@ -319,7 +322,7 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def keep_prefix(above: str, name: str, is_directory: bool) -> bool:
-    """Return whether an entry of a prefix counts: not its Python, and no unknown entry at its top."""
+    """Return whether an entry of a prefix is listed; excludes its Python, and unknown top-level names."""
     if not above:
         return is_directory and name in _PREFIX_DIRECTORIES
     if above == "lib/" and name.startswith(("python", "pypy")):
@@ -328,7 +331,7 @@ def keep_prefix(above: str, name: str, is_directory: bool) -> bool:
 
 
 def keep_for(area: Area) -> Keep:
-    """Return the rule for the entries that count in an area of a library."""
+    """Return the rule that selects the entries to list in an area of a library."""
     return keep_prefix if area.kind == "prefix" else keep_all
 
 
@@ -339,12 +342,12 @@ def survey(
 ) -> Survey:
     """Scan everything that an interpreter imports from.
 
-    `look_at` gets each directory and the number of its files. `again` returns the interpreter's own library, or None
-    for a full scan of it.
+    The function calls `look_at` with each directory and the number of its files. `again` returns the interpreter's own
+    library, or None if the library needs a full scan.
     """
     spots = find_import_roots(description)
     parts: dict[int, SurveyedRoot] = {}
-    # By depth, because a root inside of another one shows only after the outer one was walked. Code comes last.
+    # Sorted by depth, because the survey finds an inner root only after the walk of the outer root. Code comes last.
     order = sorted(
         enumerate(spots.spots), key=lambda one: (one[1].kind != "own", one[1].kind == "code", len(one[1].real))
     )
@@ -391,11 +394,11 @@ def _look_at_library(spot: ImportRoot) -> SurveyedRoot:
 
 
 def check_names(spot: ImportRoot, files: Iterable[str]) -> None:
-    """Refuse names that no restore would accept."""
+    """Raise an error for names that no restore would accept."""
     for path in files:
         if not is_plain(path):
             raise EnvironmentUnsupported(
-                f"{show(spot.directory)} holds {show(path)}: its name has control characters, or is not UTF-8",
+                f"{show(spot.directory)} holds {show(path)}: this name has control characters, or is not UTF-8",
                 hint="rename or remove it",
             )
 
@@ -418,7 +421,7 @@ def _look_at_code(spot: ImportRoot, spots: ImportRoots, description: Description
     others += [directory for one in libraries for directory in (one.directory, one.real)]
     if spot.shallow:
         others += [one.directory for one in spots.spots if one.kind == "code"]
-        # Below `/`, a leftover `__init__.py` must not turn temporary directories into packages.
+        # Temporary directories are excluded, because a leftover `__init__.py` must not make `/tmp` a package of `/`.
         others += temporary_directories()
     out = tuple(sorted({path for path in others if path and path != spot.directory}))
     wanted = wanted_files(spot.directory, description.loaded, out)
@@ -437,7 +440,8 @@ def _say_odd(part: SurveyedRoot) -> list[str]:
     for area, listing in part.areas:
         for path, reason in listing.odd.items():
             file = os.path.join(listing.top, path)
-            # No installer makes a device in a library, so that is an error. A link that leads outside is only reported.
+            # No installer makes a device in a library, so the scan raises an error. A link that leads outside is only
+            # reported.
             if area.kind != "code" and not os.path.islink(file):
                 raise EnvironmentUnsupported(f"{show(file)} cannot be captured: {reason}", hint="remove it")
             sentences.append(f"{show(file)}: {reason}")

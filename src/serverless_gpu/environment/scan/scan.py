@@ -2,13 +2,14 @@
 
     gate(d)      ~10 ms   unchanged since it was remembered? returns its snapshot, else None    recognition.py
     check()      ~50 ms   after such a gate, during the launch: files edited in place
-    watch()     ~200 ms   in a process that stays: proves that the libraries remain unchanged   watcher.py
+    watch()     ~200 ms   in a long-lived process: proves that the libraries remain unchanged   watcher.py
     scan(d)      < 1 s    everything: roots, units, addresses                                   roots.py, units.py
     remember(s)           after a capture: stores the state for later gates                     index.py
 
 A scan reads files that RECORD does not cover: code, unowned files, files of unknown installers, and edited files. The
-scan reads only those files that it has not read before. So a wrong RECORD may give a unit a wrong address here. The
-capture that sends the unit's bytes finds the error and corrects the scan. The next time, the index overrides RECORD.
+scan skips files whose digests the index has from an earlier scan. A wrong RECORD may give a unit a wrong address in the
+scan. The capture that sends the unit's bytes finds the error and corrects the scan. In the next scan, the index
+overrides RECORD.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ class _Seen(msgspec.Struct, frozen=True):
 
 
 class _Gated(msgspec.Struct, frozen=True):
-    """An environment that the gate found unchanged, and the data that it was compared with."""
+    """An environment that the gate found unchanged, and the index data that the gate used."""
 
     description: Description
     gate: GatePart
 
 
 class Recogniser:
-    """Recognizes environments that this machine has captured. One object serves one caller at a time."""
+    """Recognizes environments that this machine has captured; not safe for concurrent callers."""
 
     def __init__(self, directory: Path, clock: Clock | None = None) -> None:
         self._directory = directory
@@ -94,17 +95,17 @@ class Recogniser:
         return None if self._gated is None else self._gated.gate.snapshot
 
     def generation(self) -> bytes:
-        """Return the index generation that `gate` compared with last; b"" when it found a change."""
+        """Return the index generation that `gate` compared with last; b"" when the gate found a change."""
         return b"" if self._gated is None else self._gated.gate.generation
 
     def last(self, description: Description) -> Snapshot | None:
-        """Return the last captured snapshot of an environment, even if it has changed; None without one."""
+        """Return the last captured snapshot of an environment, which may have changed since, or None."""
         key = _key(description)
         gate = self._index(key).read_gate()
         return gate.snapshot if gate is not None and gate.key == key else None
 
     def check(self) -> tuple[Change, ...]:
-        """Check every file after a gate without changes, and return files that were edited in place.
+        """Check every file after a gate without changes; return the files that were edited in place.
 
         The result has one change for each changed unit.
         """
@@ -124,7 +125,7 @@ class Recogniser:
         return _tell(files, names, edited)
 
     def _check_again(self, gated: _Gated) -> tuple[Change, ...]:
-        """Return the changes when another process has remembered the environment since the gate.
+        """Return the changes if another process has stored a newer index of the environment since the gate.
 
         The new index cannot confirm the old result of the gate, unless the gate gives the same result again.
         """
@@ -137,7 +138,7 @@ class Recogniser:
     def watch(self, description: Description) -> tuple[LibraryWatcher, bytes]:
         """Place watches on the libraries, check all files, and return the watches and the index generation.
 
-        Raises Unwatchable: watches are not available or not sufficient, or the environment has changed meanwhile.
+        Raises Unwatchable: watches are not available or not sufficient, or the environment changed during the check.
         """
         index = self._index(_key(description))
         gate, files = index.read_gate(), index.read_files()
@@ -145,15 +146,15 @@ class Recogniser:
             raise Unwatchable("the index of the environment cannot be read")
         watcher = LibraryWatcher(gate, files.files)
         try:
-            # From here on, events report changes. The check finds earlier changes.
+            # From this point, inotify events report changes. The check finds earlier changes.
             if self.gate(description) is None or self.check():
-                raise Unwatchable("the environment has changed meanwhile")
+                raise Unwatchable("the environment changed while the watches were placed")
             seen = index.read_files()
             if seen is None or {files.generation, seen.generation, self.generation()} != {gate.generation}:
-                raise Unwatchable("the environment was captured meanwhile")
+                raise Unwatchable("the environment was captured while the watches were placed")
             watcher.begin(seen.files)
             if reason := watcher.ask():
-                raise Unwatchable(f"the environment has changed meanwhile: {reason}")
+                raise Unwatchable(f"the environment changed while the watches were placed: {reason}")
         except Unwatchable:
             watcher.close()
             raise
@@ -183,7 +184,7 @@ class Recogniser:
         """
         seen = self._seen
         if seen is None:
-            raise ValueError("there was no scan to remember")
+            raise ValueError("no scan has run, so there is no state to store")
         digests = {
             file: row.sha256
             for source in scan.sources.values()
@@ -205,8 +206,8 @@ def _key(description: Description) -> bytes:
 def garbage_kept() -> Iterator[None]:
     """Disable the garbage collector while the block runs.
 
-    A scan or capture makes 100,000 small objects that stay. The collector would visit them repeatedly, for a third of a
-    scan's time.
+    A scan or capture makes 100,000 small objects that stay referenced. The collector would visit them repeatedly, which
+    would take a third of the scan's time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

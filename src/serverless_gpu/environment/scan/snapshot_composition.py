@@ -47,10 +47,10 @@ _LEFT_OUT_MAX = 1000
 
 
 class LocalUnit(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit on this machine."""
+    """A unit whose files are on this machine."""
 
-    rows: tuple[FileRow, ...]  # Sorted by path.
-    # Absolute paths of the files of rows with content, in the same order. The reader must follow links.
+    rows: tuple[FileRow, ...]  # Rows of the unit, sorted by path.
+    # Absolute paths of the files with content, in the order of their rows. The reader must follow links.
     files: tuple[str, ...]
     # Row number → text that replaces the file's content (a script whose first line is `#!python`).
     texts: dict[int, bytes] = {}
@@ -58,7 +58,7 @@ class LocalUnit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Composition(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot, its local units, and the facts to remember about their files."""
+    """A snapshot, its local units, and the facts about their files that the index stores."""
 
     snapshot: Snapshot
     sources: Mapping[str, LocalUnit]
@@ -69,7 +69,7 @@ def compose(
     found: Survey, description: Description, known: KnownFiles, captured_ns: int, report: Report
 ) -> Composition:
     """Return the snapshot of a survey."""
-    # An empty directory adds nothing. The interpreter's own root is always listed.
+    # A directory without files adds no part. The interpreter's own root is always listed.
     parts = [part for number, part in enumerate(found.parts) if part.files or number == 0]
     drafts = [draft_units(part) for part in parts]
     directories = DirectoryPlaceholders([part.spot for part in parts])
@@ -85,7 +85,7 @@ def compose(
         settle_contested(drafted.contested, {path: digest.sha256 for path, digest in digested.items()})
         members = [composer.make_member(part, unit, digested) for unit in drafted.units if unit.files]
         members += composer.reuse(part)
-        # In canonical order; identical units are listed once.
+        # The units are in canonical order, and identical units are listed once.
         listed = in_order({member.address: member for member in members}.values())
         spot = part.spot
         kind = "library" if spot.kind == "archive" else spot.kind
@@ -96,7 +96,7 @@ def compose(
 
 
 class UnitSources(Mapping[str, LocalUnit]):
-    """Local units by address; reused units are made on demand."""
+    """Local units by address; makes the rows of reused units on demand."""
 
     def __init__(self) -> None:
         self._known: dict[str, LocalUnit] = {}
@@ -126,7 +126,7 @@ class UnitSources(Mapping[str, LocalUnit]):
 
 
 class _Composer:
-    """Composes units, and collects their sources and the facts to remember."""
+    """Composes units, and collects their sources and the facts for the index."""
 
     def __init__(self, known: KnownFiles) -> None:
         self._known = known
@@ -134,7 +134,7 @@ class _Composer:
         self.made: list[IndexedUnit] = []
 
     def make_member(self, part: SurveyedRoot, draft: UnitDraft, digests: Mapping[str, Digest]) -> SnapshotMember:
-        """Return a unit's entry in its root, and store its source."""
+        """Return a unit's entry in its root, and store the unit's source."""
         rows: list[FileRow] = []
         files: list[str] = []
         texts: dict[int, bytes] = {}
@@ -147,7 +147,7 @@ class _Composer:
             digest = digests[path]
             if digest.text is not None:
                 texts[len(rows)] = digest.text
-            # pip keeps the execute bit of a wheel's script; uv sets it for all scripts.
+            # pip preserves the execute bit of a wheel's script; uv sets the bit for all scripts.
             is_script = draft.kind == "distribution" and path.startswith("prefix/bin/")
             kind: RowKind = "x" if file.kind == "x" or is_script else "f"
             rows.append(FileRow(path, kind, digest.size, digest.sha256))
@@ -198,7 +198,8 @@ def _digest_all(drafts: Sequence[RootDrafts], known: KnownFiles, report: Report)
                 if digest is not None:
                     mine[path] = digest
                 else:
-                    mine[path] = Digest(b"", 0)  # Reserves the path, because another unit may have the same file.
+                    # The empty digest reserves the path, because another unit may have the same file.
+                    mine[path] = Digest(b"", 0)
                     unread.append((number, path, file))
     total = sum(file.size for _, _, file in unread)
 

@@ -2,11 +2,11 @@
 
     every directory's and file's stat ─ the same ────────────────▶ nothing to do
                                       └ another ─ listed again ─▶ paths that are new, missing or changed
-    distributions ─ without these paths, and no file claimed by another one ─▶ `ReusedUnits`: the unit as it was
+    distributions ─ without these paths, and no file claimed by another one ─▶ `ReusedUnits`: the unchanged unit
                   └ all others, and unowned files ─▶ the part: files and distributions as in a full scan
 
-The result equals that of a full scan. So only simple distributions are reused, which `reusable` selects. Anything else
-that is odd (another place, broken links, a directory that vanishes meanwhile) leads to a full scan.
+The result equals the result of a full scan. So only simple distributions are reused, which `reusable` selects. Any
+other irregularity (another directory, broken links, a directory that vanishes during the rescan) leads to a full scan.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class IndexParts(msgspec.Struct, frozen=True):
 
 
 def look_again(spot: ImportRoot, memory: IndexParts) -> SurveyedRoot | None:
-    """Return the interpreter's own library as it is now, or None if a full scan is needed."""
+    """Return the current state of the interpreter's own library, or None if a full scan is needed."""
     areas = memory.gate.areas[:2]
     same = [(area.kind, area.top) for area in areas] == [("site", spot.directory), ("prefix", spot.prefix)]
     if memory.kept.spot != spot or not same:
@@ -56,7 +56,8 @@ def look_again(spot: ImportRoot, memory: IndexParts) -> SurveyedRoot | None:
     try:
         seen = _Directories(spot, memory)
         return _Choice(spot, memory, seen).part() if seen.compare() else None
-    except (OSError, EnvironmentUnsupported):  # An entry disappears or is refused just now; the full scan reports why.
+    # An entry disappeared or became unreadable during the rescan; the full scan reports the reason.
+    except (OSError, EnvironmentUnsupported):
         return None
 
 
@@ -65,8 +66,8 @@ def reusable(
 ) -> list[KeptDistribution]:
     """Return the distributions whose units may be reused while their files are unchanged.
 
-    A distribution with a link, with a file that another one claims, or with a file that the capture rewrites is not
-    reused.
+    The function excludes a distribution with a link, with a file that another distribution claims, or with a file that
+    the capture rewrites.
     """
     site, prefix = part.spot.site, part.spot.prefix
     claims = {number: _claimed(distribution, site, prefix) for number, distribution, _ in units}
@@ -104,7 +105,7 @@ def _claimed(distribution: Distribution, site: str, prefix: str) -> set[str]:
 
 
 class _Directories:
-    """Compares directories with the index, and collects those listed again and those that are gone."""
+    """Compares directories with the index; collects changed directories and missing directories."""
 
     def __init__(self, spot: ImportRoot, memory: IndexParts) -> None:
         self._spot = spot
@@ -122,7 +123,7 @@ class _Directories:
                 self._area_of[name] = areas_of[number]
 
     def compare(self) -> bool:
-        """List changed directories again; return whether all of them are simple enough to go on."""
+        """List changed directories again; return True if the rescan can continue without a full scan."""
         again = self._moved()
         mine = [owner.site == self._spot.directory for owner in self._files.owners]
         owners_of = memoryview(self._files.owners_of).cast("I").tolist()
@@ -140,7 +141,7 @@ class _Directories:
         return True
 
     def listings(self) -> tuple[tuple[Area, Listing], ...]:
-        """Return the areas as they are now, without files."""
+        """Return the current listings of the areas, without files."""
         areas = self._gate.areas[:2]
         listings = [Listing(top=area.top, files={}, directories={}, odd={}) for area in areas]
         mtimes = memoryview(self._gate.mtimes).cast("q").tolist()
@@ -204,7 +205,7 @@ class _Choice:
         self._seen = seen
 
     def part(self) -> SurveyedRoot:
-        """Return the root as it is now."""
+        """Return the current state of the root."""
         spot, memory = self._spot, self._memory
         mine = [owner.site == spot.directory for owner in memory.files.owners]
         kept = [
@@ -228,7 +229,7 @@ class _Choice:
             hit = {owner_of.get(path, NO_OWNER) for path in files_claimed} & reused.keys()
             if not hit:
                 break
-            for owner in hit:  # Another unit claims their files.
+            for owner in hit:  # Another distribution claims files of these units.
                 del reused[owner]
         check_names(spot, by_row)
         records = [file.file for path, file in by_row.items() if path.endswith(f"{_INFO}/RECORD")]
@@ -360,7 +361,7 @@ def _differing(stats: Stats, mine: Sequence[bool] | None) -> set[str]:
 
 
 def directory_inodes(names: Iterable[str]) -> bytes:
-    """Return the inodes of directories in stored form; 0 for a missing one."""
+    """Return the inodes of directories in stored form; 0 for a missing directory."""
     inodes = array("q")
     for name in names:
         try:

@@ -1,13 +1,13 @@
 """Divides the files of a root into units, and extracts files that name local directories.
 
-A file that several distributions claim belongs to each of them while their claims agree. Otherwise the content of the
-file decides, and the file belongs to the distributions with the right digest. Files without a claim form the root's
-unowned unit, except files that a virtual environment makes for itself.
+A file that several distributions claim belongs to each of them while their claims agree. If the claims differ, the file
+belongs to the distributions whose claimed digest matches the file. Files without a claim form the root's unowned unit,
+except files that a virtual environment makes for itself.
 
-`.pth`, `.egg-link` and finders of editable installs name directories. The text of such a file is stored with
-`{{sgpu:2}}` in place of the directory of root 2, and restore writes it again. A `.pth` line that adds a directory of no
-root is left out, because it would add nothing there. Files that name no local directory stay ordinary files of their
-units.
+`.pth`, `.egg-link` and finders of editable installs name directories. The capture stores the text of such a file with
+`{{sgpu:2}}` in place of the directory of root 2. Restore replaces this placeholder with the restored directory. A
+`.pth` line that adds a directory outside of all roots is left out, because the line would have no effect after a
+restore. Files that name no local directory stay ordinary files of their units.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from serverless_gpu.environment.scan.roots import FINDER, ImportRoot, SurveyedRo
 from serverless_gpu.environment.snapshot_rules import LINK_HOPS_MAX, TEXT_BYTES_MAX
 from serverless_gpu.errors import EnvironmentUnsupported
 
-# venv, virtualenv and uv make these for the environment itself. Python 3.14 also makes `𝜋thon`.
+# venv, virtualenv and uv make these files for the environment itself. Python 3.14 also makes `𝜋thon`.
 _VENV_FILE = re.compile(
     r"prefix/bin/(activate(\.\w+|_this\.py)?|Activate\.ps1|deactivate(\.\w+)?|pydoc(\.bat)?"
     r"|(python|pypy|𝜋thon)w?[0-9.]*t?(-config)?)"
     r"|site/_virtualenv\.(py|pth)"
 )
-_ENDS = r"(?![^/\"'\s:;,)\]}\\])"  # end of a directory's name
+_ENDS = r"(?![^/\"'\s:;,)\]}\\])"  # matches the end of a directory's name in a text
 
 
 class UnitDraft(msgspec.Struct, kw_only=True):
-    """A unit whose digests are not all known yet."""
+    """A unit with some digests that are not known yet."""
 
     kind: UnitKind
     name: str = ""
     version: str = ""
     files: dict[str, ListedFile] = {}
-    believed: dict[str, RecordLine] = {}  # claims of RECORD for these files, where they are trusted
+    believed: dict[str, RecordLine] = {}  # digests and sizes that a trusted RECORD claims for these files
     record: ListedFile | None = None
     distribution: Distribution | None = None
 
     def modules(self) -> tuple[str, ...]:
-        """Return the import names that the unit adds."""
+        """Return the import names of the unit's modules and packages."""
         return tuple(sorted({name for path in self.files if (name := module_name(path))}))
 
 
@@ -105,7 +105,7 @@ def draft_units(part: SurveyedRoot) -> RootDrafts:
 
 
 def settle_contested(contested: Mapping[str, list[tuple[UnitDraft, RecordLine]]], sha256: Mapping[str, bytes]) -> None:
-    """Assign disputed files to the distributions with the right digest, or to the first if none is right."""
+    """Assign disputed files to the distributions with the right digest, or else to the first claimant."""
     for path, owners in contested.items():
         right = [draft for draft, claim in owners if claim.sha256 == sha256[path]] or [owners[0][0]]
         for draft, _ in owners:
@@ -131,7 +131,7 @@ def settle_links(draft: UnitDraft) -> list[str]:
             draft.files[path] = found
         else:
             file = draft.files.pop(path)
-            left_out.append(f"{show(file.file)}: it is a link to {show(file.target)}, and that is not captured")
+            left_out.append(f"{show(file.file)}: it is a link to {show(file.target)}, which is not captured")
     return left_out
 
 
@@ -154,7 +154,7 @@ def _claim_files(
             continue
         draft.files[path] = file
         owners.append((draft, claim))
-        # RECORD has the digest of a script with one machine's shebang.
+        # RECORD has the digest of a script whose shebang names one machine's interpreter.
         if distribution.trusted and file.kind != "l" and not may_be_script(path, file.size):
             times = {"mtime_ns": file.mtime_ns, "record_mtime_ns": distribution.record.mtime_ns}
             if is_trusted(claim, size=file.size, **times):
@@ -196,7 +196,7 @@ def _leads_somewhere(path: str, files: Mapping[str, ListedFile], directories: se
 
 
 def _resolve(path: str, files: Mapping[str, ListedFile], directories: set[str]) -> ListedFile | None:
-    """Return the replacement of a link: a direct link, the file that it leads to, or None."""
+    """Return the replacement of a link: a direct link, the file that the link leads to, or None."""
     file = files[path]
     depth = path.count("/")
     top = file.file
@@ -220,7 +220,7 @@ class DirectoryPlaceholders:
             if not spot.archive:
                 for directory in (spot.directory, spot.real):
                     self._tokens.setdefault(directory, f"{{{{sgpu:{number}}}}}")
-        # Longest first, because a root may lie in another one.
+        # Longest path first, because a root may lie in another root.
         names = sorted(self._tokens, key=len, reverse=True)
         self._pattern = re.compile(r"(?<![\w.~/-])(" + "|".join(map(re.escape, names)) + ")" + _ENDS)
 
@@ -229,7 +229,7 @@ class DirectoryPlaceholders:
         return self._pattern.sub(lambda found: self._tokens[found[1]], text)
 
     def replace_lines(self, text: str) -> str:
-        """Return a `.pth` file's text with placeholders, without lines that name a directory of no root."""
+        """Return a `.pth` file's text with placeholders, without lines for directories outside of all roots."""
         lines = []
         for line in text.splitlines(keepends=True):
             replaced = self.replace(line)
@@ -240,7 +240,7 @@ class DirectoryPlaceholders:
 
 
 def take_generated(drafts: Sequence[UnitDraft], directories: DirectoryPlaceholders) -> tuple[Generated, ...]:
-    """Remove files that name directories from the units, and return the generated files for them."""
+    """Remove files that name directories from the units, and return the generated files that replace them."""
     texts: dict[str, Generated] = {}
     for draft in drafts:
         for path in [path for path in draft.files if may_name_directories(path)]:
@@ -265,7 +265,7 @@ def archive_line(number: int, spot: ImportRoot) -> Generated:
 
 
 def may_name_directories(path: str) -> bool:
-    """Return whether the file of a row may name directories of its machine."""
+    """Return True if the file of a row may contain paths of local directories."""
     area, _, name = path.partition("/")
     if area != "site" or "/" in name:
         return False

@@ -1,33 +1,34 @@
-"""Proves with watches that an environment's libraries are unchanged, without checking every file.
+"""Proves with inotify watches that an environment's libraries are unchanged.
 
     place   a watch on every directory and on every file, then a full check: the baseline
     ask     mount table ─ tops of the libraries ─ queue of events ─ stat of files that the queue cannot cover
-            └ nothing happened ──▶ "": a full check would find nothing
-            └ anything else ─────▶ the reason; the watches are useless now: check everything, and place them again
+            └ no change ──▶ "": a full check would find no change either
+            └ a change ───▶ the reason; the watches are then invalid: check everything, and place new watches
 
 The watch on a directory reports names that appear, disappear or are renamed. The watch on a directory does not report
 writes through another hard link, nor a new hard link to a file. The watch on the file itself (its inode) reports both,
 by any name.
 
-Every write begins with an open of the file, which the file's watch reports. From then on `ask` compares the file's stat
-with the baseline. The comparison covers writes that raise no event: those through a mapping, and on old kernels through
-io_uring.
+Every write begins with an open of the file, which the file's watch reports. After an open, `ask` compares the file's
+stat with the baseline. The comparison covers writes that raise no event: writes through a memory mapping, and on old
+kernels writes through io_uring.
 
     change                                                                      detected by
     write, truncate, chmod, a new hard link, a write by another name            watch on the file
     rename over a file or directory, new, removed                               watch on the directory
-    write through a mapping                                                     open, then the file's stat; last close
-    a file that is a link to another place, or outside of watched directories   its stat, at each question
+    write through a memory mapping                                              open, then the file's stat; last close
+    a file that is a link to another place, or outside of watched directories   the file's stat, at each `ask`
     the library's directory, or one above it, renamed or replaced               device and inode of each top
     a mount on, above or below a top; unmounted                                 mount table; an event
-    more events than the queue can hold                                         an event: all counts as changed
+    more events than the queue can hold                                         overflow event: all files count as
+    changed
     network, FUSE and overlay file systems, no watches left, too many links     `Unwatchable`: always a full check
 
-Not detected: a write through a mapping that a process made before the watches were placed and still keeps. A full check
-finds such a write only if the kernel has flushed the page to the disk since the previous write.
+Not detected: a write through a memory mapping that a process made before the watches were placed and still holds. A
+full check finds such a write only if the kernel has flushed the page to the disk since the previous write.
 
-Bytecode does not count, as in every scan. Project code is not watched, because the gate compares every file of it
-anyway.
+The watcher ignores bytecode, as every scan does. Project code is not watched, because the gate compares every file of
+the project anyway.
 
 The watches use inotify (Linux only). The kernel appends an event before the system call that caused it returns. So a
 reader that finds the queue empty knows that no such call has returned since its last read.
@@ -66,9 +67,9 @@ _FILE = MODIFY | ATTRIB | CLOSE_WRITE | OPEN | DELETE_SELF | MOVE_SELF
 _EVENT = struct.Struct("iIII")
 _READ_BYTES = 1 << 16
 COMPARED_MAX = 2_000
-"""Number of files whose stat each question compares. With more files, a full check is not much slower."""
+"""Maximum number of files whose stat one `ask` compares. Above this number, a full check is almost as fast."""
 WATCHES_SHARE = 0.5
-"""One environment may take this share of the user's watches, because editors need some as well."""
+"""Share of the user's inotify watches that one environment may use, because editors need watches too."""
 LOCAL_FILE_SYSTEMS = {0xEF53: "ext", 0x58465342: "XFS", 0x9123683E: "btrfs", 0x01021994: "tmpfs", 0xF2F52010: "F2FS"}
 WATCHES_LIMIT = "/proc/sys/fs/inotify/max_user_watches"
 _MOUNTS = "/proc/self/mountinfo"
@@ -81,7 +82,7 @@ _SHORTAGES: dict[int | None, str] = {
 
 
 class Unwatchable(Exception):
-    """Watches are not available for an environment, or not sufficient; the text is the reason."""
+    """Watches are not available for an environment, or not sufficient; the text gives the reason."""
 
 
 class WatchPlan(NamedTuple):
@@ -96,7 +97,7 @@ class WatchPlan(NamedTuple):
 class LibraryWatcher:
     """Watches on the libraries of one environment.
 
-    Raises Unwatchable: the watches are not available.
+    Raises Unwatchable: inotify watches are not available.
     """
 
     def __init__(self, gate: GatePart, files: Stats) -> None:
@@ -120,7 +121,8 @@ class LibraryWatcher:
     def _place(self, names: Sequence[str]) -> None:
         plan = self._plan
         _check_limit(len(plan.directories) + len(plan.watched))
-        self._mounts_fd = os.open(_MOUNTS, os.O_RDONLY | os.O_CLOEXEC)  # The descriptor reports changes from here on.
+        # The descriptor reports mount changes from this point.
+        self._mounts_fd = os.open(_MOUNTS, os.O_RDONLY | os.O_CLOEXEC)
         self._mounts = self._read_mounts()
         _check_file_systems(plan.tops, self._mounts)
         self._tops = _identities(plan.tops)
@@ -131,14 +133,14 @@ class LibraryWatcher:
             self._number_of[self._inotify.watch_file(names[number])] = number
 
     def close(self) -> None:
-        """Remove all watches."""
+        """Remove all inotify watches and close their descriptors."""
         if self._inotify is not None:
             self._inotify.close()
         if self._mounts_fd >= 0:
             os.close(self._mounts_fd)
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable after an event."""
+        """Return the descriptor, which becomes readable when an event is queued."""
         return self._queue.fileno()
 
     @property
@@ -147,12 +149,12 @@ class LibraryWatcher:
         return self._inotify
 
     def begin(self, files: Stats) -> None:
-        """Set the baseline to files that a full check has confirmed since the watches were placed."""
+        """Set the baseline to files that a full check has confirmed after the watches were placed."""
         self._baseline = files
         self._stats = files.pick(self._compared)
 
     def take_events(self) -> str:
-        """Read the queue and return why the libraries may have changed, or ""."""
+        """Read the event queue and return why the libraries may have changed, or ""."""
         opened = []
         for event in self._queue.read():
             if event.mask == OPEN:
@@ -162,10 +164,10 @@ class LibraryWatcher:
         return self._compare_from_now_on(opened)
 
     def ask(self) -> str:
-        """Return why the libraries may have changed since the baseline; "" proves that they have not."""
+        """Return why the libraries may have changed since the baseline; "" proves that they have not changed."""
         try:
             if _is_changed(self._mounts_fd) and self._read_mounts() != self._mounts:
-                return "something was mounted or unmounted"
+                return "a file system was mounted or unmounted"
             if _identities(self._plan.tops) != self._tops:
                 return "the directory of a library was replaced"
         except OSError as error:
@@ -173,7 +175,7 @@ class LibraryWatcher:
         if reason := self.take_events():
             return reason
         if differing(self._stats):
-            return "a file has another size, time or mode"
+            return "the size, time or mode of a file has changed"
         return ""
 
     def _compare_from_now_on(self, opened: Iterable[int]) -> str:
@@ -205,9 +207,10 @@ def make_plan(gate: GatePart, names: Sequence[str], kinds: str) -> WatchPlan:
     for number, name in enumerate(names):
         if name.rpartition("/")[0] not in known:
             compared.append(number)
-        elif kinds[number] == "l":  # A write cannot change a link; only a new link can replace it.
+        # A write cannot change a link; the directory's watch reports a new link in its place.
+        elif kinds[number] == "l":
             continue
-        elif os.path.islink(name):  # For a missing file, placing the watch fails later.
+        elif os.path.islink(name):  # If the file is missing, adding its watch fails later.
             compared.append(number)
         else:
             watched.append(number)
@@ -229,7 +232,7 @@ def mounts_about(tops: Iterable[str], table: str) -> frozenset[str]:
 
 
 def _disturbance(event: Event) -> str:
-    """Return the change that an event reports, or "" if it does not matter."""
+    """Return the change that an event reports, or "" if the event is irrelevant."""
     if event.mask & OVERFLOW:
         return "the kernel's queue of events overflowed"
     if event.mask & UNMOUNT:
@@ -241,14 +244,14 @@ def _disturbance(event: Event) -> str:
 
 
 def _check_file_systems(tops: Iterable[str], mounts: Iterable[str]) -> None:
-    """Refuse file systems whose changes the kernel may miss, and libraries on several file systems."""
+    """Refuse libraries on several file systems, or on one whose changes the kernel may miss."""
     points = {_unescape(line.split(" ")[4]) for line in mounts}
     for top in tops:
         real = os.path.realpath(top)
         kind = file_system(real)
         if kind not in LOCAL_FILE_SYSTEMS:
             names = ", ".join(LOCAL_FILE_SYSTEMS.values())
-            raise Unwatchable(f"{top} lies on a file system of type {kind:#x}, which is none of {names}")
+            raise Unwatchable(f"{top} lies on a file system of type {kind:#x}; watches support only {names}")
         if inner := sorted(point for point in points if point != real and is_inside(point, real)):
             raise Unwatchable(f"another file system is mounted at {inner[0]}")
 
@@ -340,7 +343,7 @@ class Inotify:
                 events.append(Event(watch, mask, data[start - length : start].rstrip(b"\0")))
 
     def close(self) -> None:
-        """Remove all watches."""
+        """Close the inotify queue, which removes all watches."""
         os.close(self._fd)
 
     def _watch(self, path: str, mask: int) -> int:

@@ -1,9 +1,9 @@
 """Defines the interface of a store: six operations on keys and bytes.
 
-`blobs.py` gives the bytes their meaning. Keys are `packs/<digest>`, `units/<address>`, `snapshots/<address>`,
-`gc/condemned` and `gc/collector-<digits>`. A store refuses any other key before it does anything else, so no key leads
-out of its place. A key becomes visible only with all of its bytes. Putting the same bytes twice, even from two places
-at once, is normal.
+`blobs.py` encodes units, packs and snapshots as bytes. Keys are `packs/<digest>`, `units/<address>`,
+`snapshots/<address>`, `gc/condemned` and `gc/collector-<digits>`. A store refuses any other key before it does anything
+else, so no key leads outside of the store. A key becomes visible only when all of its bytes are stored. Putting the
+same bytes twice, even from two clients at once, is normal.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import NamedTuple
 from serverless_gpu.errors import EnvironmentRejected
 
 OBJECT_BYTES_MAX = 256 * 1024 * 1024
-"""The largest object that a store accepts."""
+"""Maximum bytes of an object that a store accepts."""
 PREFIXES = ("packs", "units", "snapshots", "gc")
-"""The first names of keys: the kinds of objects, which can be listed."""
+"""The first parts of keys: the kinds of objects, which can be listed."""
 
 _KEY = re.compile(r"(?:packs|units|snapshots)/[0-9a-f]{64}|gc/(?:condemned|collector-[0-9a-f]{32})")
 
@@ -34,8 +34,8 @@ class Stored(NamedTuple):
 class Store(abc.ABC):
     """Stores objects. Several threads and processes may use a store at once.
 
-    Every method raises `StoreUnavailable` when the store refuses or does not answer in time, and `StorageError` when it
-    is full.
+    Every method raises `StoreUnavailable` when the store refuses or does not answer in time. Every method raises
+    `StorageError` when the store is full.
 
     Attributes:
         url: the name of the store as a user would type it, without secrets.
@@ -59,9 +59,9 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
-        """Put objects durably and atomically, in place of existing ones.
+        """Put objects durably and atomically, in place of existing objects.
 
-        Several objects in one call cost far less than several calls. Each object becomes visible by itself, in any
+        Several objects in one call cost far less than several calls. Each object becomes visible separately, in any
         order. So an object that points at others must be put in a later call. When the call fails, some of the objects
         may exist.
 
@@ -83,19 +83,19 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; ignore missing ones."""
+        """Remove objects; ignore missing objects."""
 
     @abc.abstractmethod
     def free_bytes(self) -> int | None:
-        """Return how many more bytes the store can hold, or None if that is not known."""
+        """Return how many more bytes the store can hold, or None if the store does not know."""
 
     def repair(self, keys: Collection[str]) -> tuple[str, ...] | None:
-        """Check snapshots and units with their content, and remove those that no restore can use.
+        """Check snapshots and units with their content, and remove objects that no restore can use.
 
-        Only a server does this, because its clients may not remove objects.
+        Only a server supports this, because its clients may not remove objects.
 
         Returns:
-            The removed keys; None where the caller must check the store itself.
+            The removed keys; None if the caller must check the store itself.
         """
         return None
 
@@ -103,7 +103,7 @@ class Store(abc.ABC):
 class CollectionGuard(abc.ABC):
     """A store that reports the state of garbage collection for keys that the caller names.
 
-    Such a store does not show the list of condemned objects. The list has keys of other users' objects, and a key is
+    Such a store does not return the list of condemned objects. The list has keys of other users' objects, and a key is
     enough to read an object.
     """
 
@@ -113,7 +113,7 @@ class CollectionGuard(abc.ABC):
 
     @abc.abstractmethod
     def is_collecting(self) -> bool:
-        """Return whether a collection may be deleting objects now."""
+        """Return True if a collection may be deleting objects now."""
 
 
 def check_key(key: str) -> str:
@@ -134,18 +134,18 @@ def check_prefix(prefix: str) -> str:
         EnvironmentRejected: the prefix is not valid.
     """
     if prefix not in PREFIXES:
-        raise EnvironmentRejected(f"{prefix[:100]!r} is not a prefix of a store; these are: {', '.join(PREFIXES)}")
+        raise EnvironmentRejected(f"{prefix[:100]!r} is not a prefix of a store; valid prefixes: {', '.join(PREFIXES)}")
     return prefix
 
 
 def check_range(key: str, start: int, length: int) -> None:
-    """Refuse a range that no object may have.
+    """Refuse a range that cannot exist in an object.
 
     Raises:
         EnvironmentRejected: the range starts before the object, or is larger than any object.
     """
     if start < 0 or not 0 <= length <= OBJECT_BYTES_MAX:
-        raise EnvironmentRejected(f"{length} bytes from byte {start} of {key} are not a range that can be read")
+        raise EnvironmentRejected(f"{length} bytes from byte {start} of {key} are not a valid range")
 
 
 def check_size(key: str, data: bytes | memoryview) -> memoryview:

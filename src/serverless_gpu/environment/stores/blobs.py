@@ -6,8 +6,8 @@
               that lists them, so every object is complete at any time, even if a process is killed
     missing_* finds objects that a capture must send: those that the store lacks or that are condemned
 
-One instance serves one capture or one restore, because it asks only once about each key if it is condemned. Several
-threads may use it.
+One instance serves one capture or one restore, because it checks only once if a key is condemned. Several threads may
+use one instance.
 
 Failure cases: an object is missing (EnvironmentMissing) or altered in the store (EnvironmentCorrupt). An object breaks
 the rules or has a newer version (EnvironmentRejected). The store does not answer (StoreUnavailable) or is full
@@ -46,7 +46,9 @@ from serverless_gpu.errors import (
 )
 
 CAPTURE_S_MAX = 6 * 3600
-"""Seconds after its first question in which a capture may publish. Garbage collection waits four times as long."""
+"""Seconds after a capture's first query in which it may write the snapshot. Garbage collection waits four times as
+long.
+"""
 PREFIX_DIGITS_MIN = 4
 _PAUSE_S = 1.0
 
@@ -64,31 +66,31 @@ class StoreBlobs:
         self._sleep = sleep
         self._lock = threading.Lock()
         self._condemned: frozenset[str] | None = None
-        """The whole list of condemned keys, from a store that is read directly."""
+        """All condemned keys, from a store that returns the whole list."""
         self._answers: dict[str, bool] = {}
-        """Whether each key is condemned, from a store that answers about single keys."""
+        """Key → True if condemned, from a store that answers only about single keys."""
         self._began_ns: int | None = None
         self._there: set[str] = set()
         """Keys that exist and are not condemned, or that this instance has put."""
         self._written: dict[str, tuple[str, ...]] = {}
         """Keys of units that this instance has put, with the keys of their packs."""
         self._rescued: set[str] = set()
-        """Condemned keys that this instance has put again. A collection may still delete them."""
+        """Condemned keys that this instance has put again. A collection may still delete these objects."""
 
     def read_snapshot(self, address: str) -> Snapshot:
-        """Return a snapshot."""
+        """Return the checked snapshot of an address."""
         key, what = check_key(f"snapshots/{address}"), f"snapshot {address[:12]}"
 
         return self._twice(lambda: snapshot_of(self._get(key, what), address), what)
 
     def read_unit(self, address: str) -> Unit:
-        """Return a unit."""
+        """Return the checked unit of an address."""
         key, what = check_key(f"units/{address}"), f"unit {address[:12]}"
 
         return self._twice(lambda: unit_of(self._get(key, what), address), what)
 
     def read_pack(self, digest: str) -> bytes:
-        """Return a whole pack."""
+        """Return a whole pack after checking its digest."""
         key, what = check_key(f"packs/{digest}"), f"pack {digest[:12]}"
 
         def read() -> bytes:
@@ -105,19 +107,19 @@ class StoreBlobs:
         def read() -> bytes:
             data = self._get(key, what, start, length)
             if len(data) != length:
-                raise AlteredObject("it ends too early")
+                raise AlteredObject("the pack ends too early")
             return data
 
         return self._twice(read, what)
 
     def write_pack(self, data: bytes | memoryview) -> str:
-        """Put a pack and return its name, which is the BLAKE3 of its bytes."""
+        """Put a pack and return its name, which is the BLAKE3 digest of its bytes."""
         digest = blake3(data).hexdigest()
         self.write_packs({digest: data})
         return digest
 
     def write_packs(self, packs: Mapping[str, bytes | memoryview]) -> None:
-        """Put packs under names that the caller has just computed; several cost little more than one."""
+        """Put packs under names that the caller has just computed; several packs cost little more than one."""
         self._put({f"packs/{digest}": data for digest, data in packs.items()})
 
     def write_unit(self, unit: Unit) -> None:
@@ -142,12 +144,12 @@ class StoreBlobs:
             self._written[f"units/{unit.address}"] = tuple(f"packs/{digest}" for digest in unit.packs)
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
-        """Put a snapshot whose units exist. From now on it can be restored, and its units are kept.
+        """Put a snapshot whose units exist; a restore can then use it, and collections keep its units.
 
         Raises:
             EnvironmentRejected: the snapshot breaks the rules.
             EnvironmentMissing: a unit of the snapshot is missing.
-            StoreUnavailable: an object was deleted after it was checked; the others need not be sent again.
+            StoreUnavailable: an object was deleted after the check; the others need not be sent again.
         """
         check_snapshot(snapshot)
         units = [f"units/{address}" for address in snapshot.addresses()]
@@ -161,15 +163,15 @@ class StoreBlobs:
         self._settle([key])
 
     def missing_units(self, addresses: Iterable[str]) -> tuple[str, ...]:
-        """Return the units among these that a capture must write, in the given order."""
+        """Return those of the given units that a capture must write, in the given order."""
         return self._missing("units", addresses)
 
     def missing_packs(self, digests: Iterable[str]) -> tuple[str, ...]:
-        """Return the packs among these that a capture must write, in the given order."""
+        """Return those of the given packs that a capture must write, in the given order."""
         return self._missing("packs", digests)
 
     def condemned(self, keys: Collection[str]) -> frozenset[str]:
-        """Return the keys among these that garbage collection has condemned."""
+        """Return those of the given keys that garbage collection has condemned."""
         asked = [check_key(key) for key in keys]
         with self._lock:
             self._began()
@@ -183,22 +185,24 @@ class StoreBlobs:
             return self._condemned.intersection(asked)
 
     def is_collecting(self) -> bool:
-        """Return whether a collection may be deleting objects now."""
+        """Return True if a collection may be deleting objects now."""
         if isinstance(self.store, CollectionGuard):
             return self.store.is_collecting()
         return bool(collectors(self.store, self.clock.wall_ns())[0])
 
     def remove(self, keys: Collection[str]) -> None:
-        """Remove objects that do not match their names, and count them as missing."""
+        """Remove objects that do not match their names; later checks report these objects as missing."""
         self.store.delete([check_key(key) for key in keys])
         self.forget(keys)
 
     def forget(self, keys: Collection[str]) -> None:
-        """Count objects as missing that the store itself has removed."""
+        """Record that the store itself has removed objects; later checks report these objects as missing."""
         self._there -= set(keys)
 
     def find_snapshot(self, prefix: str) -> str:
-        """Return the address of the one snapshot with this prefix. It lists the store, for commands only.
+        """Return the address of the one snapshot with this prefix.
+
+        Only commands call this method, because it lists the store.
 
         Raises InvalidValue: the prefix is not the start of an address, or is too short.
         Raises EnvironmentMissing: no snapshot has the prefix, or several have it.
@@ -218,7 +222,9 @@ class StoreBlobs:
         if not found:
             raise _missing_error(f"snapshot {prefix[:12]}", self.store.url)
         few = ", ".join(address[:16] for address in found[:5])
-        raise EnvironmentMissing(f"{len(found)} snapshots start with {prefix}: {few}", hint="write more digits")
+        raise EnvironmentMissing(
+            f"{len(found)} snapshots start with {prefix}: {few}", hint="give more digits of the address"
+        )
 
     def _get(self, key: str, what: str, start: int = 0, length: int | None = None) -> bytes:
         try:
@@ -253,15 +259,16 @@ class StoreBlobs:
         return tuple(name for key, name in asked.items() if key not in self._there)
 
     def _need(self, keys: Iterable[str], what: str) -> None:
-        """Refuse to write a document whose parts are missing."""
+        """Refuse to write a document that refers to missing objects."""
         wanted = dict.fromkeys(keys)
         kind = next(iter(wanted), "").partition("/")[0]
         missing = self._missing(kind, [key.partition("/")[2] for key in wanted]) if wanted else ()
         if missing:
             raise EnvironmentMissing(
-                f"{what} cannot be written: {len(missing)} of its {kind} are not in the store {self.store.url}, "
+                f"{what} cannot be written: {len(missing)} of its {kind} are missing in the store "
+                f"{self.store.url}, "
                 f"for example {missing[0][:12]}",
-                hint="capture the environment again",
+                hint="run `sgpu env capture` again",
             )
 
     def _make_sure(self, units: Iterable[str]) -> None:
@@ -271,10 +278,10 @@ class StoreBlobs:
         self._there -= lost
         if lost:
             self.remove([unit for unit, packs in self._written.items() if lost.intersection(packs)])
-            raise self._interrupted(f"{len(lost)} objects were deleted from the store while this was captured")
+            raise self._interrupted(f"{len(lost)} objects were deleted from the store during the capture")
 
     def _began(self) -> int:
-        """Return the time of this instance's first question, in nanoseconds since boot."""
+        """Return the time of this instance's first query, in nanoseconds since boot."""
         if self._began_ns is None:
             self._began_ns = self.clock.boottime_ns()
         return self._began_ns
@@ -286,29 +293,29 @@ class StoreBlobs:
             raise (error if error.hint else AlteredObject(error.message)) from None
 
     def _settle(self, keys: Iterable[str]) -> None:
-        """Ensure that no collection is deleting objects that were put again, before others point at them."""
+        """Ensure that no collection is deleting objects that this instance has put again."""
         fresh = self._rescued.intersection(keys)
         if not fresh:
             return
-        # A collection that began before the second put may not have seen it, so wait for its end, then check. A
-        # collection that begins later sees that the object is young.
+        # A collection that began before the second put may not have seen the new object. So this method waits for the
+        # end of the collection and then checks the object. A later collection detects that the object is young.
         deadline_ns = self.clock.boottime_ns() + 2 * LEASE_S * 10**9
         while self.is_collecting():
             if self.clock.boottime_ns() > deadline_ns:
-                raise self._interrupted("garbage collection does not end")
+                raise self._interrupted("garbage collection has not ended in time")
             self._sleep(_PAUSE_S)
         if lost := fresh - self.store.present(fresh):
-            raise self._interrupted(f"garbage collection deleted {len(lost)} objects while they were sent")
+            raise self._interrupted(f"garbage collection deleted {len(lost)} objects during the capture")
         self._rescued -= fresh
 
     def _interrupted(self, why: str) -> StoreUnavailable:
         return StoreUnavailable(
-            f"{why} (store {self.store.url})", hint="capture again; stored objects are not sent again"
+            f"{why} (store {self.store.url})", hint="run the capture again; it does not send stored objects again"
         )
 
 
 def _missing_error(what: str, url: str) -> EnvironmentMissing:
     return EnvironmentMissing(
         f"{what} is not in the store {url}",
-        hint="it was never captured there or was removed; run `sgpu env capture`",
+        hint="capture it with `sgpu env capture`: it was never captured to this store, or it was removed",
     )

@@ -6,7 +6,7 @@ Documents are msgpack in one zstd frame with a checksum. Packs are bytes with a 
 
 Decoding is strict: a decoded document, encoded again, must give the same bytes. So a document has no unknown field and
 only one form. The decoder checks sizes before it creates any value: 100 MB of zeros compress to 10 kB, and 30 million
-empty lists take 2 GB of memory. Writing follows the same rules as reading.
+empty lists need 2 GB of memory. Writing follows the same rules as reading.
 
 Readers of a store use this module, and so does a server that stores the objects of clients.
 
@@ -40,18 +40,18 @@ DOCUMENT_BYTES_MAX = 256 * 1024 * 1024
 SNAPSHOT_BYTES_MAX = 32 * 1024 * 1024
 """Limit of a snapshot's bytes before compression: thousands of units, and facts about 100,000s of modules."""
 SNAPSHOT_VALUES_MAX = 1_000_000
-"""Limit of all values in a snapshot, at any depth. Its lists and maps differ in length, so all values count."""
+"""Limit of all values in a snapshot, at any depth. Lists and maps differ in length, so the total counts."""
 ITEMS_MAX = 1_000_000
 """Limit of rows, packs, blocks, places or other items of one kind."""
 _Document = TypeVar("_Document", bound=msgspec.Struct)
 _FIXED = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
 _BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _LISTS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
-_ANOTHER = "it does not match its address"
+_ANOTHER = "its content does not match its address"
 
 
 class _Shape(msgspec.Struct):
-    """The fields that are checked before the rest is decoded; each kind of document has some of them."""
+    """The fields that the decoder checks first; each kind of document has some of these fields."""
 
     version: int = 0
     rows: msgspec.Raw = msgspec.Raw()
@@ -74,7 +74,7 @@ def encode(document: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[_Document], what: str) -> _Document:
-    """Return a document from its stored form, without checking its own rules."""
+    """Return a document from its stored form, without checking the document's own rules."""
     content = decompress(data, SNAPSHOT_BYTES_MAX if kind is Snapshot else DOCUMENT_BYTES_MAX)
     try:
         if kind is Snapshot:
@@ -84,7 +84,7 @@ def decode(data: bytes, kind: type[_Document], what: str) -> _Document:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise EnvironmentRejected(f"{what} cannot be read: {error}") from None
     if msgspec.msgpack.encode(document) != content:
-        raise EnvironmentRejected(f"{what} has unknown parts")
+        raise EnvironmentRejected(f"{what} has unknown fields")
     return document
 
 
@@ -92,7 +92,8 @@ def _check_shape(shape: _Shape, what: str, newest: int) -> None:
     if not 1 <= shape.version <= newest:
         raise EnvironmentRejected(
             f"{what} is in version {shape.version} of the format, and this program reads version {newest}",
-            hint="another version of serverless-gpu wrote it; upgrade this one: `pip install --upgrade serverless-gpu`",
+            hint="another version of serverless-gpu wrote it; upgrade your version: `pip install --upgrade "
+            "serverless-gpu`",
         )
     for name in ("rows", "packs", "blocks", "places", "roots", "entries"):
         if (count := _items(bytes(memoryview(getattr(shape, name))[:5]))) > ITEMS_MAX:
@@ -100,7 +101,7 @@ def _check_shape(shape: _Shape, what: str, newest: int) -> None:
 
 
 def _items(head: bytes) -> int:
-    """Return the length of a msgpack array from its first bytes; 0 for anything else."""
+    """Return the length of a msgpack array from its first bytes; 0 for any other value."""
     if head[:1] == b"\xdd":
         return int.from_bytes(head[1:5], "big")
     if head[:1] == b"\xdc":
@@ -109,7 +110,7 @@ def _items(head: bytes) -> int:
 
 
 def _check_values(content: bytes, what: str) -> None:
-    """Refuse a document with too many values, without creating any of them."""
+    """Refuse a document with too many values, without creating any of the values."""
     if len(content) <= SNAPSHOT_VALUES_MAX:
         return  # Each value takes at least one byte.
     values, left, at = 0, 1, 0
@@ -120,13 +121,13 @@ def _check_values(content: bytes, what: str) -> None:
         size, inside = _value(content, at)
         at, left = at + size, left + inside
         if left > len(content) - at:
-            raise EnvironmentRejected(f"{what} cannot be read: it ends early")
+            raise EnvironmentRejected(f"{what} cannot be read: its data ends early")
 
 
 def _value(content: bytes, at: int) -> tuple[int, int]:
-    """Return a msgpack value's own size in bytes, and the number of values directly in it."""
+    """Return the size of a msgpack value's own bytes, and the number of values directly inside of it."""
     first = content[at]
-    if 0xA0 <= first <= 0xBF:  # short text, the most frequent kind
+    if 0xA0 <= first <= 0xBF:  # short text, the most frequent kind of value
         return 1 + (first & 0x1F), 0
     if 0x80 <= first <= 0x8F:
         return 1, 2 * (first & 0x0F)
@@ -138,7 +139,7 @@ def _value(content: bytes, at: int) -> tuple[int, int]:
     if first in _LISTS:
         digits, each = _LISTS[first]
         return 1 + digits, each * int.from_bytes(content[at + 1 : at + 1 + digits], "big")
-    return _FIXED.get(first, 1), 0  # Decoding refuses kinds that this package never writes.
+    return _FIXED.get(first, 1), 0  # The decoder rejects kinds of values that this package never writes.
 
 
 class AlteredObject(Exception):
@@ -174,7 +175,7 @@ def document_of(data: bytes, kind: type[_Document], what: str) -> _Document:
     try:
         return decode(data, kind, what)
     except EnvironmentRejected as error:
-        # A hint means that another version wrote the document. Any other unreadable document was altered.
+        # An error with a hint means that another version wrote the document. Any other unreadable document was altered.
         raise (error if error.hint else AlteredObject(error.message)) from None
 
 
@@ -183,5 +184,5 @@ def _obey(check: Callable[[], None], is_itself: Callable[[], bool]) -> None:
         check()
     except EnvironmentRejected:
         if is_itself():
-            raise  # The writer already broke the rule.
+            raise  # The writer of the document already broke the rule, so the document was not altered.
         raise AlteredObject(_ANOTHER) from None

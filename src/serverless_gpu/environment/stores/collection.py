@@ -6,23 +6,24 @@
 
     snapshots that are young or in use ─▶ their units ─▶ their packs        needed
     an object put less than a grace period ago                              needed: a capture may soon point at it
-    any other object            not on the list ─▶ condemned                goes on the list now
+    any other object            not on the list ─▶ condemned                added to the list
                                 on the list for less than the grace period  waits
                                 an existing object points at it             waits
                                 neither, and not put again since            deleted
 
-A unit that is kept because it is young keeps its packs, because a capture that uses the unit does not check them again.
-No object is deleted before the objects that point at it, whatever the list says. A snapshot may have come to need a
-unit that was already on the list, and may have grown old before any collection noticed.
+A unit that stays because it is young keeps its packs, because a capture that uses the unit does not check them again.
+No object is deleted before the objects that point at it, whatever the list contains. A snapshot may start to need a
+unit that is already on the list, and the snapshot may be old before the next collection.
 
 The collection deletes snapshots before units, and units before packs. So every existing object is complete at every
-moment, and a later collection finds all leftovers of a killed one. New entries of the list get their date only when the
-list is known to be stored. So no capture can have missed them since that date. `condemned_objects.py` explains why
-captures can go on meanwhile. All of this requires that a capture takes less than the grace period.
+moment, and a later collection finds all leftovers of a killed collection. New entries of the list get their date only
+when the list is known to be stored. So no capture can have missed them since that date. `condemned_objects.py` explains
+why captures may run during a collection. All of this requires that a capture takes less than the grace period.
 
-Failure cases: a needed document cannot be read. Nothing below it is deleted or condemned, and the result names it.
-Another collection is running (`busy`). A collection makes no progress (StoreUnavailable), and the next one continues.
-The clocks of machines differ by more than minutes, so an object may stay longer.
+Failure cases: a needed document cannot be read. The objects that it points at are neither deleted nor condemned, and
+the result names the document. Another collection is running (`busy`). A collection makes no progress
+(StoreUnavailable), and the next collection continues. The clocks of machines differ by more than minutes, so an object
+may stay longer.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ from serverless_gpu.errors import EnvironmentProblem, EnvironmentRejected, Store
 KEEP_S = 30 * 24 * 3600
 """Seconds for which an unused snapshot stays after its capture."""
 GRACE_S = 24 * 3600
-"""Seconds for which any other unused object stays, twice: four times the time limit of a capture."""
+"""Grace period in seconds before an object is condemned, and again before it is deleted: four times a capture's limit.
+"""
 _KINDS = ("snapshots", "units", "packs")
-# One round of requests, each within the store's time limit, ends before the lease does.
+# One round of requests, each within the store's time limit, ends before the lease ends.
 _DELETE_AT_ONCE = 16
 _READ_AT_ONCE = 8
 _READ_BATCH = 64
@@ -83,7 +85,7 @@ class CollectionResult(msgspec.Struct, frozen=True, kw_only=True):
     condemned_keys: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()
     busy: bool = False
-    dry_run: bool = False  # whether this was a dry run, which changes nothing
+    dry_run: bool = False  # True for a dry run, which changes nothing
 
 
 def collect(
@@ -95,14 +97,14 @@ def collect(
     dry_run: bool = False,
     report: Report = ignore_progress,
 ) -> CollectionResult:
-    """Condemn unused objects, and delete those that were condemned long enough ago.
+    """Condemn unused objects, and delete objects that were condemned long enough ago.
 
-    Snapshots `in_use` (of running attempts and live zygotes) stay at any age, and others for `keep_s`. An object that
-    nothing needs stays for `grace_s` before it is condemned, and again for `grace_s` after that. `grace_s` is longer
-    than any capture.
+    Snapshots `in_use` (of running attempts and live zygotes) stay at any age, and other snapshots for `keep_s`. An
+    unneeded object stays for `grace_s` before the collection condemns it, and for another `grace_s` before its
+    deletion. `grace_s` is longer than any capture.
 
     Raises:
-        StoreUnavailable: the store does not answer, or the collection took too long; the next one continues.
+        StoreUnavailable: the store does not answer, or the collection took too long; the next collection continues.
         EnvironmentRejected: a newer version wrote the list.
     """
     work = _Collection(blobs, CollectionTerms(frozenset(in_use), max(keep_s, grace_s) * 10**9, grace_s * 10**9), report)
@@ -142,7 +144,7 @@ class _Collection:
 
     @contextlib.contextmanager
     def announced(self) -> Iterator[bool]:
-        """Announce the collection, and yield whether it is the only one. Of two that meet, both withdraw."""
+        """Announce the collection; yield True if no other one runs. If two meet, both withdraw."""
         self._renew()
         try:
             at_work, void = collectors(self._store, self._clock.wall_ns())
@@ -154,7 +156,7 @@ class _Collection:
             self._store.delete(void)
             yield at_work == (self._key,)
         finally:
-            with contextlib.suppress(StoreUnavailable):  # The announcement becomes void by itself.
+            with contextlib.suppress(StoreUnavailable):  # The announcement expires by itself.
                 self._store.delete([self._key])
 
     def look(self) -> CollectionPlan:
@@ -179,7 +181,7 @@ class _Collection:
         return joined(snapshots, units, packs)
 
     def delete(self, doomed: Sequence[Stored]) -> None:
-        """Delete objects in small batches, while no other collection can consider this one dead."""
+        """Delete objects in small batches, while no other collection can consider this collection dead."""
         for done, some in _batches([stored.key for stored in doomed], _DELETE_AT_ONCE):
             self._renew()
             self._store.delete(some)
@@ -216,14 +218,14 @@ class _Collection:
         try:
             return read_condemned(self._store)
         except EnvironmentRejected as error:
-            if error.hint:  # A newer version wrote the list, so this version must not replace it.
+            if error.hint:  # A newer version wrote the list, so this version must not replace the list.
                 raise
-            return CondemnedList()  # The collection condemns all unused objects again.
+            return CondemnedList()  # Without a readable list, the collection condemns all unused objects again.
 
     def _read(
         self, plan: CollectionPlan, kept: Collection[str], parts: Callable[[str], Iterable[str]]
     ) -> tuple[frozenset[str] | None, frozenset[str]]:
-        """Return the keys that kept documents point at (None if one is unreadable), and those of all."""
+        """Return the keys that kept documents point at (None if unreadable), and those of all documents."""
         keys = plan.remaining()
         pointed_at: set[str] = set()
         held: set[str] = set()
@@ -261,7 +263,7 @@ class _Collection:
             if silent_s > LEASE_S / 2:
                 raise StoreUnavailable(
                     f"garbage collection of {self._store.url} made no progress for {silent_s:.0f} s and stopped",
-                    hint="run it again; it continues where it stopped, and nothing is lost",
+                    hint="run it again; the next collection continues from this point",
                 )
         self._store.put({self._key: b""})
         self._renewed_ns = now_ns
@@ -332,8 +334,8 @@ def make_plan(
 ) -> CollectionPlan:
     """Return the plan for the objects of one kind.
 
-    `held` are the keys that existing objects still point at. `grace_ns` is the time on the list before an object may be
-    deleted.
+    `held` are the keys that existing objects still point at. `grace_ns` is the time that an object stays on the list
+    before the collection may delete the object.
     """
     sentences: Mapping[str, CondemnedEntry] = {sentence.key: sentence for sentence in condemned.entries}
     plan: tuple[list[Stored], list[Stored], list[CondemnedEntry], list[Stored]] = ([], [], [], [])

@@ -1,14 +1,15 @@
-"""Tells captures which objects garbage collection will delete, and if a collection is running.
+"""Reports to captures which objects garbage collection will delete, and if a collection is running.
 
     gc/condemned           objects that no snapshot needed at the last collection; a later one may delete them
     gc/collector-<digits>  a running collection; put again every minute, void some time after the last put
 
-A capture asks once about each object. The capture counts a condemned object as missing, and puts it again. A capture
-that asked before an object was listed ends before the object may be deleted (grace period). So the collection sees its
-snapshot. A capture that asked later puts the object again, and the collection sees the new put. Only if both happen at
-the same moment, the capture must wait for the collection and check again (`StoreBlobs.write_snapshot`).
+A capture checks once for each object if it is condemned. The capture treats a condemned object as missing, and puts it
+again. A capture that checked before the object was listed ends before the object may be deleted (grace period). So the
+collection sees the capture's snapshot. A capture that checked later puts the object again, and the collection sees the
+new put. If both happen at the same moment, the capture must wait for the collection and check again
+(`StoreBlobs.write_snapshot`).
 
-The list has keys of all users' objects, and a key is enough to read an object. So a server shows the list only to
+The list has keys of all users' objects, and a key is enough to read an object. So a server returns the list only to
 operators. The server answers captures only about the keys that they name (`base.CollectionGuard`).
 """
 
@@ -24,15 +25,15 @@ CONDEMNED = "gc/condemned"
 COLLECTOR = "gc/collector-"
 LIST_NAME = "the list of condemned objects"
 LEASE_S = 20 * 60
-"""Seconds after its last announcement in which a collection may still delete objects."""
+"""Seconds after a collection's last announcement in which the collection may still delete objects."""
 
 
 class CondemnedEntry(msgspec.Struct, frozen=True, array_like=True):
     """One object on the list of condemned objects."""
 
     key: str
-    since_ns: int  # Time since when the object is certainly on the list; 0 while unknown.
-    put_ns: int  # Time of the object's last put; another time means that a capture needed the object later.
+    since_ns: int  # Time at which the object was certainly on the list; 0 while unknown.
+    put_ns: int  # Time of the object's last put; a later put means that a capture needed the object.
 
 
 class CondemnedList(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +44,7 @@ class CondemnedList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_condemned(store: Store) -> CondemnedList:
-    """Return the list of condemned objects; an empty list if missing."""
+    """Return the list of condemned objects; an empty list if the object is missing."""
     try:
         return decode(store.get(CONDEMNED), CondemnedList, LIST_NAME)
     except KeyError:
@@ -56,7 +57,7 @@ def write_condemned(store: Store, condemned: CondemnedList) -> None:
 
 
 def collectors(store: Store, now_ns: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the keys of the collections that may be deleting objects now, and of the void ones."""
+    """Return the keys of collections that may be deleting now, and the keys of expired collections."""
     found = [stored for stored in store.list("gc") if stored.key.startswith(COLLECTOR)]
     at_work = tuple(stored.key for stored in found if abs(now_ns - stored.put_ns) < LEASE_S * 10**9)
     return at_work, tuple(stored.key for stored in found if stored.key not in at_work)

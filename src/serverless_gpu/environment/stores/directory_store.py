@@ -2,22 +2,22 @@
 
     <root>/packs/3f/3f09…      objects, 0400, in directories 0700; the first two digits keep directories small
     <root>/gc/condemned
-    <root>/incoming/…          files being written, under names that no reader asks for
+    <root>/incoming/…          unfinished files, under names that no reader requests
 
     write all under other names, the disk begins ─▶ wait for each ─▶ rename all ─▶ wait for their directories
                                                  the first wait includes the journal, and the others
                                                  find theirs already written
 
 An object gets its name only when its bytes are on the disk. So an object exists completely or not at all, even after a
-power cut. Two writers of one key both succeed, in some order. The store syncs several objects together, not each one
-alone. A killed writer leaves a file under `incoming/`. A day later, `delete` removes it; only garbage collection calls
-`delete`.
+power cut. If two writers put one key, both succeed, and the last one replaces the first. The store syncs several
+objects together, not each object alone. A killed writer leaves a file under `incoming/`. A day later, `delete` removes
+this file; only garbage collection calls `delete`.
 
 Large objects bypass the page cache where the file system allows it (`write_direct`). Large objects become durable at
 once, so the page cache would only hold another copy. This copy costs more time than the disk: 0.9 s of a core for 390
-MB, against 0.02 s. The copy would also evict cached files of the user's programs. Content that does not fit the rules
-of direct writing is written as usual. Direct writing requires whole disk blocks and aligned memory, and excludes tmpfs
-and some network and FUSE file systems.
+MB, against 0.02 s. The copy would also evict cached files of the user's programs. If direct writing is not possible,
+the store writes through the page cache. Direct writing requires whole disk blocks and aligned memory. tmpfs and some
+network and FUSE file systems do not support it.
 
 Failure cases: the disk is full (StorageError, before the first byte if free space is known to be too small). A
 directory cannot be read or written, or a link is in the place of an object (StoreUnavailable).
@@ -53,7 +53,8 @@ from serverless_gpu.operating_system import lacks_inodes
 from serverless_gpu.units import format_bytes
 
 SIZE_MIN = 1024 * 1024
-"""For smaller objects, buffered writing costs almost nothing."""
+"""Minimum bytes of an object that bypasses the page cache. For smaller objects, buffered writing costs almost nothing.
+"""
 _STEP = 4 * 1024 * 1024
 _BLOCK = 4096
 _DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has no O_DIRECT.
@@ -64,14 +65,14 @@ _PRIVATE = 0o700
 INCOMING = "incoming"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LEFTOVERS_S = 24 * 3600
-# Refuses a planted link or pipe instead of following or awaiting it.
+# The flags refuse a link or pipe in the object's place, instead of following the link or waiting for the pipe.
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class DirectoryStore(Store):
     """Stores objects as files.
 
-    The writer of a file under `incoming/` that is older than `leftovers_s` counts as dead.
+    A file under `incoming/` that is older than `leftovers_s` is a leftover of a dead writer.
     """
 
     def __init__(self, root: Path, *, clock: Clock | None = None, leftovers_s: int = LEFTOVERS_S) -> None:
@@ -93,7 +94,7 @@ class DirectoryStore(Store):
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise StoreUnavailable(
-                    f"{path} is not a plain file", hint="find the process that put it there, and remove the file"
+                    f"{path} is not a regular file", hint="find the process that made this file, and remove the file"
                 )
             there = max(0, status.st_size - start)
             wanted = there if length is None else length
@@ -105,7 +106,7 @@ class DirectoryStore(Store):
             os.close(fd)
 
     def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
-        """Put objects durably and atomically, in place of existing ones."""
+        """Put objects durably and atomically, in place of existing objects."""
         contents = {self._path(key): check_size(key, data) for key, data in objects.items()}
         total = sum(map(len, contents.values()))
         try:
@@ -132,7 +133,7 @@ class DirectoryStore(Store):
         try:
             for entry in _files(top):
                 key = f"{prefix}/{entry.name}"
-                # Files of other programs are neither listed nor deleted.
+                # The store neither lists nor deletes files of other programs.
                 if entry.path != str(self._root / _place(key)):
                     continue
                 with contextlib.suppress(FileNotFoundError, EnvironmentRejected):
@@ -142,7 +143,7 @@ class DirectoryStore(Store):
             raise self._problem("list", prefix, error) from error
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; ignore missing ones."""
+        """Remove objects; ignore missing objects."""
         parents = set()
         for key in keys:
             path = self._path(key)
@@ -162,7 +163,7 @@ class DirectoryStore(Store):
             raise self._problem("clean", INCOMING, error) from error
 
     def free_bytes(self) -> int | None:
-        """Return how many more bytes this user can write to the disk, or None if that is not known."""
+        """Return how many more bytes this user can write to the disk, or None if unknown."""
         for directory in (self._root, *self._root.parents):
             try:
                 disk = os.statvfs(directory)
@@ -170,7 +171,7 @@ class DirectoryStore(Store):
                 continue
             except OSError:
                 return None
-            # Some network and FUSE file systems report no blocks at all.
+            # Some network and FUSE file systems report a block count of 0.
             return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
         return None
 
@@ -195,14 +196,15 @@ class DirectoryStore(Store):
             return self._full(os.strerror(error.errno or 0))
         return StoreUnavailable(
             f"cannot {verb} {what} in the store {self.url}: {error.strerror or error}",
-            hint=f"allow this user to read and write there; check `ls -la {self._root}`",
+            hint=f"give this user read and write permission for {self._root}; check it with `ls -la {self._root}`",
         )
 
     def _full(self, why: str) -> StorageError:
         if lacks_inodes(self._root):
             return StorageError(
-                f"no inodes left in the store {self.url}: its disk has space, but cannot hold one more file",
-                hint="delete files there (`sgpu env gc` removes unused objects), or choose a store on another disk",
+                f"no inodes left in the store {self.url}: its disk has space, but cannot store one more file",
+                hint="delete files on this disk (`sgpu env gc` removes unused objects), or choose a store on "
+                "another disk",
             )
         return StorageError(
             f"no space left in the store {self.url}: {why}",
@@ -222,7 +224,8 @@ def _read(fd: int, start: int, length: int) -> bytes:
     if len(data) == length:
         return data
     pieces = [data]
-    while data and (missing := length - sum(map(len, pieces))):  # Large reads come in parts; an empty part is the end.
+    # The kernel returns large reads in parts; an empty part is the end of the file.
+    while data and (missing := length - sum(map(len, pieces))):
         data = os.pread(fd, missing, start + length - missing)
         pieces.append(data)
     return b"".join(pieces)
@@ -254,8 +257,8 @@ def _entries(path: str | Path) -> list[os.DirEntry[str]]:
 def write_direct(fd: int, data: memoryview) -> int:
     """Write the start of an empty file, bypassing the page cache.
 
-    `fd` is at the beginning, and `data` is the whole content. Return the number of written bytes; the caller writes the
-    rest.
+    The position of `fd` is 0, and `data` is the whole content. Return the number of written bytes; the caller writes
+    the remaining bytes.
     """
     if not _DIRECT or len(data) < SIZE_MIN:
         return 0
@@ -285,14 +288,16 @@ def _write(fd: int, data: memoryview, end: int) -> int:
                     raise
             done += written
             if written % _BLOCK:
-                return done  # The write was cut short, as on a nearly full disk. A buffered write reports the error.
+                # The kernel wrote only a part, as on a nearly full disk. A buffered write of the remaining bytes
+                # reports the error.
+                return done
     return done
 
 
 def write_together(incoming: Path, contents: Mapping[Path, memoryview], *, now_ns: int) -> None:
-    """Write files durably, in place of existing ones.
+    """Write files durably, in place of existing files.
 
-    `incoming` is a directory on the same disk. The parent directory of a path may be missing, but not the one above it.
+    `incoming` is a directory on the same disk. The parent directory of a path may be missing, but not the grandparent.
     """
     left = iter(contents.items())
     while some := dict(itertools.islice(left, OPEN_MAX)):
@@ -313,7 +318,7 @@ def _write_some(incoming: Path, contents: Mapping[Path, memoryview], now_ns: int
                 fds.append(fd)
             for fd in fds:
                 os.fsync(fd)
-        # Nearly free here, because syncing the files has already written the journal.
+        # This sync costs almost nothing, because syncing the files has already written the journal.
         for path in above:
             sync_directory(path)
         faults.reach("before_object_is_named")
@@ -345,7 +350,7 @@ def make_directories(paths: Iterable[Path]) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Sync a directory, so that the names in it are durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     with closed(fd):
         try:
@@ -357,7 +362,7 @@ def sync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def closed(fd: int) -> Iterator[None]:
-    """Close a descriptor at the end; an error of closing counts unless the block failed.
+    """Close a descriptor at the end of the block; raise an error of closing unless the block failed.
 
     Network file systems may write, and fail, only when a file is closed.
     """
@@ -386,7 +391,7 @@ def _fill(fd: int, content: memoryview, now_ns: int) -> None:
     os.utime(fd, ns=(now_ns, now_ns))
     os.fchmod(fd, 0o400)
     if sys.platform == "linux":
-        # Starts the write-back at once, without waiting for `fsync`. The cached pages are not needed either.
+        # Starts the write-back at once, before `fsync` waits for it. No process needs the cached pages either.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -410,14 +415,14 @@ class MemoryStore(Store):
         return data[start:] if length is None else data[start : start + length]
 
     def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
-        """Put objects atomically, in place of existing ones."""
+        """Put objects atomically, in place of existing objects."""
         contents = {check_key(key): bytes(check_size(key, data)) for key, data in objects.items()}
         with self._lock:
             free, size = self.free_bytes(), sum(map(len, contents.values()))
             if free is not None and size > free:
                 raise StorageError(
                     f"no space left in {self.url}: {size} bytes to write, {free} bytes free",
-                    hint="make more space, or choose another store",
+                    hint="raise the store's capacity, or choose another store",
                 )
             now_ns = self._clock.wall_ns()
             self._objects.update((key, (content, now_ns)) for key, content in contents.items())
@@ -434,7 +439,7 @@ class MemoryStore(Store):
         return iter(found)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; ignore missing ones."""
+        """Remove objects; ignore missing objects."""
         for key in keys:
             with self._lock:
                 self._objects.pop(check_key(key), None)

@@ -3,22 +3,24 @@
     call ─▶ ask: request ─▶ answer ─▶ judge ─▶ done │ missing   │ ask again, with backoff    │ StoreUnavailable
                     ▲────────────────────────────────────────────────┘     5 minutes in all
 
-After a put, the store compares the object with the server's entity tag, if that is an MD5. Otherwise the store reads
-the object back once, to learn that tags are no MD5. So the store sends bytes again that were altered in transit.
+After a put, the store compares the object with the server's entity tag, if the tag is an MD5 digest. Otherwise the
+store reads one object back to confirm that the server's tags are no MD5 digests. So the store sends bytes again that
+were altered in transit.
 
 Credentials come from the variables that the tools of each cloud read (`CLOUDS`), or from the machine itself if it
-belongs to the cloud. Only obstore gets them. The text of an error contains URLs, headers and the server's message, and
-for some clouds a signature or a key. So `judge` takes only three facts from it: the status, the server's own code
-(``NoSuchBucket``), and the failed step. No other part reaches a user or a log.
+belongs to the cloud. Only obstore receives the credentials. The text of an error contains URLs, headers and the
+server's message, and for some clouds a signature or a key. So `judge` uses only three facts from the text: the status,
+the server's own code (``NoSuchBucket``), and the failed step. No other part reaches a user or a log.
 
-A process that has used such a store must not fork afterwards. The threads of obstore are missing in a child, and a call
-in the child would wait forever. So the store refuses calls in such a child. The agent, zygotes and supervisors never
-use this module.
+A process that has used an object store must not fork afterwards. The threads of obstore do not exist in a child, and a
+call in the child would wait forever. So the store refuses calls in such a child. The agent, zygotes and supervisors
+never use this module.
 
 Failure cases: credentials are wrong or missing, or the bucket does not exist (StoreUnavailable at once, with a hint). A
-connection fails, or an answer is 5xx, 429, too slow or cut off. The store then asks again, and finally raises
-StoreUnavailable with the last answer. After a 404 for an existing object, it asks again for one second. The server has
-no space (StorageError). A server ignores a range and sends the whole object, and the store drops the rest.
+connection fails, or an answer is 5xx, 429, too slow or incomplete. The store then repeats the request, and finally
+raises StoreUnavailable with the last answer. After a 404 for an existing object, the store repeats the request for one
+second. The server has no space (StorageError). A server ignores a range and sends the whole object, and the store
+discards the unwanted bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
 
 _CONNECT_S = 10.0
 _READ_S = 30.0
-"""Seconds for which a connection may be silent during a read."""
+"""Seconds for which a connection may receive no data during a read."""
 Connect = Callable[[float, bool], "Client"]
 Verdict = Literal["again", "absent", "beyond", "whole", "refused", "no bucket", "no credentials", "full"]
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -80,11 +82,11 @@ _STEPS = (
     ("kind: Connect", "no connection"),
     ("kind: Timeout", "no answer in time"),
     ("timed out", "no answer in time"),
-    ("kind: Interrupted", "the answer broke off"),
-    ("kind: Decode", "the answer broke off"),
-    ("kind: Request", "the request broke off"),
+    ("kind: Interrupted", "the answer is incomplete"),
+    ("kind: Decode", "the answer is incomplete"),
+    ("kind: Request", "the connection broke during the request"),
 )
-# Addresses of the credential services of clouds, which a client asks when no variables are set.
+# Addresses of the credential services of clouds. A client queries them when no variables are set.
 _METADATA = re.compile(r"169\.254\.169\.254|metadata\.google|/latest/api/token|/latest/meta-data|/metadata/identity")
 BOUND_S = 300.0
 """Seconds that one call may take, including retries."""
@@ -132,7 +134,7 @@ class ObjectStore(Store):
             if not self.present((key,)):
                 raise KeyError(key)
             return b""
-        # The object exists, but a server may not show it at once.
+        # A server may not yet return an object that exists.
         late_s = 0.0 if key.startswith("gc/") else min(_LATE_S, self._bound_s / 2)
         try:
             return self._ask(f"get {key}", lambda client: self._get(client, key, start, length), late_s=late_s)
@@ -142,7 +144,7 @@ class ObjectStore(Store):
             raise KeyError(key) from None
 
     def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
-        """Put objects durably and atomically, in place of existing ones, several at a time."""
+        """Put objects durably and atomically, in place of existing objects, several at a time."""
         for key, data in objects.items():
             check_size(check_key(key), data)
         _together(lambda key: self._put_one(key, objects[key]), list(objects))
@@ -169,18 +171,18 @@ class ObjectStore(Store):
                 try:
                     check_key(stored.key)
                 except EnvironmentRejected:
-                    continue  # Objects of other programs are not listed, so they are never deleted.
+                    continue  # The store does not list objects of other programs, so it never deletes them.
                 yield stored
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; ignore missing ones."""
+        """Remove objects; ignore missing objects."""
 
         asked = [check_key(key) for key in keys]
         for first in range(0, len(asked), _PAGE):
             some = asked[first : first + _PAGE]
             try:
                 self._ask("delete objects", partial(_delete, some))
-            except _Final:  # Some clouds report an error if one object is missing.
+            except _Final:  # Some clouds report an error if one of the objects is missing.
                 _together(self._delete_one, some)
 
     def free_bytes(self) -> int | None:
@@ -211,18 +213,18 @@ class ObjectStore(Store):
     def _put(self, client: Client, key: str, data: bytes | memoryview) -> None:
         import obstore
 
-        # One request, because a killed multipart upload would leave parts behind.
+        # Each object is one request, because a killed multipart upload would leave parts behind.
         tag = obstore.put(client, key, data, use_multipart=False)["e_tag"] or ""
         said = _MD5.fullmatch(tag) if self._tags_are_md5 else None
         if said and said[1] != hashlib.md5(data, usedforsecurity=False).hexdigest():
             if bytes(obstore.get(client, key).bytes()) != bytes(data):
                 raise _ArrivedAltered
-            self._tags_are_md5 = False  # Some kinds of encryption use other tags.
+            self._tags_are_md5 = False  # Some kinds of encryption use other entity tags.
 
     def _ask(
         self, what: str, request: Callable[[Client], _Value], *, reads: bool = True, late_s: float = 0.0
     ) -> _Value:
-        """Send a request until the store answers it.
+        """Send a request until the store answers.
 
         Raises _Final: the object does not exist, or has no such range.
         """
@@ -243,16 +245,16 @@ class ObjectStore(Store):
             if answer.verdict == "whole" and self._knows_ranges:
                 self._knows_ranges = False
                 continue
-            # A wrong secret is tried twice, because a request that was altered in transit gets the same answer.
+            # A wrong secret is tried twice, because an altered request also gets this answer.
             again = answer.verdict in ("again", "absent") or (answer.verdict == "refused" and tries == 1)
             if not again or took_s + pause >= self._bound_s:
                 raise self._problem(what, answer, tries, took_s)
             time.sleep(pause)
 
     def _client(self, left_s: float, reads: bool) -> Client:
-        """Return a client whose requests end in time.
+        """Return a client whose requests have a time limit.
 
-        One request may take half of `bound_s`, and the last request may take the remaining time.
+        One request may use half of `bound_s`, and the last request may use the remaining time.
         """
         half_s = self._bound_s / 2
         if left_s < half_s:
@@ -274,15 +276,15 @@ class ObjectStore(Store):
                 hint=f"create the bucket, or correct its name; the lookup uses {self._check}",
             )
         if answer.verdict == "no credentials":
-            return StoreUnavailable(f"{name} cannot be asked: {answer.said}", hint=f"set {self._check}")
+            return StoreUnavailable(f"{name} cannot be used: {answer.said}", hint=f"set {self._check}")
         if answer.verdict == "refused":
             return StoreUnavailable(
                 f"{name} refuses to {what}: {answer.said}",
-                hint=f"check {self._check}, and that they may get, put, list and delete there",
+                hint=f"check {self._check}, and give these credentials permission to get, put, list and delete objects",
             )
         return StoreUnavailable(
-            f"{name} does not {what}: {answer.said}, asked {tries} times in {format_duration_ms(round(took_s * 1000))}",
-            hint="check that the server is up and can be reached from here, then try again",
+            f"{name} does not {what}: {answer.said}, tried {tries} times in {format_duration_ms(round(took_s * 1000))}",
+            hint="check that the server is up and reachable from this machine, then try again",
         )
 
 
@@ -299,7 +301,7 @@ class _Final(Exception):
 
 
 class _Pages:
-    """Lists objects page by page; after a failure it continues behind the last page."""
+    """Lists objects page by page; continues after the last page if a request fails."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -307,10 +309,10 @@ class _Pages:
         self._stream: Iterator[Sequence[ObjectMeta]] | None = None
 
     def turn(self, client: Client) -> list[Stored]:
-        """Return the next page; an empty page is the end."""
+        """Return the next page; an empty page is the end of the list."""
         import obstore
 
-        stream, self._stream = self._stream, None  # The stream is dropped if the next call fails.
+        stream, self._stream = self._stream, None  # The next call drops this stream if it fails.
         if stream is None:
             stream = iter(obstore.list(client, prefix=self._prefix, offset=self._last, chunk_size=_PAGE))
         page = [
@@ -350,17 +352,17 @@ def _refuse_after_fork(url: str) -> None:
         _used_by.append(os.getpid())
     if _used_by[0] != os.getpid():
         raise StoreUnavailable(
-            f"the store {url} cannot be used in a process that was forked after another store had been used",
+            f"the store {url} cannot be used in a process that was forked after its parent used an object store",
             hint="start a new process instead, for example with subprocess, or multiprocessing's spawn",
         )
 
 
 class Cloud(NamedTuple):
-    """One kind of object store."""
+    """One kind of object store: its URL scheme, variables and settings."""
 
     variables: tuple[str, ...]  # variables for the location and the credentials
     endpoint: tuple[str, ...]
-    check: str  # settings to check after a refusal
+    check: str  # variables to check after a refusal
 
 
 CLOUDS: Mapping[str, Cloud] = {
@@ -425,7 +427,7 @@ CLOUDS: Mapping[str, Cloud] = {
 
 
 def connector(scheme: str, bucket: str, prefix: str, environ: Mapping[str, str]) -> Connect:
-    """Return a function that makes a client, from its time limit and whether it only reads.
+    """Return a function that makes a client; its arguments are the time limit, and True for reads only.
 
     Raises StoreUnavailable: obstore is not installed. Raises InvalidValue: a variable has an invalid value.
     """
@@ -434,7 +436,7 @@ def connector(scheme: str, bucket: str, prefix: str, environ: Mapping[str, str])
         from obstore.exceptions import BaseError
     except ImportError:
         raise StoreUnavailable(
-            f"{scheme}://{bucket} cannot be reached: object stores need the package obstore",
+            f"{scheme}://{bucket} cannot be used: object stores need the package obstore",
             hint="pip install 'serverless-gpu[store]'",
         ) from None
     cloud = CLOUDS[scheme]
@@ -450,7 +452,7 @@ def connector(scheme: str, bucket: str, prefix: str, environ: Mapping[str, str])
             "connect_timeout": timedelta(seconds=min(_CONNECT_S, timeout_s)),
             "timeout": timedelta(seconds=timeout_s),
         }
-        if reads:  # A client that sends much data receives nothing for a long time.
+        if reads:  # A client that sends much data may receive no data for a long time.
             options["read_timeout"] = timedelta(seconds=min(_READ_S, timeout_s))
         retries: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)}
         client: Client = kind(
@@ -460,16 +462,16 @@ def connector(scheme: str, bucket: str, prefix: str, environ: Mapping[str, str])
 
     try:
         connect(1.0, False)
-    except (BaseError, ValueError, TypeError) as error:  # The texts of these errors may show the value.
+    except (BaseError, ValueError, TypeError) as error:  # The texts of these errors may contain the value.
         raise InvalidValue(
-            f"{scheme}://{bucket} cannot be reached with the variables that are set ({type(error).__name__})",
+            f"{scheme}://{bucket} cannot be used with the variables that are set ({type(error).__name__})",
             hint=f"look at {', '.join(name for name in cloud.variables if environ.get(name)) or cloud.check}",
         ) from None
     return connect
 
 
 def endpoint_of(scheme: str, environ: Mapping[str, str]) -> str:
-    """Return the address of the store without possible secrets; "" if the cloud itself defines it."""
+    """Return the address of the store without possible secrets; "" if the cloud defines the address."""
     for name in CLOUDS[scheme].endpoint:
         if value := environ.get(name):
             parts = urlsplit(value)
@@ -478,7 +480,7 @@ def endpoint_of(scheme: str, environ: Mapping[str, str]) -> str:
 
 
 class ErrorMeaning(NamedTuple):
-    """The meaning of an error, and the text that may be shown."""
+    """The meaning of an error, and the part of its text that is safe to print."""
 
     verdict: Verdict
     said: str
@@ -501,7 +503,7 @@ def judge(text: str, *, not_found: bool = False, denied: bool = False) -> ErrorM
     if status == 416:
         return ErrorMeaning("beyond", said)
     if "non-partial response" in text:
-        return ErrorMeaning("whole", "it does not support ranges")
+        return ErrorMeaning("whole", "the server does not support ranges")
     if _FULL.search(text):
         return ErrorMeaning("full", said)
     if denied:
@@ -523,6 +525,6 @@ def _said(text: str) -> str:
 def pause_s(tries: int, chance: float) -> float:
     """Return the backoff before the next try: it doubles up to 15 s, with a random share.
 
-    `chance` is a random number between 0 and 1. The random share spreads the retries of many clients.
+    `chance` is a random number between 0 and 1. The random share distributes the retries of many clients.
     """
     return min(15.0, 0.1 * 2.0 ** min(tries, 10)) * (0.5 + chance / 2)

@@ -4,18 +4,18 @@
     a unit points at a missing or altered pack: delete the unit, before the pack
     a unit points at packs with other content than its rows: delete the unit
 
-A server does this itself (`Store.repair`), because its clients may not remove objects and it trusts only its own
+A server repairs its own store (`Store.repair`), because its clients may not remove objects and it trusts only its own
 checks. The repair deletes only objects that no restore could ever use. The name of an object is the digest of its
-content, so a client with the content can put it again. The snapshot that lists such a unit stays, and is complete again
-once the unit is stored.
+content, so a client with the content can put the object again. The snapshot that lists a deleted unit stays. The
+snapshot is complete again once a client has stored the unit.
 
 A unit's address covers its rows, but not the packs that it points into. So a unit with a right address may point at
 packs with other content. Each of these packs matches its name, and still no restore can use the unit. Only a check of
-the content shows this (`check_content`). The check reads each pack once, in the order in which a capture fills them,
-with one pack in memory at a time.
+the content detects this case (`check_content`). The check reads each pack once, in the order in which a capture fills
+them, with one pack in memory at a time.
 
-Failure cases: the store does not allow changes (the hint says so and names the objects). `ContentMismatch` names the
-first row with other content.
+Failure cases: the store does not allow changes (the hint reports this and names the objects). `ContentMismatch` names
+the first row with other content.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ from serverless_gpu.errors import (
 )
 
 PACK_READS_FREE = 16
-"""A check may read this many more packs than the unit has. The check refuses a unit whose blocks jump between packs."""
+"""Number of pack reads that a check allows beyond one per pack. The check refuses a unit whose blocks alternate between
+packs.
+"""
 ReadPack = Callable[[str, int], bytes]
-"""Returns the first bytes of a pack, from its digest and the number of bytes."""
+"""Returns the first bytes of a pack; its arguments are the digest and the number of bytes."""
 NAMED_MAX = 3
-_AGAIN = "run `sgpu env capture` where the environment is installed to send these objects again"
+_AGAIN = "to send these objects again, run `sgpu env capture` on the machine where the environment is installed"
 
 
 class ContentMismatch(Exception):
@@ -49,7 +51,7 @@ class ContentMismatch(Exception):
 
 
 class _Part(NamedTuple):
-    """A part of a file in a block: its bytes from `start` to `end`, and whether the file ends there."""
+    """A part of a file in a block: its bytes from `start` to `end`, and True if the file ends with it."""
 
     row: FileRow
     start: int
@@ -68,14 +70,14 @@ def check_content(unit: Unit, read: ReadPack) -> None:
         block = unit.blocks[index]
         extents[block.pack] = max(extents[block.pack], block.offset + block.length)
     pack, data, reads = -1, memoryview(b""), 0
-    digest = hashlib.sha256()  # Digest of the current file, which may fill several blocks one after another.
+    digest = hashlib.sha256()  # Digest of the current file, which may fill several consecutive blocks.
     for index in sorted(parts):
         block = unit.blocks[index]
         if block.pack != pack:
             reads += 1
             if reads > len(extents) + PACK_READS_FREE:
                 raise ContentMismatch("its blocks jump between its packs")
-            data = memoryview(b"")  # Keeps one pack in memory, not two.
+            data = memoryview(b"")  # Frees the previous pack first, so that only one pack is in memory.
             pack, data = block.pack, memoryview(read(unit.packs[block.pack], extents[block.pack]))
         content = _content(data[block.offset : block.offset + block.length], block.size, parts[index][0].row)
         for part in parts[index]:
@@ -83,7 +85,7 @@ def check_content(unit: Unit, read: ReadPack) -> None:
             if not part.is_last:
                 continue
             if digest.digest() != part.row.sha256:
-                raise ContentMismatch(f"its packs hold other bytes than {part.row.path!r} has")
+                raise ContentMismatch(f"its packs do not have the content of {part.row.path!r}")
             digest = hashlib.sha256()
 
 
@@ -115,7 +117,7 @@ def _parts_by_block(unit: Unit) -> Mapping[int, list[_Part]]:
 
 
 def read_snapshot(blobs: StoreBlobs, address: str) -> Snapshot:
-    """Return a snapshot; remove it from the store if it is altered."""
+    """Return a snapshot; remove an altered snapshot from the store."""
     try:
         return blobs.read_snapshot(address)
     except EnvironmentCorrupt as error:
@@ -124,7 +126,7 @@ def read_snapshot(blobs: StoreBlobs, address: str) -> Snapshot:
 
 
 def error_after_repair(error: EnvironmentProblem, blobs: StoreBlobs, addresses: Iterable[str]) -> EnvironmentProblem:
-    """Check all objects that units need, remove altered ones, and return the error to raise.
+    """Check all objects that units need, remove altered objects, and return the error to raise.
 
     `error` is the error of the failed fetch: an object is altered or missing.
     """
@@ -133,12 +135,12 @@ def error_after_repair(error: EnvironmentProblem, blobs: StoreBlobs, addresses: 
         removed = _repaired(blobs, [f"units/{address}" for address in wanted])
         bad = damaged(blobs, wanted) if removed is None else ()
     except EnvironmentProblem:
-        return error  # The store no longer answers.
+        return error  # The store does not answer the repair requests.
     return _explained(error, removed, blobs, bad) if removed or bad else error
 
 
 def repair_units(blobs: StoreBlobs, addresses: Iterable[str]) -> tuple[str, ...]:
-    """Check all objects that units need in a store, and remove those that no restore can use.
+    """Check all objects that units need in a store, and remove objects that no restore can use.
 
     Raises StoreUnavailable: the store does not answer, or does not allow changes.
     """
@@ -158,7 +160,7 @@ def damaged(
     `check` compares the content of a unit with its rows if its packs are intact, and raises `ContentMismatch`.
     """
     units: list[str] = []
-    packs: dict[str, str] = {}  # digest → "", "altered" or "missing"
+    packs: dict[str, str] = {}  # digest of a pack → "", "altered" or "missing"
     for address in addresses:
         try:
             unit = blobs.read_unit(address)
@@ -176,7 +178,7 @@ def damaged(
 
 
 def _holds(blobs: StoreBlobs, unit: Unit, check: Callable[[Unit, ReadPack], None]) -> bool:
-    """Return whether intact packs have the content of a unit's rows."""
+    """Return True if intact packs have the content of a unit's rows."""
     try:
         check(unit, lambda digest, length: blobs.read_range(digest, 0, length))
     except (ContentMismatch, EnvironmentCorrupt):
@@ -216,8 +218,10 @@ def _explained(
             blobs.remove(bad)
     except ServerlessGpuError as problem:
         hint = (
-            f"remove {few}{more} from the store as another user, because this one cannot ({problem.message}); {_AGAIN}"
+            f"remove {few}{more} from the store as another user, because this user cannot ({problem.message}); {_AGAIN}"
         )
     else:
-        hint = f"removed from the store: {few}{more}; {_AGAIN}. If it comes back, check the disk of the store"
+        hint = (
+            f"removed from the store: {few}{more}; {_AGAIN}. If objects are altered again, check the disk of the store"
+        )
     return type(error)(error.message, hint=hint)

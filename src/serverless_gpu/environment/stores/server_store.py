@@ -3,11 +3,11 @@
     capture, restore ─▶ ServedStore ─ Connection ─▶ /environments/… ─▶ the server's own store
 
 The server checks the objects that it receives. The server refuses bytes that were altered in transit (HashMismatch),
-and the client sends them again. The connection itself repeats transfers that were cut off. The kind of the server's own
-store does not matter here.
+and the client sends them again. The connection itself repeats interrupted transfers. The server's own store may be of
+any kind.
 
-Failure cases: the server or its store is away (retries for up to 5 minutes, then StoreUnavailable). The token is not
-valid or has too few rights (StoreUnavailable, with a hint). The server's disk is full (StorageError).
+Failure cases: the server or its store is unreachable (retries for up to 5 minutes, then StoreUnavailable). The token is
+not valid or has too few rights (StoreUnavailable, with a hint). The server's disk is full (StorageError).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SCHEME = "sgpu+"
 BOUND_S = 300.0
 AT_ONCE = 8
 SENT_MAX = 3
-"""Number of times that the client sends bytes that arrive altered."""
+"""Maximum number of times that the client sends bytes that arrive altered."""
 _OBJECTS = "/environments/objects/"
 
 _Value = TypeVar("_Value")
@@ -58,8 +58,8 @@ _Value = TypeVar("_Value")
 class ServedStore(Store, CollectionGuard):
     """The store of a server.
 
-    `url` is ``sgpu+http://host:port`` or ``sgpu+https://host:port``. `bound_s` limits how long one call waits for a
-    server that is away.
+    `url` is ``sgpu+http://host:port`` or ``sgpu+https://host:port``. `bound_s` limits how long one call waits for an
+    unreachable server.
     """
 
     def __init__(self, url: str, token: str, *, ca: str = "", bound_s: float = BOUND_S) -> None:
@@ -84,7 +84,7 @@ class ServedStore(Store, CollectionGuard):
         return data
 
     def put(self, objects: Mapping[str, bytes | memoryview]) -> None:
-        """Put objects durably and atomically, in place of existing ones, several at a time."""
+        """Put objects durably and atomically, in place of existing objects, several at a time."""
         for key, data in objects.items():
             check_size(check_key(key), data)
         if len(objects) < 2:
@@ -116,11 +116,11 @@ class ServedStore(Store, CollectionGuard):
         return frozenset(found)
 
     def is_collecting(self) -> bool:
-        """Return whether a collection may be deleting objects now."""
+        """Return True if a collection may be deleting objects now."""
         return self._ask_condemned(()).collecting
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; ignore missing ones."""
+        """Remove objects; ignore missing objects."""
         for some in _batches(keys):
             self._ask_about("delete", some, type(None))
 
@@ -129,7 +129,7 @@ class ServedStore(Store, CollectionGuard):
         return self._ask(lambda server: server.ask("GET", "/environments/free", answer=Free)).bytes
 
     def repair(self, keys: Collection[str]) -> tuple[str, ...] | None:
-        """Have the server check objects and remove unusable ones; return the removed keys.
+        """Request that the server check objects and remove unusable objects; return the removed keys.
 
         The client sends one request per key, because the server takes seconds to read a large unit.
         """
@@ -138,7 +138,7 @@ class ServedStore(Store, CollectionGuard):
             try:
                 removed += self._ask_about("repair", (check_key(key),), KeyList).keys
             except NotFound:
-                return None  # The server has an earlier version.
+                return None  # A server of an earlier version does not support this request.
         return tuple(dict.fromkeys(removed))
 
     def _put_one(self, key: str, data: bytes | memoryview) -> None:
@@ -153,9 +153,9 @@ class ServedStore(Store, CollectionGuard):
                     ) from None
 
     def _ask_condemned(self, keys: tuple[str, ...]) -> CondemnedAnswer:
-        """Ask the server which keys are condemned.
+        """Query the server which keys are condemned.
 
-        Raises StoreUnavailable: the server is too old to answer; it would show the whole list instead.
+        Raises StoreUnavailable: the server is too old to answer; it would return the whole list instead.
         """
         try:
             return self._ask_about("condemned", keys, CondemnedAnswer)
@@ -170,12 +170,12 @@ class ServedStore(Store, CollectionGuard):
         return self._ask(lambda server: server.ask("POST", path, body, answer=answer))
 
     def _ask(self, request: Callable[[Connection], _Value]) -> _Value:
-        """Send a request, and convert the server's errors to those that every store raises.
+        """Send a request, and convert the server's errors to errors of the `Store` interface.
 
         Callers handle NotFound and HashMismatch.
         """
         try:
-            with self._lock:  # Guards the connection of this process; no connection survives a fork.
+            with self._lock:  # The lock guards the connection of this process; no connection survives a fork.
                 if self._opened is None or self._opened[0] != os.getpid():
                     url = self.url.removeprefix(SCHEME)
                     self._opened = os.getpid(), Connection(url, self._token, patience_s=self._bound_s, ca=self._ca)
@@ -189,13 +189,14 @@ class ServedStore(Store, CollectionGuard):
             raise EnvironmentRejected(error.message, hint=error.hint) from None
         except (NotAuthenticated, NotAllowed) as error:
             raise StoreUnavailable(
-                f"the store {self.url} refuses: {error.message}", hint=error.hint or "`sgpu login` stores another token"
+                f"the store {self.url} refuses the request: {error.message}",
+                hint=error.hint or "to store another token, run `sgpu login`",
             ) from None
         except ServerProblem as error:
             raise StoreUnavailable(error.message, hint=error.hint) from None
 
     def close(self) -> None:
-        """Close the connection; the next call opens another one."""
+        """Close the connection; the next call opens a new connection."""
         with self._lock, contextlib.suppress(OSError):
             if self._opened is not None and self._opened[0] == os.getpid():
                 self._opened[1].close()

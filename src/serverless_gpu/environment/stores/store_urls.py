@@ -28,7 +28,7 @@ _memory_lock = threading.Lock()
 
 
 def is_remote(url: str) -> bool:
-    """Return whether the name of a store shows that it is across a network."""
+    """Return True if the name of a store shows that it is across a network."""
     return "://" in url and not url.startswith(("file://", "memory://"))
 
 
@@ -43,13 +43,13 @@ def open_store(
     """Return a store, without accessing or creating it.
 
     Args:
-        url: a path, ``file:///a/path``, ``memory://name`` (the same one for the same name in this process),
-            ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``; of a server,
+        url: a path, ``file:///a/path``, ``memory://name`` (one store per name in this process),
+            ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``; for a server,
             ``sgpu+http://host:port``.
         environ: source of credentials for object stores, and of the certificates for a server without `ca`.
         token: the token for a server.
-        ca: file with the certificates for a server, from its profile; "" for the system's.
-        bound_s: time limit of one call to an object store or a server.
+        ca: file with the certificates for a server, from its profile; "" for the system's certificates.
+        bound_s: time limit of one call to an object store or a server, in seconds.
 
     Raises:
         InvalidValue: the url names no store, or contains credentials.
@@ -62,10 +62,10 @@ def open_store(
         return DirectoryStore(Path(os.path.expanduser(text)))
     parts = urlsplit(text)
     if "@" in parts.netloc or parts.query or parts.fragment:
-        # The message leaves out the rest of the url, because the rest may be a secret.
+        # The message names only the scheme, because other parts of the url may be secret.
         raise InvalidValue(
-            f"the url of a store ({parts.scheme}://…) has a user, a password or a query in it",
-            hint="credentials come from variables, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            f"the url of a store ({parts.scheme}://…) must not contain a user, a password or a query",
+            hint="set credentials in variables, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
         )
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
         return DirectoryStore(Path(unquote(parts.path)))
@@ -73,7 +73,7 @@ def open_store(
         with _memory_lock:
             return _memory.setdefault(text, MemoryStore(parts.netloc + parts.path))
     if parts.scheme in _SERVED and parts.netloc and parts.path in ("", "/"):
-        # Imported late, because the HTTP client takes 50 ms to import, and most stores are directories.
+        # This import is late, because the HTTP client takes 50 ms to import, and most stores are directories.
         served = load(f"{__package__}.server_store")
         return cast(
             "Store", served.ServedStore(text, token, ca=ca or environ.get("SSL_CERT_FILE", ""), bound_s=bound_s)
@@ -87,6 +87,6 @@ def open_store(
 
 def _invalid(text: str) -> InvalidValue:
     return InvalidValue(
-        f"{text!r} is not a store",
-        hint="a store is a directory, or s3://bucket/prefix, gs://bucket/prefix, az://container/prefix",
+        f"{text!r} is not the name of a store",
+        hint="give a directory, or s3://bucket/prefix, gs://bucket/prefix, az://container/prefix",
     )

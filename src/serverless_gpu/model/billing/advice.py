@@ -6,7 +6,7 @@
     on-demand price of a GPU-hour     │                            is more than   reserved price ÷ on-demand price
     × the billed share of the time ───┘                                           (the newsvendor rule)
 
-The time with a demand of at least k falls with k, so the first slots are the ones that pay off. The number of slots
+The time with a demand of at least k GPUs decreases as k grows, so only the first slots pay off. The number of slots
 that pay off is the cheapest size of the pool. The advice states two limits of this rule. A slot is one GPU and not a
 node, so the reserved slots may hold only a part of a gang. The rule also assumes that future demand equals past demand.
 
@@ -19,7 +19,7 @@ when telemetry covers less than half of the attempt's time. The advice skips a g
 telemetry. Savings assume today's prices and the same duration. A smaller card may be slower: the advice states the
 slowdown that cancels the saving.
 
-`formulas` explains the numbers of an advice. All amounts are integers in nanoseconds and micros (millionths of the
+`formulas` explains the numbers of the advice. All amounts are integers in nanoseconds and micros (millionths of the
 currency unit). The caller selects the use to analyze and the prices.
 """
 
@@ -75,11 +75,11 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
         return sum(gpus * ns for gpus, ns in self.levels)
 
     def at_least_ns(self, gpus: int) -> int:
-        """Return the time with a demand of at least this many GPUs."""
+        """Return the nanoseconds with a demand of at least this many GPUs."""
         return self.span_ns if gpus <= 0 else sum(ns for level, ns in self.levels if level >= gpus)
 
     def steps(self) -> Iterator[tuple[int, int]]:
-        """Yield each level with the time for which the demand reached it.
+        """Yield each GPU count of the curve, with the nanoseconds for which demand was at least that count.
 
         The time for a GPU count between two levels is that of the upper level.
         """
@@ -119,7 +119,7 @@ class GpuRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mix(msgspec.Struct, frozen=True, kw_only=True):
-    """The cost of some reserved GPUs when on-demand GPUs serve the rest of the demand."""
+    """The cost of a number of reserved GPUs when on-demand GPUs serve all further demand."""
 
     slots: int  # Number of reserved GPUs.
     reserved_micros: int
@@ -127,7 +127,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
     idle_ns: int
     on_demand_micros: int  # The cost of the on-demand GPUs. `on_demand_ns` has the GPU-nanoseconds.
     on_demand_ns: int
-    duty_percent: float | None  # The used share of the reserved time. None without slots.
+    duty_percent: float | None  # Used share of the reserved GPU time; None without reserved GPUs.
 
     @property
     def micros(self) -> int:
@@ -144,12 +144,12 @@ class AdviceVariation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
-    """Slots of a reserved pool with equal demand time."""
+    """Slots of a reserved pool that are in demand for the same time."""
 
-    first: int  # The number of the first slot, counted from 1. `last` is the number of the last one.
+    first: int  # The number of the first slot, counted from 1. `last` is the number of the last slot.
     last: int
     share_percent: float  # Per cent of the time for which the demand reaches these slots.
-    pays: bool  # True when that share is above the break-even duty.
+    pays: bool  # True when the demand for these slots is above the break-even duty.
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,9 +202,9 @@ def best_slots(curve: Curve, rates: GpuRates) -> int:
 
 
 def mix(curve: Curve, rates: GpuRates, slots: int) -> Mix:
-    """Return the cost of a number of reserved GPUs with on-demand GPUs for the rest.
+    """Return the cost of a number of reserved GPUs with on-demand GPUs for all further demand.
 
-    Each sum is rounded up once.
+    The function rounds each sum up once.
     """
     if slots < 0:
         raise InvalidValue(f"cannot reserve {slots} GPUs: the number is negative")
@@ -230,8 +230,8 @@ def micros_of(gpu_ns: int, micros_per_hour: int | Fraction) -> int:
 def advise(curve: Curve, rates: GpuRates, *, gpu_type: str = "", now: int = 0) -> Advice:
     """Return how many GPUs to reserve.
 
-    Raises InvalidValue when a price is negative. An on-demand price of 0 also raises it, because the break-even duty
-    divides by that price.
+    Raises InvalidValue when a price is negative. An on-demand price of 0 also raises InvalidValue, because the
+    break-even duty divides by that price.
     """
     if rates.reserved < 0 or rates.had <= 0:
         raise InvalidValue(
@@ -282,15 +282,15 @@ def _change(what: str, curve: Curve, rates: GpuRates, slots: int) -> AdviceVaria
 
 
 class ObservedAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """The devices of one attempt and how much it used them."""
+    """The devices of one attempt, with their busy time and peak memory."""
 
     owner: str
     name: str
     gpu_type: str
     gpu_ms: int  # Device-milliseconds that the attempt used.
-    observed_ms: int = 0  # Device-milliseconds with telemetry. `busy_ms` counts those in which a device worked.
+    observed_ms: int = 0  # Device-milliseconds with telemetry. `busy_ms` counts the time in which a device worked.
     busy_ms: int = 0
-    peak_memory_bytes: int | None = None  # Peak memory of the device that used most. None when unknown.
+    peak_memory_bytes: int | None = None  # Highest memory use of any device, in bytes; None when unknown.
 
 
 class OversizedRuns(msgspec.Struct, frozen=True, kw_only=True):
@@ -303,11 +303,12 @@ class OversizedRuns(msgspec.Struct, frozen=True, kw_only=True):
     gpu_ms: int  # Device-milliseconds in use. `micros` is their cost at today's price, None without a price.
     micros: int | None
     busy_percent: float  # Per cent of the time in which a device worked.
-    peak_memory_bytes: int | None  # Peak memory of the device that used most.
-    verdict: Verdict  # `"cpu"` or `"smaller"`.
-    types: tuple[str, ...]  # Types that are large enough: the cheapest with a price, else the catalogue's smallest.
-    saves_micros: int | None = None  # Money saved at the same duration. None where a price is missing.
-    # Slowdown of the smaller type that cancels the saving: 2.0 means twice the duration. None where a price is missing.
+    peak_memory_bytes: int | None  # Highest memory use of any device, in bytes.
+    verdict: Verdict  # Kind of the finding: `"cpu"` or `"smaller"`.
+    types: tuple[str, ...]  # GPU types that are large enough: the cheapest with a price, else the catalogue's smallest.
+    saves_micros: int | None = None  # Money saved if the runs take the same time; None where a price is missing.
+    # Slowdown of the smaller GPU type that cancels the saving: 2.0 means twice the duration. None where a price is
+    # missing.
     slower: float | None = None
 
     def text(self) -> str:
@@ -380,16 +381,17 @@ def _saving(found: OversizedRuns, now: int | None, then: int | None) -> Oversize
 
 
 def _smaller(gpu_type: str, needed: int, prices: Mapping[str, int], own: Sequence[GpuType]) -> Iterator[str]:
-    """Yield the smaller types that are large enough.
+    """Yield the smaller GPU types that have enough memory for the runs.
 
-    With prices this is the cheapest type that costs less. Without prices these are the types with the least memory.
+    With prices, the result is the cheapest type that costs less. Without prices, the result is the types with the least
+    memory.
     """
     known = {each.name: each for each in (*CATALOGUE, *own) if each.name not in FAMILIES and each.name != CPU}
     fits = [each for each in known.values() if each.memory_bytes >= needed]
     name = canonical(gpu_type, own)
     now = prices.get(name)
     if now is not None and any(each in prices for each in known if each != name):
-        # Prices for other types define what the operator offers. A card without a price is not on offer.
+        # Prices define the GPU types that the operator offers. The advice never suggests a type without a price.
         cheaper = [each for each in fits if prices.get(each.name, now) < now]
         if cheaper:
             yield min(cheaper, key=lambda each: (prices[each.name], each.memory_bytes, each.name)).name
@@ -415,7 +417,7 @@ def formulas_of_queues() -> dict[str, str]:
         "GPU time waited": "the sum over all runs of hours waited × GPUs, in a replay of the runs in a pool of "
         "that size: in order of submission, skipping runs that do not fit, without preemption",
         "waiting costs": "GPU time waited × --waiting, the price of one GPU-hour of waiting",
-        "on demand instead": "the on-demand cost of the demand beyond the pool, as without a queue",
+        "on demand instead": "the on-demand cost of the demand beyond the pool, if no run waits",
         "worth it below": "on demand instead ÷ GPU time waited: waiting is cheaper while a GPU-hour of waiting "
         "costs less",
     }

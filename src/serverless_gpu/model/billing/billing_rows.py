@@ -5,10 +5,11 @@
            └─▶ a row for memory: GiB-hours
 
 Queries join `list_prices` by `sku_name`, `cloud` and time. A SKU is a priced item: a GPU type, a core or a GiB of
-memory, in a pool. An attempt keeps the price from its start. After a price change a join by time gives the later price,
-while `sgpu usage` shows the charged amount.
+memory, in a pool. The price at the start of an attempt applies to the whole attempt. After a price change, a join by
+time gives the later price, while `sgpu usage` shows the charged amount.
 
-Columns without a value here are null. Quantities are decimals in text form, because JSON numbers are not exact.
+Columns that have no equivalent in the ledger are null. Quantities are decimals in text form, because JSON numbers are
+not exact.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class BillingRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pricing(msgspec.Struct, frozen=True, kw_only=True):
-    """The price of one unit."""
+    """The price of one unit of a SKU."""
 
     default: str
 
@@ -203,7 +204,7 @@ def _unit_price(found: Tariff, resource: str) -> tuple[str, str] | None:
 
 
 def _hour(gpu_type: str) -> str:
-    """Return the time unit of a device. A CPU slot has a unit of its own because it is not a GPU."""
+    """Return the billing unit of a device type. CPU slots have a separate unit."""
     return SLOT_HOUR if gpu_type == CPU else GPU_HOUR
 
 
@@ -232,7 +233,7 @@ def sku(resource: str, pool: str) -> str:
 
 
 def quotient(amount: int, per: int) -> str:
-    """Return amount ÷ per with up to 18 decimal places, the precision of billing tables."""
+    """Return `amount` ÷ `per` with up to 18 decimal places, the precision of billing tables."""
     with localcontext(prec=60):
         return format((Decimal(amount) / Decimal(per)).quantize(_DIGITS).normalize(), "f")
 

@@ -3,28 +3,28 @@
     charges of the period ────┐
     use of running attempts ──┼─▶ standing: used, held, limit ─┬─▶ 80 %, 95 %: the server warns once for each
     held by each run ─────────┘                                ├─▶ used up: no new run starts; soft: runs finish
-                                                               └─▶ closed (hard): runs that cannot hold are stopped
+                                                               └─▶ closed (hard): the server stops runs without a hold
 
-A run holds (reserves) the cost of its next minute, or of its grace when that is longer. The server stops a run when the
-budget cannot cover its hold any more. The run can then write its checkpoint within the limit. While the server and the
-node communicate, use never exceeds a hard limit. Without communication, each run can exceed the limit by the cost of
-`partition_grace`.
+A run holds (reserves) the cost of its next minute, or of its grace period when that is longer. The server stops a run
+when the budget cannot cover its hold any more. The run can then write its checkpoint within the limit. While the server
+and the node communicate, use never exceeds a hard limit. Without communication, each run can exceed the limit by the
+cost of `partition_grace`.
 
-A run with known earlier runs holds at most the rest of the longest duration among them. A run that takes longer holds
-the full amount again. If the budget cannot cover the full amount, the server stops the run. The run may then exceed the
-limit by one minute.
+If earlier runs with the same name are known, a run holds at most the remaining part of their longest duration. A run
+that takes longer than all earlier runs holds the full amount again. If the budget cannot cover the full amount, the
+server stops the run. The run may then exceed the limit by one minute.
 
     used                       held
     ├──────────────────────────┼───────────────────────────────┤
-    user code begins           last sign of life    now        now + ahead; after a stop request, stop + grace + 15 s
+    user code begins           last report         now         now + ahead; after a stop request, stop + grace + 15 s
 
 A hold ends with the period, because the next period pays for later use.
 
-Holds are granted in the order in which runs were placed. The server stops the runs that were placed last first. Other
-runs continue while the remaining budget covers them. A run with a stop request keeps its hold, so no other run gets
-that money.
+The server grants holds to runs in the order of their placement. The server stops the runs that were placed last first.
+Other runs continue while the remaining budget covers them. A run with a stop request keeps its hold, so no other run
+gets that money.
 
-Budgets, alarms and fair share use the same teams for a run, as they are at submission:
+Budgets, alarms and fair share use the teams that a run has at submission:
 
     team="search"             search
     no team, member of some   all of them in budgets; the first by name in fair share, which needs exactly one
@@ -41,7 +41,7 @@ Alarms compare with a median, so that one expensive night does not raise the usu
 
 Failure cases: A silent node may still use devices. The budget therefore also holds the possible use of its runs until
 now, up to `partition_grace`. The server counts the real use when the node reports it. Unpriced time costs no money: a
-budget of money shows the amount of it and does not stop such runs. An unknown time zone is treated as UTC. Messages to
+budget of money shows the unpriced time and does not stop such runs. An unknown time zone is treated as UTC. Messages to
 readers without the right to see amounts omit the amounts.
 """
 
@@ -60,18 +60,20 @@ from serverless_gpu import units
 from serverless_gpu.model.calendars import DAY_NS, HOUR_NS, bounds_ns, format_day, local_day
 
 AHEAD_S = 60.0
-"""Minimum time in seconds that a run holds ahead. A longer grace replaces this minimum."""
+"""Minimum number of seconds whose cost a run holds in advance. A longer grace period replaces this minimum."""
 STOPPING_S = 15.0
-"""Seconds that a run holds beyond its grace, for the next budget check and the request to the node."""
+"""Seconds that a run holds beyond its grace period, for the next budget check and the request to the node."""
 LOOK_S = 5.0
-"""Seconds between budget checks. A run can use devices for this long before the server notices its end."""
+"""Seconds between budget checks. A run can use devices for this long before the server notices that a budget is used
+up.
+"""
 LONGER = 1.25
-"""Ratio to the longest earlier run. A run that takes longer than this holds the full amount."""
+"""Ratio to the longest earlier run of the same name. A run that exceeds this ratio holds the full amount."""
 WARN_AT = (80, 95)
 """Per cent of a limit at which the server sends a warning, once per period."""
 FULL = 100
 CLOSED = 101
-"""Mark of a hard budget that has stopped runs because it could not cover their next minute. Other marks are per cent.
+"""Mark of a hard budget that stopped runs because their next minute was not covered. Other marks are per cent.
 """
 ScopeKind = Literal["everything", "user", "team", "pool", "policy", "tag"]
 SCOPES: tuple[ScopeKind, ...] = get_args(ScopeKind)
@@ -97,9 +99,9 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     """A budget with exactly one of the two limits."""
 
     scope: Scope
-    period: Period  # The limit applies to each such period.
-    limit_micros: int | None = None  # Millionths of the currency unit. Unpriced time counts as 0.
-    limit_gpu_ms: int | None = None  # GPU-milliseconds. CPU slots do not count.
+    period: Period  # Period of the limit: each day, week or month.
+    limit_micros: int | None = None  # Limit in millionths of the currency unit. Unpriced time counts as 0.
+    limit_gpu_ms: int | None = None  # Limit in GPU-milliseconds. CPU slots do not count.
     hard: bool = False  # True: the server stops runs at 100 %. False: runs finish, but no new run starts.
     time_zone: str = ""  # Time zone of the periods, such as "Europe/Berlin". "" means the team's zone, or UTC.
 
@@ -117,12 +119,12 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         return self.limit_micros if self.limit_micros is not None else self.limit_gpu_ms or 0
 
     def counts(self, use: BudgetUse) -> int:
-        """Return the part of a use that counts, in the unit of the limit."""
+        """Return the amount of a use in the unit of the limit."""
         return use.micros if self.limit_micros is not None else use.gpu_ms
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """Attributes of a run that decide which budgets it counts for."""
+    """Attributes of a run that decide which budgets count the run."""
 
     owner: str
     team: str = ""
@@ -130,7 +132,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = ""
     tags: dict[str, str] = {}
     is_cpu: bool = False  # True for CPU slots. The time of CPU slots counts only for budgets of money.
-    member_of: tuple[str, ...] = ()  # Teams of the owner. A run without a team counts for all teams of its owner.
+    member_of: tuple[str, ...] = ()  # Teams of the owner. The budgets of all these teams count a run without a team.
 
     @property
     def teams(self) -> tuple[str, ...]:
@@ -171,15 +173,15 @@ class Spender(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     fence: int
     gpus: int  # Number of devices.
-    micros_per_hour: int | None  # Cost of the attempt's devices and limits per hour. None without a price.
-    placed_ns: int  # When the attempt got its devices. All times here are nanoseconds since 1970.
-    started_ns: int | None  # When user code began. None before that.
-    seen_ns: int  # The last sign of life of the attempt, or its end.
+    micros_per_hour: int | None  # Cost per hour of the attempt's devices, cores and memory. None without a price.
+    placed_ns: int  # Time at which the attempt got its devices, in nanoseconds since 1970.
+    started_ns: int | None  # Time at which user code began; None before that time.
+    seen_ns: int  # Time of the attempt's last report, or of its end.
     grace_s: float  # Time that the ranks have to stop after a stop request.
     alone_s: float  # Longest time that the attempt continues without an answer from the server.
-    stop_ns: int | None = None  # When the server requested a stop. None without a request.
+    stop_ns: int | None = None  # Time at which the server requested a stop; None without a request.
     is_over: bool = False  # True when the attempt has ended and holds nothing.
-    # Longest device time of earlier runs with the same name. None when unknown.
+    # Longest device time of earlier runs with the same name; None when unknown.
     longest_s: float | None = None
 
 
@@ -191,7 +193,7 @@ class BudgetWindow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def days(self) -> range:
-        """Return the UTC days that the window touches, since 1970-01-01; it may include them partly."""
+        """Return the UTC days since 1970-01-01 that the window touches, also partly."""
         return range(self.start_ns // DAY_NS, -(-self.end_ns // DAY_NS))
 
 
@@ -200,19 +202,20 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
     budget: Budget
     window: BudgetWindow
-    used: BudgetUse  # Use until the last sign of life of each attempt.
-    held: BudgetUse  # Reserved for running attempts, usually for a minute ahead and at most until the period ends.
-    # The same hold without an end of the period. The server compares this hold with the limit of the next period.
+    used: BudgetUse  # Use until the last report of each attempt.
+    held: BudgetUse  # Use reserved for running attempts, usually for a minute ahead, within the period.
+    # Use reserved for running attempts, also beyond the end of the period. The server compares this amount with the
+    # limit of the next period.
     ahead: BudgetUse = NOTHING
     stop: tuple[str, ...] = ()  # Runs that the server must stop because a hard budget cannot cover their hold.
-    # True after the budget stopped a run in this period or was used up. Stopped runs release their holds, but these
-    # admit no
-    # new run, because the server would stop it too. Runs start again when the limit changes or the period ends.
+    # True after the budget stopped a run in this period or was used up. Stopped runs release their holds. The server
+    # admits no new run for the released amount, because the budget would stop the new run too. Runs start again when
+    # the limit changes or the period ends.
     is_closed: bool = False
 
     @property
     def left(self) -> int:
-        """Return the rest of the limit beyond use and holds; it may be negative."""
+        """Return the part of the limit beyond use and holds; the result may be negative."""
         return self.budget.limit - self.budget.counts(self.used) - self.budget.counts(self.held)
 
     @property
@@ -234,9 +237,8 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     def reached(self) -> tuple[int, ...]:
         """Return the marks that the budget has reached, of `WARN_AT`, `FULL` and `CLOSED`.
 
-        Holds of a hard budget count for warnings. Otherwise a budget that is smaller than some minutes of its runs
-        would close
-        without a warning.
+        Holds of a hard budget count for warnings. Otherwise a budget that covers only a few minutes of its runs would
+        close without a warning.
         """
         used, limit = self.budget.counts(self.used), self.budget.limit
         taken = used + (self.budget.counts(self.held) if self.budget.hard else 0)
@@ -263,7 +265,8 @@ def keys(subject: Subject) -> list[tuple[ScopeKind, str]]:
     found += [(kind, name) for kind, name in named if name]
     for key, value in subject.tags.items():
         if "=" in key:
-            continue  # "a=b=c" would read as the tag "a". Such a key must not move a run into or out of a budget.
+            # A tag "a=b=c" could mean the key "a". A key with "=" must not move a run into or out of a budget.
+            continue
         found += [("tag", key), ("tag", f"{key}={value}")]
     return found
 
@@ -276,21 +279,21 @@ def teams_charged(team: str, member_of: Sequence[str]) -> tuple[str, ...]:
 def share_team(team: str, member_of: Sequence[str]) -> str:
     """Return the team whose fair share a run uses, or ""; the arguments are those of `teams_charged`.
 
-    A member may name any of their teams, so taking the first by name gives no member an advantage.
+    A member may choose any team, so choosing the first team by name gives no member an advantage.
     """
     return next(iter(teams_charged(team, member_of)), "")
 
 
-# --- what one attempt uses, and holds ---------------------------------------------------------------------------------
+# --- use and holds of one attempt -------------------------------------------------------------------------------------
 
 
 def ahead_ns(grace_s: float) -> int:
-    """Return the time in nanoseconds that an attempt holds ahead: its stop time, and at least a minute."""
+    """Return the nanoseconds of use that an attempt reserves: its stop time, and at least a minute."""
     return round(max(AHEAD_S, grace_s + STOPPING_S) * 1e9)
 
 
 def costs(ns: int, *, gpus: int, micros_per_hour: int | None) -> BudgetUse:
-    """Return the use that results from some time on devices.
+    """Return the use that results from a time on a number of devices.
 
     `micros_per_hour` is the price of all devices together, None without a price.
     """
@@ -302,7 +305,7 @@ def costs(ns: int, *, gpus: int, micros_per_hour: int | None) -> BudgetUse:
 
 
 def used(one: Spender, within: BudgetWindow) -> BudgetUse:
-    """Return the use of an attempt in a period until its last sign of life."""
+    """Return the use of an attempt in a period until the attempt's last report."""
     if one.started_ns is None:
         return NOTHING
     ns = min(one.seen_ns, within.end_ns) - max(one.started_ns, within.start_ns)
@@ -312,7 +315,8 @@ def used(one: Spender, within: BudgetWindow) -> BudgetUse:
 def _learned_ns(grace_s: float, longest_s: float | None) -> int | None:
     """Return the expected device time of an attempt in nanoseconds, or None when it is unknown.
 
-    A run with a long grace holds its full grace. So a run exceeds its expected use by at most a minute and a quarter.
+    A run with a long grace period holds the full grace period. A run therefore exceeds its expected use by at most a
+    minute and a quarter.
     """
     if longest_s is None or grace_s > AHEAD_S:
         return None
@@ -320,7 +324,7 @@ def _learned_ns(grace_s: float, longest_s: float | None) -> int | None:
 
 
 def held(one: Spender, now_ns: int, within: BudgetWindow | None = None) -> BudgetUse:
-    """Return the hold of an attempt, from its last sign of life on.
+    """Return the hold of an attempt, from the attempt's last report on.
 
     `within` limits the hold to one period. None means no limit.
     """
@@ -336,7 +340,7 @@ def held(one: Spender, now_ns: int, within: BudgetWindow | None = None) -> Budge
         until_ns = max(now_ns, one.stop_ns + round((one.grace_s + STOPPING_S) * 1e9))
     from_ns = now_ns
     if one.started_ns is not None:
-        # The node ends the attempt after this time without the server, even if the server cannot reach it.
+        # The node ends the attempt after this time without contact, even if the server cannot reach the node.
         until_ns = min(until_ns, one.seen_ns + round(one.alone_s * 1e9) + ahead)
         from_ns = one.seen_ns
     if within is not None:
@@ -354,7 +358,7 @@ def first_hold(grace_s: float, *, gpus: int, micros_per_hour: int | None, longes
     return costs(ns, gpus=gpus, micros_per_hour=micros_per_hour)
 
 
-# --- what follows -----------------------------------------------------------------------------------------------------
+# --- decisions --------------------------------------------------------------------------------------------------------
 
 
 _Gang = tuple[str, int]
@@ -386,11 +390,10 @@ def judge(
     now_ns: int,
     known: dict[_Gang, Weighed] | None = None,
 ) -> Standing:
-    """Return the standing of a budget and the runs that it stops.
+    """Return the standing of a budget and the runs that the budget stops.
 
     `posted` excludes the attempts in `going_on`. `known` caches attempts that other budgets with this period have
-    already
-    weighed at the same time.
+    already weighed at the same time.
     """
     within = window(budget.period, now_ns, budget.zone)
     known = {} if known is None else known
@@ -406,8 +409,7 @@ def judge(
     stop: list[str] = []
     if budget.hard and left < budget.counts(together):
         # Attempts with a stop request come first because such attempts keep their hold. The others follow in the order
-        # of
-        # placement.
+        # of placement.
         for each in sorted(
             weighed, key=lambda one: (one.spender.stop_ns is None, one.spender.placed_ns, one.spender.run_id)
         ):
@@ -444,7 +446,7 @@ def may_start(standing: Standing, hold: BudgetUse) -> bool:
     wants = standing.budget.counts(hold)
     if not standing.budget.hard:
         return standing.left > 0 or not wants
-    # The next period must also cover the runs that continue into it.
+    # The next period must also cover the runs that continue into that period.
     return wants <= min(standing.left, standing.budget.limit - standing.budget.counts(standing.ahead))
 
 
@@ -459,8 +461,8 @@ def part_until(amount: int, gpu_ms: int, gpus: int, start_ns: int, end_ns: int, 
     """Return the part of a charge's amount that lies before a time within the charge's UTC day.
 
     A period of another time zone begins within a UTC day. The parts before and after the time add up to the whole
-    amount. `amount` and `gpu_ms` may be negative. Use ends at the end of the charge, because environment and start come
-    before it.
+    amount. `amount` and `gpu_ms` may be negative. Use is the last part of a charge's time, because the node first
+    prepares the environment and starts the ranks.
     """
     took_ns = abs(gpu_ms) // gpus * 1_000_000 if gpus > 0 else 0
     from_ns = max(start_ns, end_ns - took_ns) if took_ns else start_ns
@@ -510,8 +512,11 @@ def refused_text(name: str, standing: Standing, currency: str, *, is_open: bool)
         return _is_used_up(name, standing, currency, is_open=is_open)
     when, amounts = _when(standing), _amounts(standing, currency, is_open=is_open)
     if standing.is_closed:
-        return f"budget {name!r} has stopped runs {when}: the rest does not pay for another minute of them{amounts}"
-    return f"budget {name!r} has less left {when} than the first minute of the run costs{amounts}"
+        return (
+            f"budget {name!r} has stopped runs {when}: the remaining amount does not cover another minute of "
+            f"its runs{amounts}"
+        )
+    return f"the remaining amount of budget {name!r} {when} does not cover the first minute of the run{amounts}"
 
 
 def stopped_text(name: str, standing: Standing, currency: str, *, is_open: bool) -> str:
@@ -519,7 +524,7 @@ def stopped_text(name: str, standing: Standing, currency: str, *, is_open: bool)
     if standing.is_spent:
         return _is_used_up(name, standing, currency, is_open=is_open)
     when, amounts = _when(standing), _amounts(standing, currency, is_open=is_open)
-    return f"the rest of budget {name!r} {when} does not pay for its next minute{amounts}"
+    return f"the remaining amount of budget {name!r} {when} does not cover the run's next minute{amounts}"
 
 
 def warning_text(name: str, standing: Standing, currency: str, *, is_open: bool, mark: int = 0) -> str:
@@ -531,17 +536,20 @@ def warning_text(name: str, standing: Standing, currency: str, *, is_open: bool,
     is_hard, when, amounts = standing.budget.hard, _when(standing), _amounts(standing, currency, is_open=is_open)
     if mark == CLOSED:
         count = len(standing.stop)
-        stops = f"{count} {'run is' if count == 1 else 'runs are'} stopped" if count else "it has stopped runs"
+        stops = f"{count} {'run is' if count == 1 else 'runs are'} stopped" if count else "the budget has stopped runs"
         then = (
-            "the server stops the latest runs first; other runs continue while the rest pays for them, and no "
-            "new run starts"
+            "the server stops the latest runs first; other runs continue while the remaining amount covers them, "
+            "and no new run starts"
         )
-        return f"budget {name!r} is closed {when}: the rest does not pay for all its runs{amounts}; {stops}; {then}"
+        return (
+            f"budget {name!r} is closed {when}: the remaining amount does not cover all its runs{amounts}; "
+            f"{stops}; {then}"
+        )
     if mark == FULL:
-        then = "the server stops its runs, with their grace for a checkpoint" if is_hard else "no new run starts"
+        then = "the server stops its runs, with their grace period for a checkpoint" if is_hard else "no new run starts"
         return f"{_is_used_up(name, standing, currency, is_open=is_open)}; {then}"
     then = (
-        "at 100 % the server stops its runs, with their grace for a checkpoint"
+        "at 100 % the server stops its runs, with their grace period for a checkpoint"
         if is_hard
         else "at 100 % no new run starts"
     )
@@ -554,8 +562,8 @@ def goes_on_text(name: str, standing: Standing, currency: str, *, is_open: bool)
     """Return the message for a run that continues after a budget has stopped others."""
     when, amounts = _when(standing), _amounts(standing, currency, is_open=is_open)
     return (
-        f"budget {name!r} does not pay for all its runs any more {when}{amounts}: the server stops the latest "
-        "runs first; this run continues while the rest pays for it"
+        f"budget {name!r} no longer covers all its runs {when}{amounts}: the server stops the latest runs first; "
+        "this run continues while the remaining amount covers the run"
     )
 
 
@@ -567,8 +575,8 @@ def no_room_text(name: str, standing: Standing) -> str:
     if standing.is_closed:
         return f"budget {name!r} has stopped runs {when} and is closed; {renewal_text(standing)}"
     return (
-        f"budget {name!r} does not cover this run yet: the first minute costs more than the rest {when}, or "
-        f"running attempts hold the rest; {renewal_text(standing)}"
+        f"budget {name!r} does not cover this run yet: the first minute costs more than the remaining amount "
+        f"{when}, or running attempts hold the remaining amount; {renewal_text(standing)}"
     )
 
 
@@ -600,7 +608,7 @@ def next_day_text(standing: Standing) -> str:
 FORECAST_DAYS = 7
 """Days before today that a forecast includes."""
 FACTOR = 3
-"""Ratio to the usual rate that raises an alarm."""
+"""Ratio of the current rate to the usual rate that raises an alarm."""
 RUNS_MIN = 5
 RUNS_MAX = 50
 """Minimum and maximum number of earlier runs in the median of a run name."""
@@ -614,12 +622,13 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
     amount: int  # Expected use at the end of the period, in the unit of the limit.
     per_day: int  # Use per day that the forecast assumes.
-    reached_ns: int | None  # When that rate uses up the limit, in nanoseconds since 1970. None: not in this period.
+    # Time at which that rate uses up the limit, in nanoseconds since 1970. None: not in this period.
+    reached_ns: int | None
     basis: str  # The formula of the forecast as text.
 
 
 class Alarm(msgspec.Struct, frozen=True, kw_only=True):
-    """A spend rate far above the usual one."""
+    """A spending rate far above the usual rate."""
 
     rate: int  # Current use per hour.
     usual: int  # Median use per hour.

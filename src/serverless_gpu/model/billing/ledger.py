@@ -9,9 +9,9 @@ A charge is a pure function of facts and a tariff. Facts may arrive late, twice 
 
 The ledger never changes an entry. For a wrong entry, the ledger posts a reversal with negative amounts and a new entry.
 
-Failure cases: The last day of a silent node is provisional, and the ledger reverses it when more facts arrive. A caller
-must not mix facts of several attempts, or two different facts with the same number. Such facts raise `InvalidValue`,
-because their sum would depend on the order of arrival.
+Failure cases: The entry for the last day of a silent node is provisional. The ledger reverses a provisional entry when
+more facts arrive. A caller must not mix facts of several attempts, or two different facts with the same number. Such
+facts raise `InvalidValue`, because their sum would depend on the order of arrival.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from serverless_gpu.model.billing.pricing import UNPRICED, Tariff, cost, cost_pa
 from serverless_gpu.model.lifecycle.attempt import MEANINGS, Fact, Reason, distinct
 from serverless_gpu.model.receipt import Bill
 
-_AFTER_GRACE = "time after the grace of its ranks"
+_AFTER_GRACE = "time after the grace period of the ranks"
 
 
 class Charge(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,12 +35,12 @@ class Charge(msgspec.Struct, frozen=True, kw_only=True):
     attempt: str = ""  # The attempt, as `run:fence`.
     gpu_type: str = ""
     gpus: int = 0  # The highest number of devices at the same time.
-    gpu_ms: int = 0  # Device-milliseconds in use. `billed_ms` has those that are billed.
+    gpu_ms: int = 0  # Device-milliseconds in use. `billed_ms` counts the billed part.
     billed_ms: int = 0
-    core_ms: int = 0  # Billed core-milliseconds. `memory_mib_ms` has the billed MiB-milliseconds.
+    core_ms: int = 0  # Billed core-milliseconds. `memory_mib_ms` counts the billed MiB-milliseconds.
     memory_mib_ms: int = 0
     micros: int | None = None  # Cost in millionths of the currency unit. None without a price.
-    core_micros: int = 0  # The part of the cost for cores. `memory_micros` has the part for memory.
+    core_micros: int = 0  # The part of the cost for cores. `memory_micros` is the part for memory.
     memory_micros: int = 0
     dbu_micros: int = 0
 
@@ -48,8 +48,8 @@ class Charge(msgspec.Struct, frozen=True, kw_only=True):
 def charge(facts: Iterable[Fact], *, gpu_type: str, tariff: Tariff = UNPRICED, is_billed: bool = True) -> Charge:
     """Return the use and the cost of an attempt.
 
-    Use lasts from the start of user code, or of holding idle devices, until the devices are free. Before that, use ends
-    provisionally at the last sign of life. A call with all facts returns the final charge.
+    Use lasts from the start of user code, or of holding idle devices, until the devices are free. Before the devices
+    are free, use ends provisionally at the last report. A call with all facts returns the final charge.
 
     Raises InvalidValue when the facts are of several attempts, or two facts share a number.
     """
@@ -94,7 +94,7 @@ def bill_of(used: Charge, reason: Reason | None) -> Bill:
     )
 
 
-# --- lines: what an attempt used on each day --------------------------------------------------------------------------
+# --- lines: daily use of an attempt -----------------------------------------------------------------------------------
 
 
 class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +106,7 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     day: int  # Days since 1970-01-01.
-    start_ns: int  # First moment of the use, in nanoseconds since 1970. `end_ns` is the last.
+    start_ns: int  # Start of the use in nanoseconds since 1970. `end_ns` is the end of the use.
     end_ns: int
     gpus: int  # The highest number of devices at the same time.
     environment_ms: int = 0  # Device time while the node prepared the environment.
@@ -164,31 +164,32 @@ def priced(days: Mapping[int, DayUse], tariff: Tariff, *, is_billed: bool = True
     return tuple(found)
 
 
-# --- entries: what a ledger has of that -------------------------------------------------------------------------------
+# --- entries: posted lines --------------------------------------------------------------------------------------------
 
 
 class EntryKind(StrEnum):
     """The kind of a ledger entry. The entries of one attempt and day add up to its use on that day."""
 
     ORIGINAL = "original"  # The first entry for a day.
-    REVERSAL = "reversal"  # Negates an earlier entry.
+    REVERSAL = "reversal"  # Cancels an earlier entry with negative amounts.
     RESTATED = "restated"  # Replaces a reversed entry.
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the ledger, which the ledger never changes or deletes."""
 
-    number: int  # Numbers of an attempt's entries: 1, 2, 3 …
+    number: int  # Number of the entry within its attempt: 1, 2, 3 …
     kind: EntryKind  # A reversal has the negative amounts of the entry that it reverses.
-    provisional: bool  # True while the node is silent and more facts may arrive. Such entries later net to zero.
+    # True while the node is silent and more facts may arrive. The ledger later reverses such an entry.
+    provisional: bool
     line: LedgerLine
 
 
 def post(posted: Sequence[LedgerEntry], target: Sequence[LedgerLine], *, final: bool) -> tuple[LedgerEntry, ...]:
     """Return the entries that bring a ledger to the target lines; empty when the ledger is correct.
 
-    The ledger reverses a wrong entry and posts it again. The ledger also reverses a provisional entry that becomes
-    final, so provisional entries and their reversals add up to zero.
+    The function reverses a wrong entry and posts a corrected entry. The function also reverses a provisional entry that
+    becomes final, so provisional entries and their reversals add up to zero.
 
     `final` promises that no more facts of these days will arrive. Otherwise the last day may still change.
     """
@@ -214,7 +215,7 @@ def post(posted: Sequence[LedgerEntry], target: Sequence[LedgerLine], *, final: 
 
 
 def standing(posted: Iterable[LedgerEntry]) -> dict[int, LedgerEntry]:
-    """Return the entries without a reversal, by day in ascending order."""
+    """Return the entries that no other entry has reversed, by day in ascending order."""
     found: dict[int, LedgerEntry] = {}
     for entry in sorted(posted, key=lambda entry: entry.number):
         if entry.kind is EntryKind.REVERSAL:

@@ -12,11 +12,12 @@ idle devices has its own pair of facts, so that no device counts twice.
     reserved   held    freed ─ a run has them, and its own facts ─ held    freed
                ├─ idle ──┤                                          ├─ idle ─┤
 
-Times are whole milliseconds of the boot clock. Each period without a break reads the calendar once, at its first fact,
-and derives later dates from the boot clock.
+Times are whole milliseconds of the boot clock. Each uninterrupted period reads the wall clock once, at its first fact.
+The later dates of the period follow from the boot clock.
 
-Failure cases: After a silent node or a reboot, the time ends at the last sign of life, in the user's favour. Boot times
-of different boots are never compared. Without the fact that starts a segment, its time belongs to the segment before.
+Failure cases: After a node goes silent or reboots, the time ends at the last report, in the user's favour. The module
+never compares boot times of different boots. Without the fact that starts a segment, the time belongs to the segment
+before.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from serverless_gpu.model.calendars import DAY_NS
 from serverless_gpu.model.lifecycle.attempt import Fact, FactKind
 
 STRETCH_NS_MAX = 400 * DAY_NS
-"""Maximum length of a period without a break. A longer one means that the clock is wrong."""
+"""Maximum length of an uninterrupted period. A longer period means that the clock is wrong."""
 SEGMENTS = ("environment_ms", "start_ms", "run_ms", "stop_ms", "gate_ms", "idle_ms")
 """The segments of device time, in chronological order."""
 _ENVIRONMENT, _START, _RUN, _STOP, _GATE, _IDLE = range(len(SEGMENTS))
@@ -41,7 +42,7 @@ _OPENING = frozenset({FactKind.RESERVED, FactKind.HYDRATING, FactKind.STARTING, 
 
 
 class _Stretch:
-    """Devices of an attempt without a break: from their first fact until they are free."""
+    """An uninterrupted period of an attempt's devices, from their first fact until they are free."""
 
     __slots__ = (
         "began_ns",
@@ -128,11 +129,11 @@ class DayUse:
     __slots__ = ("billed_ms", "core_ms", "end_ns", "gpus", "memory_mib_ms", "segments", "start_ns")
 
     def __init__(self, start_ns: int, end_ns: int) -> None:
-        # `start_ns` is the first moment of the use, in nanoseconds since 1970. `end_ns` is the last.
+        # `start_ns` is the start of the use in nanoseconds since 1970. `end_ns` is the end of the use.
         self.start_ns, self.end_ns = start_ns, end_ns
         # `gpus` is the highest number of devices at the same time.
-        # `billed_ms` has the billed device-milliseconds.
-        # `core_ms` has the billed core-milliseconds, and `memory_mib_ms` the billed MiB-milliseconds.
+        # `billed_ms` counts the billed device-milliseconds.
+        # `core_ms` counts the billed core-milliseconds, and `memory_mib_ms` the billed MiB-milliseconds.
         self.gpus = self.billed_ms = self.core_ms = self.memory_mib_ms = 0
         self.segments = [0] * len(SEGMENTS)  # Device-milliseconds for each of `SEGMENTS`.
 
@@ -159,7 +160,7 @@ class Meter:
             _book(self._days, *ended)
 
     def used(self) -> dict[int, DayUse]:
-        """Return the use until the last sign of life by day (days since 1970-01-01), in ascending order."""
+        """Return the use until the last report by day (days since 1970-01-01), in ascending order."""
         days = self._days
         if self._open is not None:
             days = {number: day.copy() for number, day in days.items()}
@@ -168,11 +169,11 @@ class Meter:
 
 
 class Lending(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices that one attempt had without a break."""
+    """An uninterrupted period in which one attempt had devices."""
 
-    boot_id: str  # Boot of the node. Boot times compare only within the same boot.
+    boot_id: str  # Boot of the node. Boot times are only comparable within the same boot.
     gpus: frozenset[str]
-    # Boot time of the first fact about the devices. `end_ns` is when the devices were free, or the last sign of life.
+    # Boot time of the first fact about the devices. `end_ns` is when the devices were free, or the last report.
     start_ns: int
     end_ns: int
 
@@ -199,7 +200,7 @@ def _follow(stretch: _Stretch | None, fact: Fact) -> tuple[tuple[_Stretch, int] 
         ended = None if stretch is None else (stretch, stretch.end_ns())
         return ended, _Stretch(fact) if fact.kind in _OPENING else None
     if fact.boot_id != stretch.boot_id:
-        # A later boot proves that the attempt is dead, but its boot time does not tell the time of death.
+        # A fact of a later boot proves that the attempt has ended, but does not show when.
         return None, stretch
     if fact.kind is FactKind.FREED:
         return (stretch, fact.boottime_ns), None
@@ -210,7 +211,8 @@ def _follow(stretch: _Stretch | None, fact: Fact) -> tuple[tuple[_Stretch, int] 
 def _book(days: dict[int, DayUse], stretch: _Stretch, end_ns: int) -> None:
     """Add a period to each day that it touches, with dates from the wall clock of its first fact.
 
-    A duration is the difference of two positions that are rounded to milliseconds. So durations add up to the whole.
+    A duration is the difference of two positions that are rounded to milliseconds. The rounded durations therefore add
+    up to the total duration.
     """
     began_ns, offset_ns = stretch.began_ns, stretch.wall_ns - stretch.began_ns
     end_ns = min(max(end_ns, began_ns if stretch.used_ns is None else stretch.used_ns), began_ns + STRETCH_NS_MAX)

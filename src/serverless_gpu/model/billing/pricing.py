@@ -6,10 +6,11 @@ Use without a price counts as unpriced time, because billing never guesses a pri
 later price change does not change its charge. Money is an integer number of micros (millionths of the currency unit).
 The total cost of an attempt is rounded up once.
 
-A device type without a price is unpriced even if its cores have a price. So every cost that users see is complete.
+A device type without a price is unpriced even if its cores have a price. Every cost that users see is therefore
+complete.
 
-The price of a GPU type is that of one device. A CPU slot is a device of type ``CPU`` and its core is not charged again.
-Cores and memory are charged when an attempt has a limit on them (`cpus=`, `memory=`).
+The price of a GPU type is that of one device. A CPU slot is a device of type ``CPU``, and the server does not charge
+its core a second time. Cores and memory are charged when an attempt has a limit on them (`cpus=`, `memory=`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
 
     resource: str  # A GPU type, `CORE` or `MEMORY`.
     micros_per_hour: int  # Millionths of the currency unit per unit of the resource.
-    pool: str = ""  # "" applies to every pool without a price of its own.
+    pool: str = ""  # Pool of the price; "" for all pools without a separate price.
     # Start of validity in nanoseconds since 1970. `until_ns` is the end, None until a later price begins.
     from_ns: int = 0
     until_ns: int | None = None
@@ -96,12 +97,12 @@ def rate(tariff: Tariff, *, gpu_type: str, gpus: int, cpus: int = 0, memory_byte
 
 
 def cores_beside(gpu_type: str, gpus: int, cpus: int) -> int:
-    """Return the cores to charge besides the devices. A CPU slot is a core that is charged as a device."""
+    """Return the cores to charge in addition to the devices, without the cores of CPU slots."""
     return max(0, cpus - gpus) if gpu_type == CPU else cpus
 
 
 def cost_parts(tariff: Tariff, gpu_ms: int, core_ms: int, memory_mib_ms: int) -> tuple[int, int, int]:
-    """Return the parts of a cost for devices, cores and memory, which add up to it; 0 without a price."""
+    """Return the parts of a cost for devices, cores and memory; 0 without a price."""
     devices = cost(tariff, gpu_ms) or 0
     cores = cost(tariff, gpu_ms, core_ms) or 0
     return devices, cores - devices, (cost(tariff, gpu_ms, core_ms, memory_mib_ms) or 0) - cores
@@ -115,9 +116,8 @@ def dbu_cost(tariff: Tariff, gpu_ms: int) -> int:
 def tariff(rows: Iterable[Price], *, gpu_type: str, pool: str, at_ns: int, currency: str) -> Tariff:
     """Return the prices for an attempt whose devices are reserved at a given time.
 
-    The price of the pool wins over the price of all pools. Then the type's own price wins over that of its family, and
-    a
-    later start wins over an earlier one.
+    The price of the pool takes precedence over the price of all pools. Next, the type's own price takes precedence over
+    the price of its family. Last, a later start takes precedence over an earlier start.
     """
     names = [gpu_type, *families_of(gpu_type)]
     found: dict[str, tuple[tuple[bool, int, int], Price]] = {}
@@ -154,8 +154,7 @@ def check_book(rows: Iterable[Price]) -> None:
     """Refuse a price book with two prices for the same resource and pool at the same time.
 
     A price without an end is valid until the next price of the same resource and pool. A price with an end must end
-    before
-    that.
+    before the next price begins.
     """
     ordered = sorted(rows, key=lambda row: (row.resource, row.pool, row.from_ns))
     for row in ordered:
@@ -166,8 +165,8 @@ def check_book(rows: Iterable[Price]) -> None:
             continue
         if row.from_ns == following.from_ns or (row.until_ns is not None and row.until_ns > following.from_ns):
             raise InvalidValue(
-                f"two prices of {_place(row)} hold at the same time",
-                hint="end the earlier price where the later one begins",
+                f"two prices of {_place(row)} are valid at the same time",
+                hint="end the earlier price at the start of the later price",
             )
 
 
@@ -181,7 +180,7 @@ def _place(price: Price) -> str:
 
 
 class OfDbus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A price in DBU, as a configuration file writes it."""
+    """A price in DBU, in the form of a configuration file."""
 
     dbu_per_gpu_hour: float  # DBUs for one device in one hour.
     usd_per_dbu: float
@@ -190,8 +189,8 @@ class OfDbus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def parse_prices(table: Mapping[str, float | OfDbus]) -> dict[str, Tariff]:
     """Return the prices for attempts by GPU type name, from the price table of a file.
 
-    A price for a family applies to each member without a price of its own. Unknown names are kept, because cards with
-    custom or product names can have prices too.
+    A price for a family applies to each member without a price of its own. The function accepts unknown names, because
+    cards with custom or product names can have prices too.
 
     `table` has USD per GPU-hour by type name, per core-hour under `core`, and per GiB-hour under `memory`. Raises
     InvalidOption when a price is not a number. Raises InvalidValue when a price is negative, too high or a duplicate.

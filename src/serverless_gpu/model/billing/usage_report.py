@@ -77,16 +77,17 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         runs: number of runs with their first charge in this group.
-        queued_ms: milliseconds that the runs waited for devices. The segments after it are device-milliseconds.
+        queued_ms: milliseconds that the runs waited for devices. The fields of later segments are in device-
+            milliseconds.
         gpu_ms: device-milliseconds in use. `billed_ms` excludes the time where the platform failed.
         unpriced_ms: billed device-milliseconds without a price.
-        core_ms: billed core-milliseconds. `memory_mib_ms` has the billed MiB-milliseconds of host memory.
+        core_ms: billed core-milliseconds. `memory_mib_ms` counts the billed MiB-milliseconds of host memory.
         micros: millionths of the currency unit. None where no part has a price.
         dbu_micros: millionths of a DBU.
-        observed_ms: device-milliseconds with telemetry, of ended attempts. `busy_ms` has those with work.
+        observed_ms: device-milliseconds with telemetry, of ended attempts. `busy_ms` counts those with work.
         provisional_ms: device-milliseconds of entries that the ledger may still reverse, because their nodes are
             silent.
-        going_ms: device-milliseconds of running attempts, which the ledger does not have yet.
+        going_ms: device-milliseconds of running attempts, which the ledger does not contain yet.
     """
 
     runs: int = 0
@@ -134,7 +135,7 @@ class ReportRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         key: the values of the grouping fields, in their order. "" means "none".
-        currency: of its money.
+        currency: currency of the row's amounts.
         amounts: the use of the group.
     """
 
@@ -151,7 +152,7 @@ class DayRange(NamedTuple):
 
 
 class UsageUnit(NamedTuple):
-    """A time unit of a table: its name, its length, and the minimum time that it is for."""
+    """A time unit of a table: its name, its length, and the shortest time that tables show in this unit."""
 
     name: str
     ms: int
@@ -211,7 +212,8 @@ def key_of(by: Sequence[str], account: Accounted, *, run_id: str, day: int) -> t
 def label(field: str, value: object) -> str:
     """Return one value of a key as users see it.
 
-    A day is its number since 1970-01-01. A week is the number of weeks since that of 1970-01-01.
+    The value for a day is its number of days since 1970-01-01. The value for a week is its number of weeks since the
+    week of 1970-01-01.
     """
     if field == "day":
         return calendars.format_day(int(str(value)))
@@ -225,9 +227,7 @@ def day_of(text: str) -> int:
     try:
         return calendars.number_of(datetime.date.fromisoformat(text))
     except ValueError:
-        raise InvalidValue(
-            f"{text[:40]!r} is not a valid day", hint="write it as 2026-11-30; days are of UTC"
-        ) from None
+        raise InvalidValue(f"{text[:40]!r} is not a valid day", hint="write a day as 2026-11-30, in UTC") from None
 
 
 def month(text: str) -> DayRange:
@@ -235,12 +235,12 @@ def month(text: str) -> DayRange:
     try:
         found = calendars.days_of_month(calendars.number_of(datetime.date.fromisoformat(f"{text}-01")))
     except ValueError:
-        raise InvalidValue(f"{text[:40]!r} is not a valid month", hint="write it as 2026-11") from None
+        raise InvalidValue(f"{text[:40]!r} is not a valid month", hint="write a month as 2026-11") from None
     return checked(DayRange(found.start, found.stop))
 
 
 def months(window: DayRange) -> list[tuple[int, str]]:
-    """Return the months of a range of days: for each one the first day after it, and its name."""
+    """Return the months of a range of days: the first day after each month, and the month's name."""
     found: list[tuple[int, str]] = []
     day = window.from_day
     while day < window.until_day:

@@ -1,17 +1,18 @@
-"""Hang detection for gangs on several nodes: combines the observations of all crews.
+"""Hang detection for gangs on several nodes: combines the observations of all nodes.
 
-A crew is one node's part of a gang: a supervisor and its ranks.
+Each node of a gang has one supervisor, which observes the gang's ranks on the node.
 
-    crew: Silence ─▶ server ─▶ all are silent for half of the limit ─▶ request: each crew inspects its ranks
-    crew: Seen ────▶ server ─▶ all have answered, the limit is over ─▶ Judgement: a warning, or the end, of all ranks
+    node: Silence ─▶ server ─▶ all are silent for half of the limit ─▶ request: each node inspects its ranks
+    node: Seen ────▶ server ─▶ all have answered, the limit has passed ─▶ Judgement: a warning, or the end, of all ranks
 
 The rules are those of `hang_detection.py`, applied to the ranks of all nodes. A rank that waits for a working rank on
-another node does not hang. This module only has values and decisions, on the server's clock. Nodes report durations
-and not times, so their clocks do not matter. Each silence has a number, so that a late message does not start a new
+another node does not hang. This module only has values and decisions, on the server's clock. Nodes report durations and
+not times, so their clocks do not matter. Each silence has a number, so that a late message does not start a new
 silence.
 
-Failure cases: The server does not judge while it has no recent message from a crew, because the state of its ranks is
-unknown. After a restart of the server the crews report everything again. At worst, a warning repeats.
+Failure cases: The server makes no decision while it has no recent message from a node, because the state of the node's
+ranks is unknown. After a restart of the server the nodes report everything again. At worst, the server repeats a
+warning.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from serverless_gpu.model.lifecycle.attempt import Hang, Limits
 from serverless_gpu.model.placement import CrewPlace, numbered
 
 _WINDOW_NS_MIN = 500_000_000
-_EARLY = 4  # Share of the window. Requests start this much earlier, because messages take a moment.
+# Divisor of the inspection window. The server sends requests earlier by this part, because messages need time.
+_EARLY = 4
 
 
 class Silence(msgspec.Struct, frozen=True, kw_only=True):
-    """A crew whose ranks have made no progress for a while.
+    """A node whose ranks have made no progress for a while.
 
     Attributes:
-        number: number of the silence. Each silence has a different one.
+        number: number of the silence, different for each silence.
         ms: duration of the silence in milliseconds.
     """
 
@@ -44,14 +46,14 @@ class Silence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InspectionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to a crew: inspect the ranks for a window and answer with this number."""
+    """A request to a node: inspect the ranks for a time window and answer with this number."""
 
     number: int
     window_ms: int
 
 
 class CrewObservation(msgspec.Struct, frozen=True, kw_only=True):
-    """A crew's observation of its ranks.
+    """A node's observation of its ranks.
 
     Attributes:
         number: number of the `InspectionRequest`.
@@ -67,11 +69,11 @@ class CrewObservation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict that the server sends to all crews.
+    """The verdict that the server sends to all nodes of a gang.
 
     Attributes:
-        number: counts from 1. The names of stack files contain it.
-        sentence: which ranks wait for which others, on which nodes. "" withdraws a warning.
+        number: number of the verdict, counted from 1. The names of stack files contain this number.
+        sentence: message about the ranks that wait, the ranks they wait for, and their nodes. "" withdraws a warning.
         ends: True when the server ends the run because of the hang.
         hang: the same information for programs.
     """
@@ -83,7 +85,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CrewSilent(msgspec.Struct, frozen=True):
-    """A silent crew: start of its silence and time of its last message, on the server's clock."""
+    """A silent node: start of its silence and time of its last message, on the server's clock."""
 
     number: int
     since_ns: int
@@ -94,19 +96,19 @@ class CrewSilent(msgspec.Struct, frozen=True):
 class GangWatch(msgspec.Struct, frozen=True, kw_only=True):
     """The known progress of a gang."""
 
-    # Silent crews by number. All other crews make progress.
+    # Silent nodes by their number in the gang. All other nodes make progress.
     silent: Mapping[int, CrewSilent] = msgspec.field(default_factory=dict)
-    # Counts the warnings of the gang. The inspections happen on the nodes.
+    # Counts the warnings of the gang. The nodes themselves inspect the ranks.
     watch: RunProgress = RunProgress(since_ns=0, seen_ns=0)
-    ask: InspectionRequest | None = None  # The current request to all crews.
-    seen: Mapping[int, CrewObservation] = msgspec.field(default_factory=dict)  # Observations by crew number.
+    ask: InspectionRequest | None = None  # The current inspection request to all nodes.
+    seen: Mapping[int, CrewObservation] = msgspec.field(default_factory=dict)  # Observations by number of the node.
     judgement: Judgement | None = None
 
 
 def with_observation(
     gang: GangWatch, crew: int, silence: Silence | None, seen: CrewObservation | None, *, returned: bool, now_ns: int
 ) -> GangWatch:
-    """Return the watch after a message from a crew."""
+    """Return the gang's progress after a message from a node."""
     before = gang.silent.get(crew)
     others = {number: one for number, one in gang.silent.items() if number != crew}
     if silence is None and not returned:
@@ -114,7 +116,7 @@ def with_observation(
     number, since_ns = (0, now_ns) if silence is None or returned else (silence.number, now_ns - silence.ms * 1_000_000)
     is_same = before is not None and (before.number, before.returned) == (number, returned)
     if is_same and before is not None:
-        since_ns = min(since_ns, before.since_ns)  # Earlier messages may have travelled faster than this one.
+        since_ns = min(since_ns, before.since_ns)  # An earlier message may have had a shorter delay.
     now = CrewSilent(number, since_ns, now_ns, returned)
     gang = msgspec.structs.replace(gang, silent={**others, crew: now})
     if not is_same:
@@ -127,9 +129,9 @@ def with_observation(
 def decide(
     gang: GangWatch, limits: Limits, crews: Sequence[CrewPlace], *, per_node: bool, now_ns: int, fresh_ns: int
 ) -> GangWatch:
-    """Return the watch after the decisions that are due now.
+    """Return the gang's progress after all decisions that are possible now.
 
-    The state of a crew without a message for longer than `fresh_ns` is unknown, so the server decides nothing.
+    The state of a node without a message for longer than `fresh_ns` is unknown, so the server decides nothing.
     """
     if gang.judgement is not None and gang.judgement.ends:
         return gang
@@ -146,8 +148,8 @@ def decide(
         return gang
     if gang.ask is None:
         window_ns = max(_WINDOW_NS_MIN, due.at_ns - now_ns if now_ns < due.at_ns else due.window_ns)
-        # A time as number, so that the server cannot mistake an answer to a request from before its restart for a new
-        # one.
+        # The current time serves as number. After a restart, the server therefore cannot mistake an old answer for a
+        # new answer.
         asked = InspectionRequest(number=now_ns, window_ms=window_ns // 1_000_000)
         return msgspec.structs.replace(gang, ask=asked, seen={})
     awaited = {crew.number for crew, one in zip(crews, silent, strict=True) if not one.returned}
@@ -174,7 +176,7 @@ def _judged(
     ]
     returned += [number for seen in gang.seen.values() for number in seen.returned]
     waiting, elsewhere = hang_detection.divided(ranks, returned)
-    # Stacks of the ranks that explain the hang best: those elsewhere, else those that wait.
+    # Stacks of the ranks that explain the hang best: ranks that do not wait, else ranks that wait.
     stacks = {rank: text for seen in gang.seen.values() for rank, text in seen.stacks.items()}
     explaining = [rank for rank in elsewhere if rank in stacks] or [rank for rank in waiting if rank in stacks]
     named = ranks_on(crews, per_node=per_node)
@@ -195,7 +197,7 @@ def _judged(
 
 
 def _at_work(gang: GangWatch, since_ns: int) -> GangWatch:
-    """Return the watch after progress. Progress discards requests and withdraws a current warning."""
+    """Return the gang's progress after a sign of work, without requests and without a current warning."""
     judgement = gang.judgement
     if judgement is not None and not judgement.ends and judgement.sentence:
         judgement = Judgement(number=judgement.number, sentence="")

@@ -1,7 +1,7 @@
 """Hang detection: decides from a run's last output and from inspections of its ranks.
 
     output, event ──▶ progress ── silence ──▶ inspections in one window ┬▶ all move: progress
-                                                                        ├▶ some stand still: WARN, again after twice
+                                                                        ├▶ some do not move: WARN, again after twice
                                                                         │  the silence
                                                                         └▶ none moves: END, where the user set a limit
 
@@ -14,12 +14,13 @@ inspections find it in two places, or when it uses its CPU.
 
 Ranks on several GPUs may wait for each other in a busy loop in C. For them, CPU time counts only if the main thread ran
 Python code between two inspections. A program that waits for its GPU at one line nearly all the time shows no other
-place, but it does run Python code. Other programs sleep while they wait, and then one long call in C counts as work.
+place, but it does run Python code. Other programs sleep while they wait. For such programs, one long call in C counts
+as work.
 
-A rank also makes progress when it stands in a place where the supervisor found a moving rank. A warning needs one rank
-that has not returned and makes no progress. In a hang, the rank that the others wait for may be busy elsewhere, and a
-warning does no harm. An end needs that no rank moves. While one rank works, the others may wait for good reason (rank 0
-evaluates), so the detection postpones the end by its limit.
+A rank also makes progress when it is in a place where the supervisor found a moving rank. The supervisor warns when a
+rank that has not returned makes no progress. In a hang, the rank that other ranks wait for may still be busy. A warning
+does no harm in that case. The supervisor ends a run only when no rank moves. While one rank works, other ranks may have
+a reason to wait, such as an evaluation on rank 0. The detection then postpones the end by its limit.
 
 For a gang on several nodes each supervisor only reports `RankSeen`, and `gang_hang_detection.py` decides.
 
@@ -53,10 +54,10 @@ WINDOW_NS_MAX = 300_000_000_000
 _EARLY_NS = 60_000_000_000
 _LOOKS = 16
 PLACES_MAX = 3 * _LOOKS
-"""Maximum number of places per rank. One inspection finds a rank in one place and possibly at work."""
+"""Maximum number of places per rank. One inspection finds at most one stack and one sign of CPU use."""
 WHERE_CHARACTERS_MAX = 300
-"""Maximum length of a place for users. Function names in user code may be longer."""
-_LOOKS_MIN = _LOOKS // 2  # Minimum before a decision, also for a supervisor that starts late.
+"""Maximum number of characters of a place in messages. Function names in user code may be longer."""
+_LOOKS_MIN = _LOOKS // 2  # Minimum inspection time before a decision, also for a supervisor that starts late.
 _INTERVAL_NS_MIN = 50_000_000
 # The supervisor observes every few seconds. A longer gap means that the supervisor did not run.
 _UNOBSERVED_NS = 30_000_000_000
@@ -101,11 +102,10 @@ class RankInspection(msgspec.Struct, frozen=True, kw_only=True):
     main_us: int = 0  # CPU time of the main thread.
     children_ms: int = 0  # CPU time of all living descendants.
     # True when the main thread ran Python code since the last inspection, even if it only polled. A call in C that has
-    # not
-    # returned to Python does not count.
+    # not returned to Python does not count.
     passed: bool = False
     stack: Stack = Stack()  # Python stacks. Empty when the rank did not provide stacks.
-    note: str = ""  # Why there is no stack, or another remark.
+    note: str = ""  # Reason for a missing stack, or another remark.
 
     @property
     def blocked(self) -> bool:
@@ -121,7 +121,7 @@ class RankSeen(msgspec.Struct, frozen=True, kw_only=True):
         where: the main thread's place as text for users. "" when unknown.
         place: digest of that place, from the last inspection.
         places: digests of the places in all inspections. A moving rank reports only the first few.
-        moving: True when the rank was in more than one place, or at work.
+        moving: True when the rank was in more than one place, or used its CPU.
         signs: signs of a wait for other ranks, from the last inspection.
     """
 
@@ -147,7 +147,7 @@ class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
     places: dict[int, frozenset[int]] = {}  # Digests of the places of each rank.
     warned: int = 0
     warned_ever: int = 0  # Number of warnings of the whole run.
-    spared_ns: int = 0  # Time when the end was postponed because a rank was at work. 0 if it was not.
+    spared_ns: int = 0  # Time at which the detection postponed the end because a rank worked. 0 without a postponement.
 
 
 class HangAction(StrEnum):
@@ -160,14 +160,14 @@ class HangAction(StrEnum):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """An action, and for WAIT the time of the next step (None when no step will ever be due)."""
+    """An action, and for WAIT the time of the next step (None without a next step)."""
 
     action: HangAction
     at_ns: int | None = None
 
 
 class HangDeadline(msgspec.Struct, frozen=True):
-    """The action that follows a silence until `at_ns`. Inspections begin `window_ns` before that."""
+    """The action after a silence until `at_ns`. Inspections begin `window_ns` before `at_ns`."""
 
     at_ns: int
     window_ns: int
@@ -185,7 +185,7 @@ def progressed(watch: RunProgress, now_ns: int) -> RunProgress:
 
 
 def observed(watch: RunProgress, now_ns: int) -> RunProgress:
-    """Return the progress after an observation. Time in which the observer did not run is not silence."""
+    """Return the progress after an observation. Silence excludes time in which the observer did not run."""
     if now_ns - watch.seen_ns > _UNOBSERVED_NS:
         return progressed(watch, now_ns)
     return msgspec.structs.replace(watch, seen_ns=now_ns)
@@ -247,9 +247,9 @@ def warned(watch: RunProgress) -> RunProgress:
 
 
 def spared(watch: RunProgress, now_ns: int) -> RunProgress:
-    """Return the progress after a postponed end: other ranks may have reason to wait for a working rank.
+    """Return the progress after a postponed end, because ranks may have reason to wait for a working rank.
 
-    Only later inspections count from now on.
+    Earlier inspections no longer count.
     """
     return msgspec.structs.replace(watch, spared_ns=now_ns, looks=0, first={}, last={}, places={})
 
@@ -260,7 +260,7 @@ def moving(watch: RunProgress) -> frozenset[int]:
 
 
 def returned_early(attempt: Attempt, returned_ns: int | None, now_ns: int) -> bool:
-    """Return True when ranks returned long ago while others still run and may wait for them forever."""
+    """Return True when ranks that still run may wait forever for ranks that returned long ago."""
     others_run = attempt.has_peers or len(attempt.returned) < attempt.world_size
     is_waiting = attempt.state is State.RUNNING and others_run
     return is_waiting and returned_ns is not None and now_ns - returned_ns >= _EARLY_NS
@@ -274,19 +274,17 @@ def seen(watch: RunProgress) -> tuple[RankSeen, ...]:
 def divide(
     looks: Collection[RankInspection], returned: Collection[int], moved: Collection[int]
 ) -> tuple[list[int], list[int]]:
-    """Return the ranks that wait for others and the ranks elsewhere, as `divided` does."""
+    """Return the ranks that wait for other ranks and the ranks that do not, as `divided` does."""
     ranks = [msgspec.structs.replace(_seen(look, frozenset()), moving=look.rank in moved) for look in looks]
     return divided(ranks, returned)
 
 
 def divided(ranks: Collection[RankSeen], returned: Collection[int]) -> tuple[list[int], list[int]]:
-    """Return the ranks that wait for others and the ranks elsewhere, each in order.
+    """Return the ranks that wait for other ranks and the ranks that do not, each in order.
 
-    The strongest sign that some ranks have and others do not decides: a collective, a blocked backward pass, then a
-    wait
-    at a socket. Without such a sign, the largest group of ranks in the same place counts as waiting. Ranks that
-    returned
-    are elsewhere.
+    The strongest sign that only some ranks have decides. The order is a collective, a blocked backward pass, then a
+    wait at a socket. Without such a sign, the largest group of ranks in the same place counts as waiting. Ranks that
+    returned do not count as waiting.
     """
     everybody = sorted({one.rank for one in ranks} | set(returned))
     able = [one for one in ranks if one.state not in (STOPPED, TRACED)]
@@ -296,7 +294,7 @@ def divided(ranks: Collection[RankSeen], returned: Collection[int]) -> tuple[lis
         if waiting:
             break
     if not waiting or len(waiting) == len(everybody):
-        # Take the place with most ranks. On a tie take ranks that do not move, then the lowest rank.
+        # Use the place with the most ranks. On a tie, prefer ranks that do not move, then the lowest rank.
         sizes = Counter(one.place for one in able)
         best = min(able, key=lambda one: (-sizes[one.place], one.moving, one.rank), default=None)
         waiting = {one.rank for one in able if best is not None and one.place == best.place}
@@ -304,7 +302,7 @@ def divided(ranks: Collection[RankSeen], returned: Collection[int]) -> tuple[lis
 
 
 def are_still(ranks: Collection[RankSeen]) -> bool:
-    """Return True when a rank does not move and is in no place where a moving rank was."""
+    """Return True when any rank does not move and is in no place where a moving rank was."""
     return _still({one.rank: frozenset(one.places) for one in ranks})
 
 
@@ -315,7 +313,7 @@ def _seen(look: RankInspection, places: frozenset[int]) -> RankSeen:
         signs.append(Sign.COLLECTIVE)
     if look.blocked and in_backward(frames):
         signs.append(Sign.BACKWARD)
-    # For two ranks without torch, both places have one rank. Only this sign tells which rank waits.
+    # For two ranks without torch, each place has one rank. Only this sign shows which rank waits.
     channel = look.channel.startswith(_WAIT_CHANNELS)
     if (channel or (not look.channel and at_socket(frames))) and not uses_torch(frames):
         signs.append(Sign.SOCKET)
@@ -361,7 +359,7 @@ def _used_ms(look: RankInspection, before: RankInspection, spins: bool) -> float
     used_ms = 0.0
     if look.passed or not spins:
         used_ms += (look.main_us - before.main_us) / 1e3
-    # Another program runs, or other threads work for the main thread.
+    # Without Python frames, or while the main thread waits for other threads, the whole process counts.
     if not frames or (delegates(frames) and (look.passed or not spins)):
         used_ms += max(0, look.cpu_ms - before.cpu_ms - _TICK_MS)
     if not frames or delegates(frames):  # Child processes may work for this rank.
@@ -370,7 +368,7 @@ def _used_ms(look: RankInspection, before: RankInspection, spins: bool) -> float
 
 
 def _still(places: Mapping[int, frozenset[int]]) -> bool:
-    """Return True when a rank does not move and is in no place where a moving rank was."""
+    """Return True when any rank does not move and is in no place where a moving rank was."""
     lively = {place for own in places.values() if len(own) > 1 for place in own}
     return any(len(own) < 2 and not own & lively for own in places.values())
 
@@ -384,7 +382,8 @@ def due_of(watch: RunProgress, limits: Limits) -> HangDeadline | None:
     if limits.hang_warning_ns is not None and watch.warned_ever < WARNINGS_MAX:
         limit_ns = limits.hang_warning_ns
         dues.append(HangDeadline(watch.since_ns + (limit_ns << watch.warned), _window_ns(limit_ns), HangAction.WARN))
-    return min(dues, key=lambda due: due.at_ns, default=None)  # When both are due at the same time, the end wins.
+    # When a warning and the end have the same deadline, the end takes precedence.
+    return min(dues, key=lambda due: due.at_ns, default=None)
 
 
 def _window_ns(limit_ns: int) -> int:

@@ -33,7 +33,7 @@ _STATES = {
 class HangFinding(msgspec.Struct, frozen=True, kw_only=True):
     """The known state of a run that hangs."""
 
-    waiting: tuple[int, ...]  # Ranks that wait for others.
+    waiting: tuple[int, ...]  # Ranks that wait for other ranks.
     elsewhere: tuple[int, ...]  # Ranks that do not wait.
     looks: dict[int, RankInspection]  # The last inspection by rank, without ranks that have returned.
     first: dict[int, RankInspection]  # The first inspection of this silence, by rank.
@@ -84,7 +84,7 @@ def hang_sentence(
 
 
 def stacks(finding: HangFinding) -> dict[int, str]:
-    """Return main thread stacks of the ranks that explain the hang: those elsewhere, else those that wait."""
+    """Return main thread stacks of ranks that explain the hang: not waiting ranks, else waiting ranks."""
     running = [rank for rank in finding.elsewhere if rank in finding.looks] or list(finding.waiting)
     chosen = [finding.looks[rank] for rank in running[:STACKS_TOLD]]
     return {look.rank: _main(look)[:STACK_CHARACTERS_MAX] for look in chosen}

@@ -5,18 +5,18 @@
     a client attaches ┘                     ▲
     no telemetry ──── the time does not count
 
-For a gang on several nodes each crew reports its idle level, and the lowest level applies to the gang (`of_gang`).
+For a gang on several nodes each node reports its idle level, and the lowest level applies to the gang (`of_gang`).
 
 This module only has values and functions that return the next value. The module uses no clocks, sockets or user
 messages. The supervisor carries out the decisions: a warning, or an ordinary stop, so that ranks can save a checkpoint
 first.
 
-Only *observed* idle time counts. A device without telemetry, a monitor that restarts and a suspended machine prove
-nothing. A stop always follows a warning.
+Only *observed* idle time counts. A device without telemetry, a monitor that restarts and a suspended machine do not
+prove idleness. The supervisor always warns before it stops an idle run.
 
 Failure cases: A rank that waits in a busy loop on its GPU keeps the GPU busy. Such a busy loop is a hang
 (`hang_detection.py`) and not idleness. A program that prints while its GPU is idle makes progress, so idle detection
-does not stop it.
+does not stop the program.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import msgspec
 
 from serverless_gpu.model.spec import Command, Function, Kernel, Payload, RunSpec
 
-_WARN_AT = 0.8  # Fraction of the limit, the same as for sessions.
+_WARN_AT = 0.8  # Fraction of the idle limit before the warning, the same as for sessions.
 _UNOBSERVED_NS = 30_000_000_000  # Telemetry arrives every second. A longer gap does not count as idle time.
 
 KERNEL_LIMIT_S = 1800.0
@@ -57,7 +57,7 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def left_ns(self) -> int:
-        """Return the idle time until the run is stopped."""
+        """Return the remaining idle nanoseconds until the supervisor stops the run."""
         return max(0, self.limit_ns - self.idle_ns)
 
 
@@ -96,13 +96,13 @@ def decide(idle: Idle) -> tuple[Idle, IdleVerdict]:
 
 
 def level(idle: Idle) -> IdleVerdict:
-    """Return the idle level of one crew, from its own node's observations."""
+    """Return the idle level of one node, from the node's own observations."""
     if idle.idle_ns >= idle.limit_ns:
         return IdleVerdict.STOP
     return IdleVerdict.WARN if idle.idle_ns >= idle.limit_ns * _WARN_AT else IdleVerdict.GO_ON
 
 
 def of_gang(levels: Collection[IdleVerdict], told: IdleVerdict | None) -> IdleVerdict:
-    """Return the action for a gang: it is idle only if all crews are, and a stop needs an earlier warning."""
+    """Return the action for a gang: it is idle only if all nodes are idle, and a warning precedes a stop."""
     least = min(levels, key=_ORDER.index, default=IdleVerdict.GO_ON)
     return IdleVerdict.WARN if least is IdleVerdict.STOP and told in (None, IdleVerdict.GO_ON) else least

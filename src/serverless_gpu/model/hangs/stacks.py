@@ -1,15 +1,13 @@
 """Python stacks in the format of faulthandler: a parser, and checks of where a thread waits.
 
     Stack (most recent call first):
-      File "…/torch/distributed/distributed_c10d.py", line 3252 in all_reduce      innermost frame
-      File "…/train.py", line 30 in train                                          user code: shown to users as the
-      place
-      File "<string>", line 6 in <module>                                          the zygote's frame ends each full
-      stack
+      File "…/torch/distributed/distributed_c10d.py", line 3252 in all_reduce   innermost frame
+      File "…/train.py", line 30 in train                                       user code: the place in messages
+      File "<string>", line 6 in <module>                                       the zygote's frame, always the last
 
 The functions take text and return values. In an inspection, a rank writes only its main thread. In a crash, a rank
 writes all threads, the newest first, so the main thread is the last. Beyond a hundred threads faulthandler writes "..."
-instead of the oldest ones.
+instead of the oldest threads.
 
 Failure cases: The text may be truncated or come from a newer Python. The parser ignores lines that it does not
 understand, and never raises.
@@ -34,7 +32,7 @@ _STANDARD = ("/lib/python3", "/lib64/python3")
 _COLLECTIVE = ("/torch/distributed/", "/deepspeed/comm/", "/horovod/", "/mpi4py/")
 # Exceptions: these modules read and write files.
 _NOT_COLLECTIVE = ("/torch/distributed/checkpoint/",)
-# Only as the innermost frame, because user code of a forward pass runs inside a frame of this file.
+# This file counts only as the innermost frame, because a forward pass runs user code inside a frame of this file.
 _REDUCER = "/torch/nn/parallel/distributed.py"
 _BACKWARD = "/torch/autograd/"
 # Files in which a main thread waits while other threads or processes do the work.
@@ -99,7 +97,7 @@ class Stack(msgspec.Struct, frozen=True):
 def parse(text: str, own: str) -> Stack:
     """Return the stack from faulthandler's text, without the frames of the runtime.
 
-    A main thread that has only frames of the runtime (`own`) keeps them.
+    The main thread keeps its frames of the runtime (`own`) if it has no other frames.
     """
     threads: list[tuple[str, list[StackFrame]]] = []
     cut = False
@@ -141,7 +139,7 @@ def readable(text: str, own: str) -> str:
 
 
 def is_whole(text: str) -> bool:
-    """Return True when a text ends like a complete dump of a rank."""
+    """Return True when a text ends like a complete stack dump of a rank."""
     last = text.rstrip("\n").rpartition("\n")[2]
     return text.endswith("\n") and (last.strip() == _CUT or bool(_OUTERMOST.match(last)))
 

@@ -4,7 +4,7 @@
 All use and money follow from facts (`metering.py`, `ledger.py`). The node records facts and sends them to the server.
 
 `Stopped` is the last message of a run. `stopped.json` in a run directory also holds this message. `Stopped` is separate
-from the other messages (`node/base/protocol.py`) because readers of run directories only need this one.
+from the other messages (`node/base/protocol.py`) because readers of run directories only need `Stopped`.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ STOPPED_BY: Mapping[StopReason, Reason] = {
 """Final reason of an attempt by the reason of its stop request."""
 
 SUPERVISOR_GONE = frozenset({Reason.SUPERVISOR_LOST, Reason.SUPERVISOR_KILLED})
-"""The supervisor died without reporting an end. `judge_loss` selects one of these reasons."""
+"""Reasons for a supervisor that died without reporting an end. `judge_loss` selects the reason."""
 
-# After one of these stops the run may continue in another attempt. A later stop for a different reason prevents that.
+# Stops after which the run may continue in another attempt, unless a later stop has a different reason.
 PASSING_STOPS = frozenset({Reason.PREEMPTED, Reason.DRAINED, Reason.NODE_PARTITIONED})
 
 STOPPED_FOR_A_FAILURE = "failure"
@@ -165,10 +165,12 @@ MEANINGS: Mapping[Reason, Meaning] = {
     Reason.RENDEZVOUS: Meaning(State.FAILED, True, False, "no free rendezvous port was found"),
     Reason.NODE_DISK: Meaning(State.FAILED, True, False, "the node's disk is too full for the environment"),
     Reason.ENV_CORRUPT: Meaning(
-        State.FAILED, True, False, "the stored environment is missing or is not what was captured"
+        State.FAILED, True, False, "the stored environment is missing or differs from the captured one"
     ),
     Reason.ENV_UNAVAILABLE: Meaning(State.FAILED, True, False, "the environment could not be restored"),
-    Reason.SESSION_ENDED: Meaning(State.CANCELLED, False, False, "its session ended before the run had devices"),
+    Reason.SESSION_ENDED: Meaning(
+        State.CANCELLED, False, False, "the session ended before it allocated devices to the run"
+    ),
     Reason.RUNTIME_LOST: Meaning(State.FAILED, False, True, "the ranks' parent process died"),
     Reason.COLLECTIVE_HANG: Meaning(
         State.FAILED, False, True, "the ranks made no progress and no output for as long as hang_timeout allows"
@@ -176,19 +178,21 @@ MEANINGS: Mapping[Reason, Meaning] = {
     Reason.CANCELLED: Meaning(State.CANCELLED, False, True, "the run was cancelled"),
     Reason.TIMEOUT: Meaning(State.TIMED_OUT, False, True, "the run reached its time limit"),
     Reason.BUDGET: Meaning(State.BUDGET_STOPPED, False, True, "the server stopped the run for its budget"),
-    Reason.SUPERVISOR_LOST: Meaning(State.LOST, False, False, "the run's supervisor process died with its machine"),
+    Reason.SUPERVISOR_LOST: Meaning(
+        State.LOST, False, False, "the run's supervisor process died because its machine failed"
+    ),
     Reason.SUPERVISOR_KILLED: Meaning(
         State.LOST, False, True, "the run's supervisor process died, without evidence that the machine failed"
     ),
     Reason.NODE_LOST: Meaning(State.LOST, False, False, "the node stopped answering"),
     Reason.COMMAND_FAILED: Meaning(State.FAILED, False, True, "the command ended with an exit code other than 0"),
     Reason.PREEMPTED: Meaning(State.CANCELLED, False, True, "the scheduler preempted the run for another run"),
-    Reason.DRAINED: Meaning(State.CANCELLED, False, True, "the run had to leave its node"),
+    Reason.DRAINED: Meaning(State.CANCELLED, False, True, "the server stopped the run to drain its node"),
     Reason.NODE_PARTITIONED: Meaning(
         State.LOST, False, False, "the node had no contact with the server for longer than allowed, and stopped the run"
     ),
     Reason.NODE_REBOOTED: Meaning(State.FAILED, False, False, "the node restarted"),
-    Reason.NODE_GONE: Meaning(State.LOST, False, False, "the node never came back"),
+    Reason.NODE_GONE: Meaning(State.LOST, False, False, "the node did not reconnect"),
     Reason.GANG_START: Meaning(State.FAILED, True, False, "not every rank could start"),
     Reason.RESULT_UPLOAD: Meaning(
         State.FAILED, False, True, "the run finished, but the node could not send its results to the server"
@@ -197,12 +201,15 @@ MEANINGS: Mapping[Reason, Meaning] = {
     Reason.IDLE: Meaning(State.TIMED_OUT, False, True, "the run was idle for as long as idle_timeout allows"),
     Reason.ENGINE_HEAD_LOST: Meaning(State.FAILED, False, True, "a process that the run's Ray cluster needs died"),
     Reason.SERVER_RESTORED: Meaning(
-        State.LOST, False, False, "the server was restored from a backup and does not know if the run has run since"
+        State.LOST,
+        False,
+        False,
+        "the server was restored from a backup and cannot know whether the run started after the backup",
     ),
     Reason.SECRET_MISSING: Meaning(State.FAILED, False, False, "a secret that the run needs does not exist any more"),
     Reason.GPU_LOST: Meaning(State.FAILED, False, False, "a GPU of the run failed"),
     Reason.UNSATISFIABLE: Meaning(
-        State.FAILED, False, False, "no joined node can ever serve the run, and its wait limit is over"
+        State.FAILED, False, False, "no joined node can ever serve the run, and its wait limit has passed"
     ),
     Reason.PEER_FAILED: Meaning(State.FAILED, False, False, "the run failed on another of its nodes"),
     Reason.NODES_APART: Meaning(State.FAILED, True, False, "the run's nodes cannot reach each other"),
@@ -224,11 +231,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     grace_ns: int = 30_000_000_000
     failure_grace_ns: int = 2_000_000_000  # Time between SIGTERM and SIGKILL after another rank failed.
     start_ns: int = 300_000_000_000  # From the placement to the first user code.
-    hang_warning_ns: int | None = 600_000_000_000  # Time without progress until a warning. None means never.
-    hang_timeout_ns: int | None = None  # Time without progress until the run ends. None means never.
+    hang_warning_ns: int | None = 600_000_000_000  # Time without progress until a warning. None disables the warning.
+    hang_timeout_ns: int | None = None  # Time without progress until the run ends. None disables this end.
 
     def stop_grace_ns(self) -> int:
-        """Return the grace that fits into the time limit: at most half of it."""
+        """Return the grace period that fits into the time limit: at most half of the limit."""
         if self.timeout_ns is not None and self.timeout_ns < 2 * self.grace_ns:
             return self.timeout_ns // 2
         return self.grace_ns
@@ -239,8 +246,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int | None  # Global rank. For a command that runs once per node, the node's number.
     reason: Reason
-    at_ns: int  # Boot time of the node.
-    peer_lost: bool = False  # The rank only reported that a peer closed its connection.
+    at_ns: int  # Time of the failure on the node's boot clock.
+    peer_lost: bool = False  # True when the rank only reported that a peer closed its connection.
     signal: int | None = None  # Signal that ended the rank, or None.
     exit_code: int | None = None  # Exit code of a command if not 0, else None.
     detail: str = ""
@@ -251,7 +258,7 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
     """The ranks of a hung run that wait, and the ranks they wait for.
 
     Attributes:
-        waiting: ranks that wait for others.
+        waiting: ranks that wait for other ranks.
         elsewhere: ranks that do not wait, including ranks that returned. Empty when all ranks wait.
         stacks: Python stacks of a few ranks that explain the hang, by rank.
         file: name of the file with all stacks, in the attempt's directory.
@@ -266,15 +273,16 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
 class Stopped(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="stopped"):
     """The end of an attempt, in `stopped.json` and as a message of the supervisor.
 
-    At this point no rank runs any more, and results and failures are in the run directory. The GPU gate follows.
+    At the time of this message no rank runs any more, and results and failures are in the run directory. The GPU gate
+    follows.
     """
 
     state: State
     reason: Reason
     cause: Failure | None
     consequences: tuple[Failure, ...]
-    log_tail: str = ""  # Last output of the rank that is the cause.
-    tails: dict[int, str] = {}  # Last lines of ranks without live output, the cause first.
+    log_tail: str = ""  # Last output of the rank that caused the end.
+    tails: dict[int, str] = {}  # Last lines of ranks without live output. The rank that caused the end comes first.
     hang: Hang | None = None  # The ranks that waited, and the ranks they waited for.
     # True when the kernel confirms that no process is left. False when a process could not be ended.
     proven: bool = True
@@ -286,11 +294,11 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
     run_id: str
     fence: int
-    world_size: int  # Number of user processes on this node. The processes keep their numbers of the gang.
+    world_size: int  # Number of user processes on this node. Processes have numbers within the whole gang.
     limits: Limits
-    # True when other nodes have ranks of the gang. Ranks that return here wait for ranks on other nodes.
+    # True when other nodes have ranks of the gang. Ranks that return on this node wait for ranks on other nodes.
     has_peers: bool = False
-    first: int = 0  # The first number of a process on this node.
+    first: int = 0  # The lowest number of a process on this node.
     state: State = State.QUEUED
     phase: Phase = Phase.NONE
     reason: Reason | None = None
@@ -387,7 +395,7 @@ class GpuFailed(msgspec.Struct, frozen=True):
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time has passed. `wake_ns` is the next time that matters to the attempt."""
+    """Time has passed. `wake_ns` is the next time at which the attempt may need an action."""
 
 
 class TreeEmpty(msgspec.Struct, frozen=True):
@@ -395,7 +403,7 @@ class TreeEmpty(msgspec.Struct, frozen=True):
 
 
 class LeaseExpired(msgspec.Struct, frozen=True):
-    """The server has not answered during the lease, and will soon count the attempt as lost."""
+    """The server has not answered during the lease, and will soon treat the attempt as lost."""
 
 
 class Released(msgspec.Struct, frozen=True):
@@ -432,12 +440,9 @@ def root_cause(failures: tuple[Failure, ...], stop_ns: int | None) -> Failure | 
     """Return the failure that explains the others: the first in time, or the lowest rank on a tie.
 
     A rank that only reports a lost peer explains nothing while another failure is known. After the stop began, only a
-    crash
-    counts, because a dying rank closes its sockets before the supervisor can reap it. Later exceptions are
-    consequences.
-    A failed GPU explains all failures of its rank, even if the driver reports it a moment later. A failure on another
-    node
-    explains reports about lost peers, but no crash.
+    crash counts, because a dying rank closes its sockets before the supervisor can reap it. Later exceptions are
+    consequences. A failed GPU explains all failures of its rank, even if the driver reports the GPU failure a moment
+    later. A failure on another node explains reports about lost peers, but no crash.
     """
 
     def weight(failure: Failure) -> tuple[bool, bool, bool, int, int]:
@@ -454,7 +459,7 @@ class FactKind(StrEnum):
     """The kind of event that a fact records."""
 
     RESERVED = "reserved"
-    HYDRATING = "hydrating"  # The devices wait for the environment.
+    HYDRATING = "hydrating"  # The devices are reserved while the node prepares the environment.
     STARTING = "starting"  # The environment is ready, and the ranks start.
     EXEC = "exec"
     HELD = "held"

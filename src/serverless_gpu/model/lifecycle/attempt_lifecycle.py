@@ -5,15 +5,15 @@
        └──────────┴──────────┴─▶ STOPPING ─▶ SUCCEEDED FAILED CANCELLED TIMED_OUT BUDGET_STOPPED LOST
 
 This module has the transition table and its handlers. The module uses no clocks, processes, sockets or files. `advance`
-takes a value, an event and the time. `advance` returns the next value and instructions, which the caller carries out.
-The supervisor calls `advance`, both for local runs and for runs of a server. `run_lifecycle.py` decides how the server
-interprets reports and silence (UNREACHABLE).
+accepts an attempt, an event and the time. `advance` returns the next attempt value and instructions, which the caller
+carries out. The supervisor calls `advance`, both for local runs and for runs of a server. `run_lifecycle.py` decides
+how the server interprets reports and silence (UNREACHABLE).
 
 STOPPING has two phases: TERMINATING (ranks have a stop request and a deadline) and KILLING (the supervisor kills all
 processes and waits for `TreeEmpty`). A successful run also passes through KILLING, which ends processes that its ranks
 left running. RUNNING has two phases. In RETURNED, all ranks of this node have returned, but not those of other nodes.
-SETTLING follows a rank's report that a peer closed its connection. The peer is the likely cause, and its own report may
-be milliseconds behind. The attempt waits `SETTLE_NS` for the peer's report before the cause is decided.
+SETTLING follows a rank's report that a peer closed its connection. The peer is the likely cause, and the peer's own
+report may arrive milliseconds later. The attempt waits `SETTLE_NS` for the peer's report before the cause is decided.
 
 A rank that returns and then dies while its interpreter shuts down has still returned. The rank's result was durable
 before the rank reported its return, so the supervisor records a note and no failure.
@@ -24,12 +24,12 @@ before the rank reported its return, so the supervisor records a note and no fai
     hardware memory failure hit the pid  ├─▶ SUPERVISOR_LOST     not billed: the platform failed
     machine-wide OOM hit the pid, and   ─┘
       the run had a memory limit
-    anything else                       ───▶ SUPERVISOR_KILLED   billed until the last sign of life
+    anything else                       ───▶ SUPERVISOR_KILLED   billed until the last report
 
-A process of the run may have the uid of its supervisor and can then kill it at any time. So the death alone does not
-prove a platform failure. Evidence must come from the kernel, because the run cannot write there. Runs without a memory
-limit can exhaust the machine's memory themselves, so for them an out-of-memory kill proves nothing. `HOST_OOM` of a
-rank is billed for the same reason. A boot identifier or kernel log that cannot be read is no evidence.
+A process of the run may have the uid of its supervisor and can then kill the supervisor at any time. So the death alone
+does not prove a platform failure. Evidence must come from the kernel, because the run cannot write there. Runs without
+a memory limit can exhaust the machine's memory themselves, so for such runs an out-of-memory kill proves nothing.
+`HOST_OOM` of a rank is billed for the same reason. A boot identifier or kernel log that cannot be read is no evidence.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ SETTLE_NS = 200_000_000
 FENCE_GRACE_NS = 30_000_000_000
 """Maximum time for ranks to end after the lease expired. The server waits a minute before it starts another attempt."""
 FAULT_NS = 60_000_000_000
-"""Time after a GPU failure at which the supervisor ends an attempt whose ranks have not noticed it."""
+"""Time after a GPU failure at which the supervisor ends an attempt whose ranks have not noticed the failure."""
 
 ASKED = frozenset({Reason.NODE_PARTITIONED, *STOPPED_BY.values()})
 """Reasons of attempts that ended because of a stop request."""
@@ -145,7 +145,7 @@ def _returned(attempt: Attempt, event: RankReturned, now_ns: int) -> Step:
 def _released(attempt: Attempt, _: Released, now_ns: int) -> Step:
     if len(attempt.returned) < attempt.world_size:
         return attempt, ()
-    # All results are durable, so the run can only succeed now. Ranks get their grace to exit on their own.
+    # All results are durable, so the run can only succeed now. Ranks have their grace period to exit by themselves.
     attempt = _terminating(attempt, now_ns, Reason.COMPLETED, attempt.limits.grace_ns)
     if len(attempt.exited) == attempt.world_size:  # The ranks exited while they waited for ranks on other nodes.
         return _kill(attempt, now_ns, Reason.COMPLETED)
@@ -172,7 +172,7 @@ def _exited(attempt: Attempt, event: RankExited, now_ns: int) -> Step:
 
 
 def _concluded_if_gone(attempt: Attempt, now_ns: int) -> Step:
-    """End a crew whose ranks have all returned and exited, to free its devices before other nodes finish."""
+    """End this node's part when all its ranks have returned and exited, to free the node's devices early."""
     if attempt.phase is Phase.RETURNED and len(attempt.exited) == attempt.world_size:
         return _released(attempt, Released(), now_ns)
     return attempt, ()
@@ -232,7 +232,7 @@ def _hang(attempt: Attempt, event: HangConfirmed, now_ns: int) -> Step:
 
 
 def _gpu_failed(attempt: Attempt, event: GpuFailed, now_ns: int) -> Step:
-    """Schedule a forced end. The rank on the GPU soon dies and reports it, or hangs."""
+    """Schedule a forced end. The rank on the failed GPU soon dies with a report, or hangs."""
     attempt = _gpu_failed_while_stopping(attempt, event, now_ns)[0]
     if attempt.phase is Phase.RETURNED:
         return attempt, ()
@@ -407,7 +407,7 @@ TABLE: Mapping[State, Mapping[type, _Handler]] = {
 
 
 UNKNOWN_BOOT = "unknown"
-"""Boot identifier of a machine without one."""
+"""Placeholder where a machine has no boot identifier."""
 _OUT_OF_MEMORY = re.compile(r"Out of memory: Killed process (\d+) \(.*oom_score_adj:(-?\d+)\s*$")
 _MEMORY_FAILURE = re.compile(r"(?:Memory failure: \S+|MCE): Killing .{1,16}:(\d+) due to hardware memory corruption")
 _TEXT_MAX = 200
@@ -419,7 +419,7 @@ class LossEvidence(msgspec.Struct, frozen=True, kw_only=True):
     boot_id: str  # Boot identifier in the attempt's facts. "" without facts.
     boot_id_now: str
     pid: int | None = None  # Process ID of the supervisor. None when unknown.
-    is_memory_limited: bool = False  # True when the run had a memory limit of its own.
+    is_memory_limited: bool = False  # True when the run had its own memory limit.
     kernel_lines: tuple[str, ...] = ()  # The kernel's own log records since the attempt got its devices.
 
 
@@ -427,7 +427,7 @@ def judge_loss(evidence: LossEvidence) -> tuple[Reason, str]:
     """Return the reason for the end of the attempt, and the evidence as text or ""."""
     boots = {evidence.boot_id, evidence.boot_id_now}
     if len(boots) == 2 and not boots & {"", UNKNOWN_BOOT}:
-        return Reason.SUPERVISOR_LOST, "the machine has restarted since"
+        return Reason.SUPERVISOR_LOST, "the machine has restarted since the attempt began"
     if evidence.pid is not None and UNKNOWN_BOOT not in boots:
         record = next(_records_of(evidence.pid, evidence), "")
         if record:
@@ -436,7 +436,7 @@ def judge_loss(evidence: LossEvidence) -> tuple[Reason, str]:
 
 
 def _records_of(pid: int, evidence: LossEvidence) -> Iterator[str]:
-    """Yield the kernel records that explain the death of a process, if its run cannot have caused it."""
+    """Yield kernel records that explain the death of a process and that its run cannot have caused."""
     for line in evidence.kernel_lines:
         failed = _MEMORY_FAILURE.match(line)
         if failed is not None and int(failed[1]) == pid:

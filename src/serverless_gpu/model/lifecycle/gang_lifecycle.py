@@ -1,32 +1,32 @@
-"""The lifecycle of a gang on several nodes: combines the states of its crews into one attempt.
+"""The lifecycle of a gang on several nodes: combines the states of its nodes into one attempt.
 
-A crew is one node's part of a gang: a supervisor and its ranks.
+A `Crew` is one node's part of a gang: a supervisor and its ranks. This text calls each part a node.
 
-    crews: STARTING RUNNING UNREACHABLE STOPPING, halted?, returned?, over?  ── fold ─▶ the attempt's state
+    nodes: STARTING RUNNING UNREACHABLE STOPPING, halted?, returned?, over?  ── fold ─▶ the attempt's state
                                                                                      ├─ the cause, decided once
-                                                                                     ├─ other crews must stop
+                                                                                     ├─ other nodes must stop
                                                                                      ├─ all returned: ranks may exit
                                                                                      └─ all over: the attempt's end
 
-Each crew reports its own state to the server. `fold` combines the reports. With one crew, the result is that crew's
-state.
+Each node reports the state of its own ranks to the server. `fold` combines the reports. With one node, the result is
+that node's state.
 
-- **The cause** is the first crew that failed by itself. Two reports explain little: a closed connection of a peer while
-  other crews may report more, and a dead process while another node is silent. The report of a crew that failed by
+- **The cause** is the first node that failed by itself. Two reports explain little: a closed connection of a peer while
+  other nodes may report more, and a dead process while another node is silent. The report of a node that failed by
   itself or was lost replaces such a report once. After that, only a failed GPU replaces the cause.
 
-- **A crew that ended after a stop request** explains nothing, unless the kernel shows an earlier crash. After a stop
-  request for the run, all failures are consequences of the request.
+- **A node whose part ended after a stop request** explains nothing, unless the kernel shows an earlier crash. After a
+  stop request for the run, all failures are consequences of the request.
 
-- **An attempt is over when all of its crews are**, because another attempt could collide with remaining processes. The
-  caller can learn the cause earlier when no attempt follows (`early_reasons`).
+- **An attempt ends only after it has ended on all nodes**, because another attempt could collide with remaining
+  processes. The caller can learn the cause earlier when no attempt follows (`early_reasons`).
 
 - **Ranks that have returned on one node wait for ranks on other nodes.** The store of rank 0 is on its node, and other
-  ranks would fail without it. The server decides once that all ranks may exit, and only without failures or stop
-  requests. After that the run succeeds when its results arrive.
+  ranks would fail without this store. The server decides once that all ranks may exit, and only without failures or
+  stop requests. After that the run succeeds when its results arrive.
 
-- **A crew does not wait for silent crews.** When all of its ranks have returned and all other crews without a return
-  are silent, its ranks may exit (`may_leave`) and free its devices. The other crews still decide how the attempt ends.
+- **A node does not wait for silent nodes.** When all of its ranks have returned and all other nodes without a return
+  are silent, its ranks may exit (`may_leave`) and free its devices. The other nodes still decide how the attempt ends.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _OF_SILENCE = (
     Reason.SUPERVISOR_KILLED,
     Reason.TIMEOUT,
 )
-"""Possible reasons of a silent crew, besides reasons that prevent another attempt anyway."""
+"""Possible reasons of a silent node, besides reasons that prevent another attempt anyway."""
 
 
 class Halt(msgspec.Struct, frozen=True, kw_only=True):
-    """The reason of a crew's early end, which its supervisor reports immediately.
+    """The reason of an early end on one node, which the node's supervisor reports immediately.
 
     Attributes:
-        rank: number of the process that failed, or None for the whole crew.
+        rank: number of the process that failed, or None for all processes of the node.
         peer_lost: True when the rank only reported a closed connection of a peer.
         detail: a one-line message for users.
     """
@@ -68,62 +68,61 @@ class Halt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Over(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a crew."""
+    """The end of an attempt on one node."""
 
     reason: Reason
-    began: bool = False  # True when user code of its ranks had started.
-    proven: bool = True  # True when none of its processes is left.
-    given_up: bool = False  # True when the end is certain without a report: the node restarted or never came back.
+    began: bool = False  # True when user code of the node's ranks had started.
+    proven: bool = True  # True when no process of the attempt is left on the node.
+    given_up: bool = False  # True when the end is certain without a report: the node restarted or never reconnected.
     rank: int | None = None  # The fields `rank`, `peer_lost` and `detail` are as in `Halt`.
     peer_lost: bool = False
     detail: str = ""
 
 
 class Crew(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one crew that is relevant to its gang."""
+    """The state of a gang on one node, as far as the other nodes need it."""
 
     number: int
-    state: State = State.STARTING  # STARTING, RUNNING, UNREACHABLE or STOPPING. Ignored once the crew is over.
+    state: State = State.STARTING  # STARTING, RUNNING, UNREACHABLE or STOPPING. Ignored once `over` is set.
     before: State | None = None  # The state before UNREACHABLE.
-    began: bool = False  # True when user code of its ranks has started.
-    returned: bool = False  # True when all of its ranks have returned and wait for other crews.
-    halt: Halt | None = None  # The reason of an early end, once reported.
-    over: Over | None = None  # The end of the crew.
+    began: bool = False  # True when user code of the node's ranks has started.
+    returned: bool = False  # True when all ranks of the node have returned and wait for other nodes.
+    halt: Halt | None = None  # The reason of an early end, once the node has reported it.
+    over: Over | None = None  # The end of the attempt on this node.
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """The reason why a gang ends early."""
 
-    # The crew that caused the end. None when the server decided: after a stop request, or when nodes did not connect.
+    # The node that caused the end. None when the server decided: after a stop request, or when nodes did not connect.
     crew: int | None
     reason: Reason
     rank: int | None = None
     detail: str = ""
     final: bool = True  # True when no later report can replace this cause.
-    # Two crews if the cause is that the first does not reach the second.
+    # Numbers of two nodes if the cause is that the first does not reach the second.
     apart: tuple[int, int] | None = None
-    silent: bool = False  # A node went silent before any user code could start.
+    silent: bool = False  # True when a node became silent before any user code could start.
 
 
 class Fold(msgspec.Struct, frozen=True, kw_only=True):
-    """The combined state of a gang's crews."""
+    """The combined state of a gang on all its nodes."""
 
-    # State of the attempt until it is over: UNREACHABLE when a crew is silent, STOPPING when a crew stops. Otherwise
-    # the
-    # least advanced state of all crews.
+    # State of the attempt until its end. UNREACHABLE when a node is silent, STOPPING when a node stops. Otherwise the
+    # least advanced state of all nodes.
     state: State
-    before: State | None  # The state without the silent crews. None when no crew is silent.
+    before: State | None  # The state without the silent nodes. None when no node is silent.
     began: bool  # True when user code has started on any node.
     cause: Cause | None  # The reason of an early end, or None.
     releases: bool  # True when all ranks have returned and may exit.
-    # The attempt's end, once all crews have ended. `GivenUp` does not include `began`.
+    # The attempt's end, once it has ended on all nodes. `GivenUp` does not include `began`.
     over: AttemptEnded | GivenUp | None
 
 
 def fold(
     crews: Sequence[Crew], cause: Cause | None = None, *, stop: StopReason | None = None, released: bool = False
 ) -> Fold:
-    """Return the combined state of all crews of a gang, in the order of their numbers."""
+    """Return the combined state of a gang from its nodes, in the order of their numbers."""
     began = any(crew.began or (crew.over is not None and crew.over.began) for crew in crews)
     cause = _cause(crews, cause, stop=stop, released=released)
     is_silent = any(crew.over is None and crew.state is State.UNREACHABLE for crew in crews)
@@ -142,24 +141,23 @@ def fold(
 
 
 def must_stop(crew: Crew, cause: Cause | None) -> bool:
-    """Return True when a crew's ranks may exit because all crews that have not returned are silent."""
+    """Return True when a node must stop its ranks because the gang ends early."""
     return cause is not None and crew.over is None and crew.halt is None
 
 
 def may_leave(crew: Crew, crews: Sequence[Crew]) -> bool:
-    """Return True when the ranks of a crew may exit because all crews that have not returned are silent."""
+    """Return True when the ranks of a node may exit because all nodes that have not returned are silent."""
     awaited = [other for other in crews if not other.returned and not _succeeded(other)]
     are_silent = all(other.over is None and other.state is State.UNREACHABLE for other in awaited)
     return crew.returned and bool(awaited) and are_silent
 
 
 def early_reasons(crews: Sequence[Crew], cause: Cause | None, quiet: Collection[int] = ()) -> tuple[Reason, ...]:
-    """Return the possible reasons of a gang's end before all crews have ended, the most likely first.
+    """Return the possible reasons of a gang's end before all nodes have ended, the most likely first.
 
-    There are two cases. The crew that caused the end has ended, and no report can replace its cause. Or all other crews
-    have ended or are silent, so that the caller need not wait for proof that a node is gone. The caller has checked
-    that no
-    reason leads to another attempt.
+    There are two cases. In the first case, the attempt has ended on the node that caused the end, and no report can
+    replace the cause. In the second case, the attempt has ended on all other nodes, or these are silent. The caller
+    then need not wait for proof that a node is gone. The caller has checked that no reason leads to another attempt.
 
     Returns no reasons while they are unknown, or when the server decided the end.
     """
@@ -190,9 +188,7 @@ def _cause(crews: Sequence[Crew], before: Cause | None, *, stop: StopReason | No
         return before
     found = [cause for crew in crews if (cause := _story(crew, crews, released=released)) is not None]
     if stop is not None and before is None:
-        # Return the cause that a crew reports, or None.
-        #
-        # A crew that continues, succeeded, or ended after a stop request reports no cause.
+        # After a stop request, only a failed GPU or the certain loss of a node is another cause.
         given_up = {crew.number for crew in crews if crew.over is not None and crew.over.given_up}
         proofs = [cause for cause in found if cause.reason is Reason.GPU_LOST or cause.crew in given_up]
         asked = Cause(crew=None, reason=STOPPED_BY[stop])
@@ -202,16 +198,16 @@ def _cause(crews: Sequence[Crew], before: Cause | None, *, stop: StopReason | No
 
 
 def _story(crew: Crew, crews: Sequence[Crew], *, released: bool) -> Cause | None:
-    """Return the cause that a crew reports, or None.
+    """Return the cause that a node reports, or None.
 
-    A crew that continues, succeeded, or ended after a stop request reports no cause.
+    A node that continues, succeeded, or ended after a stop request reports no cause.
     """
     halt, over = crew.halt, crew.over
     has_said = halt is not None and halt.reason is not Reason.PEER_FAILED
     if over is not None and over.given_up and not (has_said and halt is not None and not halt.peer_lost):
         return Cause(crew=crew.number, reason=over.reason, detail=over.detail)
     if has_said and halt is not None and not (released and crew.returned):
-        # The process may have died because of a silent node.
+        # A silent node may have caused the death of the process.
         doubtful = halt.reason is Reason.RANK_SIGNAL and any(other.state is State.UNREACHABLE for other in crews)
         final = not halt.peer_lost and not doubtful
         return Cause(crew=crew.number, reason=halt.reason, rank=halt.rank, detail=halt.detail, final=final)
@@ -226,9 +222,7 @@ def _over(crews: Sequence[Crew], cause: Cause | None, *, began: bool) -> Attempt
     if cause is None:
         if all(_succeeded(crew) for crew in crews):
             return AttemptEnded(ends[0].reason, began=began, proven=proven)
-        # Return the reason that explains an end best.
-        #
-        # Failures that the crew reports after the cause may explain more than the cause.
+        # The attempt ended on all nodes without success, but no node reported a cause.
         return AttemptEnded(Reason.RUNTIME_LOST if began else Reason.GANG_START, began=began, proven=proven)
     lost = ends[cause.crew] if cause.crew is not None else None
     if lost is not None and lost.given_up and lost.reason is cause.reason and proven:
@@ -239,7 +233,7 @@ def _over(crews: Sequence[Crew], cause: Cause | None, *, began: bool) -> Attempt
 def _explained(crews: Sequence[Crew], cause: Cause) -> Reason:
     """Return the reason that explains an end best.
 
-    Failures that the crew reports after the cause may explain more than the cause.
+    Failures that a node reports after the cause may explain more than the cause.
     """
     if any(crew.over is not None and crew.over.reason is Reason.GPU_LOST for crew in crews):
         return Reason.GPU_LOST

@@ -1,13 +1,13 @@
 """Rendezvous of a gang: its nodes try connections to each other instead of relying on name resolution.
 
-    each crew     listens on every interface ─▶ Offer (port, addresses)       its supervisor, before user code
-    server        has all offers             ─▶ sends them to every crew
-    each crew     tries every address of every other crew ─▶ CrewReach        over TCP, with a shared secret
+    each node     listens on every interface ─▶ Offer (port, addresses)       its supervisor, before user code
+    server        has all offers             ─▶ sends them to every node
+    each node     tries every address of every other node ─▶ CrewReach        over TCP, with a shared secret
     server        `choose` ─▶ Chosen: rank 0's address, an interface for each node; or Apart: the nodes without a path
 
-A crew is one node's part of a gang. The secret derives from the gang's nonce, so a crew does not mistake a foreign
-process for its peer. A foreign process may listen at 127.0.0.1 or at an address that two sites share. An address counts
-only when every other crew reached it, because NCCL and Gloo connect all ranks to each other.
+The field `crew` is the number of a node within its gang. The secret derives from the gang's nonce, so a node does not
+mistake a foreign process for its peer. A foreign process may listen at 127.0.0.1 or at an address that two sites share.
+An address counts only when every other node reached it, because NCCL and Gloo connect all ranks to each other.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 SAVED_MAX = 32
-"""Maximum number of earlier attempts in an offer. A crew lists the newest ones."""
+"""Maximum number of earlier attempts in an offer. A node lists the newest attempts."""
 ADDRESSES_MAX = 16
 """Maximum number of addresses in an offer. A machine with Docker can have dozens of bridges."""
 PROBE_S = 3.0
-"""Timeout in seconds for one address. A crew tries all addresses at the same time."""
+"""Timeout in seconds for one address. A node tries all addresses at the same time."""
 PROBLEM_CHARACTERS_MAX = 200
 FAR_TIMES, FAR_US = 10, 1_000
-"""A far address takes 10 times as long as the nearest one of its node, and at least 1,000 µs."""
+"""A far address takes 10 times as long as the node's nearest address, and at least 1,000 µs."""
 
 # Characters of the kernel's interface names, without the comma, which is a separator for NCCL.
 _INTERFACE = re.compile(r"[!-+\--.0-~]{1,15}")
 _Way = tuple[int, int, str]
-"""Number of the connecting crew, number of the target crew, and the address."""
+"""Number of the connecting node, number of the target node, and the address."""
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,12 +43,12 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """Addresses and ports of a crew for the rendezvous.
+    """Addresses and ports of a node for the rendezvous.
 
     Attributes:
-        crew: number of the crew.
-        port: port on which its supervisor listens until the rendezvous is complete.
-        rendezvous_port: port that its node reserves for rank 0. 0 for all crews but crew 0.
+        crew: number of the node in the gang.
+        port: port on which the node's supervisor listens until the rendezvous is complete.
+        rendezvous_port: port that the node reserves for rank 0. 0 for all nodes but node 0.
         addresses: addresses of the node in its order of preference. Loopback is the last.
         saved: earlier attempts whose checkpoints the node sees, the newest first.
     """
@@ -61,10 +61,10 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of trying one address of another crew.
+    """The result of trying one address of another node.
 
     Attributes:
-        crew: number of the crew with the address.
+        crew: number of the node with the address.
         microseconds: time until the answer. None without an answer.
         problem: the error as text for users, or "".
     """
@@ -76,19 +76,19 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CrewReach(msgspec.Struct, frozen=True, kw_only=True):
-    """The addresses of other crews that one crew tried, with the results."""
+    """The addresses of other nodes that one node tried, with the results."""
 
     crew: int
     tried: tuple[Tried, ...]
 
 
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
-    """The rendezvous of a gang: the same for all crews, fixed for an attempt.
+    """The rendezvous of a gang: the same for all nodes, fixed for an attempt.
 
     Attributes:
         master: address and port of rank 0's rendezvous.
-        interfaces: the interface for NCCL and Gloo on each node, by crew number.
-        addresses: the address at which other nodes reach each node, by crew number.
+        interfaces: the interface for NCCL and Gloo on each node, by number of the node.
+        addresses: the address at which other nodes reach each node, by number of the node.
         resume: the newest earlier attempt whose checkpoints all nodes see, or 0. All ranks must continue from the same
             attempt.
     """
@@ -100,14 +100,14 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Apart(msgspec.Struct, frozen=True, kw_only=True):
-    """A gang with two crews that cannot reach each other."""
+    """A gang with two nodes that cannot reach each other."""
 
-    pair: tuple[int, int]  # Numbers of two crews. The first does not reach the second.
+    pair: tuple[int, int]  # Numbers of two nodes. The first node does not reach the second node.
     sentence: str  # The names of both nodes and the tried addresses, as text for users.
 
 
 def word(nonce: str, *, frm: int, to: int) -> bytes:
-    """Return the 32-byte secret that crew `frm` sends to crew `to`, so that both recognize each other.
+    """Return the 32-byte secret by which node `to` recognizes a connection from node `frm`.
 
     Each gang has its own nonce. The answer is the secret for the other direction.
     """
@@ -115,23 +115,23 @@ def word(nonce: str, *, frm: int, to: int) -> bytes:
 
 
 def choose(offers: Sequence[Offer], reaches: Sequence[CrewReach], nodes: Sequence[str]) -> Chosen | Apart:
-    """Return how the nodes of a gang connect, or two crews that cannot reach each other.
+    """Return how the nodes of a gang connect, or two nodes that cannot reach each other.
 
-    All nodes use the same kind of address, as NCCL and Gloo require: IPv4, else IPv6, else loopback for crews on the
-    same machine. For each node, the function takes the first address of that kind that all other crews reached. The
-    node's own order counts, because connection time does not indicate bandwidth. The function only skips an address
+    All nodes use the same kind of address, as NCCL and Gloo require: IPv4, else IPv6, else loopback for supervisors on
+    the same machine. For each node, the function selects the first address of that kind that all other nodes reached.
+    The node's own order counts, because connection time does not indicate bandwidth. The function only skips an address
     that is far while another one is near.
 
-    Raises ValueError when crews are missing or duplicate, or have invalid ports.
+    Raises ValueError when nodes are missing or duplicate, or have invalid ports.
     """
     offers = sorted(offers, key=lambda offer: offer.crew)
     if [offer.crew for offer in offers] != list(range(len(nodes))) or len(nodes) < 2:
         raise ValueError(
-            f"{len(nodes)} crews need offers, but the offers are from crews {[offer.crew for offer in offers][:8]}"
+            f"{len(nodes)} nodes need offers, but the offers are from nodes {[offer.crew for offer in offers][:8]}"
         )
     ports = [offers[0].rendezvous_port, *(offer.port for offer in offers)]
     if not all(0 < port < 1 << 16 for port in ports):
-        raise ValueError(f"a crew offers an invalid port: {ports[:8]}")
+        raise ValueError(f"a node offers an invalid port: {ports[:8]}")
     tried = {(reach.crew, one.crew, one.address): one for reach in reaches for one in reach.tried}
     for kind in ("IPv4", "IPv6", "loopback IPv4", "loopback IPv6"):
         found = [_nearest(offer, offers, tried, kind) for offer in offers]
@@ -164,7 +164,7 @@ def kind_of(address: str) -> str:
 
 
 def _nearest(offer: Offer, offers: Sequence[Offer], tried: Mapping[_Way, Tried], kind: str) -> Address | None:
-    """Return the address of a kind at which all other crews reach a crew, or None."""
+    """Return the address of a kind at which all other nodes reach a node, or None."""
     reached = [
         (address, took)
         for address in _offered(offer)
@@ -177,17 +177,17 @@ def _nearest(offer: Offer, offers: Sequence[Offer], tried: Mapping[_Way, Tried],
 
 
 def _slowest(offer: Offer, offers: Sequence[Offer], tried: Mapping[_Way, Tried], address: Address) -> int | None:
-    """Return the longest time that another crew took to reach an address, or None if one did not reach it."""
+    """Return the longest time in which a node reached an address, or None if any node failed."""
     found = [tried.get((other.crew, offer.crew, address.address)) for other in offers if other.crew != offer.crew]
     times = [one.microseconds for one in found if one is not None and one.microseconds is not None]
     return max(times) if len(times) == len(found) else None
 
 
 def _apart(offers: Sequence[Offer], tried: Mapping[_Way, Tried], nodes: Sequence[str]) -> Apart:
-    """Return the first crew that other crews do not reach, with a message for users.
+    """Return the first node that other nodes do not reach, with a message for users.
 
-    The message names the crew that reaches the fewest of its addresses. If all crews are reachable, but not by the same
-    kind of address, the message is about the first crew.
+    The message names the node that reaches the fewest addresses of the unreachable node. If all nodes are reachable,
+    but not by the same kind of address, the message is about the first node.
     """
     lonely = [to for to in offers if all(_slowest(to, offers, tried, address) is None for address in _offered(to))]
     to = (lonely or list(offers))[0]
@@ -207,7 +207,7 @@ def _offered(offer: Offer) -> tuple[Address, ...]:
 
 
 def _missing(frm: Offer, to: Offer, tried: Mapping[_Way, Tried]) -> list[tuple[str, str]]:
-    """Return the addresses of a crew that another crew did not reach, each with the error as text."""
+    """Return the addresses of a node that another node did not reach, each with the error as text."""
     missing: list[tuple[str, str]] = []
     for address in _offered(to):
         one = tried.get((frm.crew, to.crew, address.address))

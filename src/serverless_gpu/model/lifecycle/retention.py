@@ -1,10 +1,10 @@
-"""Retention of run directories: deletes by age first, then the oldest until the rest is small enough.
+"""Retention of run directories: limits their age first, then their total size.
 
     entries (id, end time, size) · policy (age, bytes, spared) · now   →   ids, oldest first
 
 The functions are pure. `node/attempt/retention.py` reads and deletes the directories. That module never deletes runs
 that have not ended. The policy also keeps runs for `spared_ns` after their end, because the caller may not have read
-the results yet. Only ended runs count toward the size limit, so that a huge running job does not delete all history.
+the results yet. Only ended runs count toward the size limit, so that one huge active run does not expel all ended runs.
 After a clock moves back, ages are negative and nothing is deleted.
 """
 
@@ -48,7 +48,7 @@ def to_delete(entries: Iterable[RunDirectory], policy: Policy, now_ns: int) -> t
         too_old = policy.age_ns is not None and age_ns > policy.age_ns
         too_much = policy.size_bytes_max is not None and total > policy.size_bytes_max
         if age_ns < policy.spared_ns:
-            break  # All later entries are younger still.
+            break  # All later entries in this order are younger.
         if too_old or too_much:
             chosen.append(entry)
             total -= entry.size_bytes

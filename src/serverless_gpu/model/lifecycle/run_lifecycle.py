@@ -6,25 +6,24 @@
        └──── a new attempt ◀────────────┘
 
 This module decides how the server interprets reports about a run. The module uses no clocks, database or nodes.
-`attempt_lifecycle.py` has the events within one attempt, and the attempt's supervisor drives it. This table only sees
-the supervisor's reports.
+`attempt_lifecycle.py` has the events within one attempt, and the attempt's supervisor drives it. This table only
+receives the supervisor's reports.
 
 Tests check five guarantees:
 
 - A run ends once. A terminal state has an empty row.
 
-- The server starts a new attempt only after proof that the attempt before is over. Proof is its own report
+- The server starts a new attempt only after proof that the attempt before has ended. Proof is its own report
   (`AttemptEnded` with `proven`), a new boot of its node, the hard fence (`GivenUp`), or an operator's command
   (`Forgotten`). Silence is no proof.
 
 - A server that was restored from a backup does not start earlier runs, because they may have run since the backup.
 
 - User code runs again only if the user requested it (`retries`, `resume`, `retry_on_infra`). A failure before user code
-  is the platform's fault, and the server retries it a few times by itself.
+  is the platform's fault, and the server retries the run a few times by itself.
 
-- A run with `resume` ends. The run ends as NO_PROGRESS after `unsaved_max` consecutive attempts that reached the time
-limit
-  or were lost, without newly saved data. Preempted attempts do not count.
+- A run with `resume` always ends. The run ends as NO_PROGRESS after `unsaved_max` consecutive attempts that reached
+  the time limit or were lost, without newly saved data. Preempted attempts do not count.
 
 A final stop (cancel, timeout, budget) replaces a stop after which the run may continue (preempt, drain), never the
 other way round. If every rank returned before the stop arrived, the run is SUCCEEDED.
@@ -51,7 +50,7 @@ from serverless_gpu.model.lifecycle.attempt import (
 INFRA_PAUSES_S = (1.0, 5.0, 30.0)
 """Pauses in seconds after the first, second … platform failure before user code."""
 INFRA_RETRIES_MAX = len(INFRA_PAUSES_S)
-"""Maximum number of new attempts for that reason."""
+"""Maximum number of new attempts after platform failures before user code."""
 
 LOST = frozenset({*(r for r, meaning in MEANINGS.items() if meaning.state is State.LOST), Reason.NODE_REBOOTED}) - {
     Reason.SERVER_RESTORED
@@ -65,18 +64,18 @@ FAULTS = LOST | {Reason.GPU_LOST}
 
 _DISPLACED = frozenset({Reason.PREEMPTED, Reason.DRAINED})
 _FINAL_STOPS = frozenset({StopReason.CANCEL, StopReason.TIMEOUT, StopReason.BUDGET, StopReason.IDLE})
-# User code finished. Another attempt would cost the same and change nothing, or leave two results.
+# User code finished. Another attempt would cost the same without a better result, or produce a second result.
 _RAN_TO_ITS_END = frozenset({Reason.RESULT_UNSERIALISABLE, Reason.RESULT_TOO_LARGE, Reason.RESULT_UPLOAD})
 _POINTLESS = _RAN_TO_ITS_END | {
     Reason.SECRET_MISSING,
     Reason.UNSATISFIABLE,
     Reason.NO_PROGRESS,
-}  # A person must act first.
+}  # An operator or user must act before another attempt.
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
 class RunInstruction(StrEnum):
-    """Instructions to the caller, in the transaction that writes the run."""
+    """Instructions to the caller, for the transaction that writes the run."""
 
     SEND_STOP = "send_stop"
     REQUEUE = "requeue"
@@ -87,7 +86,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a run: everything that the next decision depends on."""
 
     run_id: str
-    fence: int = 0  # Number of the current attempt, which only grows. 0 before the first.
+    fence: int = 0  # Number of the current attempt, which only grows. 0 before the first attempt.
     state: State = State.QUEUED
     reason: Reason | None = None
     stop: StopReason | None = None  # Reason of the stop request, or None.
@@ -101,15 +100,15 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     # True when another attempt follows the time limit: the server set the limit (`max_run_s`), and the user set
     # `resume`.
     goes_on_at_limit: bool = False
-    saved: int = 0  # Number of the newest attempt that is known to have saved data to continue from. 0 without one.
+    saved: int = 0  # Number of the newest attempt that is known to have saved data to continue from, else 0.
     unsaved: int = 0  # Consecutive ended attempts, up to the last, that saved nothing.
-    unsaved_max: int = UNSAVED_MAX  # Number of such attempts that ends the run.
-    ran: int = 0  # Ended attempts with user code, without preempted ones.
-    attempts_max: int | None = None  # Limit of a usage policy for such attempts, or None.
+    unsaved_max: int = UNSAVED_MAX  # Maximum number of consecutive attempts that saved nothing; the run then ends.
+    ran: int = 0  # Number of ended attempts that started user code, without preempted attempts.
+    attempts_max: int | None = None  # Limit of a usage policy for attempts that start user code, or None.
 
 
 class RunPlaced(msgspec.Struct, frozen=True):
-    """The scheduler has placed the next attempt, but no node knows it yet."""
+    """The scheduler has placed the next attempt, but no node has received it yet."""
 
 
 class UserCodeStarted(msgspec.Struct, frozen=True):
@@ -157,11 +156,14 @@ class Forgotten(msgspec.Struct, frozen=True):
 
 
 class Restored(msgspec.Struct, frozen=True):
-    """The server was restored from a backup with the run in the queue. The run may have run since."""
+    """The server was restored from a backup with the run in the queue.
+
+    The run may have started after the backup.
+    """
 
 
 class Unsatisfiable(msgspec.Struct, frozen=True):
-    """The run has reached its wait limit, and no joined node can ever serve it."""
+    """The run has reached its wait limit, and no joined node can ever serve the run."""
 
 
 Event = (
@@ -256,11 +258,11 @@ def _over(run: Run, event: AttemptEnded | GivenUp | Forgotten) -> Step:
     untouched = not run.began and (MEANINGS[reason].may_retry or reason in _DISPLACED)
     at_limit = reason is Reason.TIMEOUT and run.goes_on_at_limit
     if run.stop in _FINAL_STOPS:
-        # If another attempt would follow without the stop, the stop is the reason of the end.
+        # If another attempt would follow without the stop request, the request is the reason of the end.
         goes_on = untouched or at_limit or reason in _DISPLACED
         return _conclude(run, STOPPED_BY[run.stop] if goes_on and run.stop else reason)
     if isinstance(event, AttemptEnded) and not event.proven:
-        return _conclude(run, reason)  # A remaining process could run beside the next attempt.
+        return _conclude(run, reason)  # A remaining process of the attempt could run beside the next attempt.
     if untouched:
         if reason in _DISPLACED or (isinstance(event, AttemptEnded) and event.uncounted):
             return _requeue(run)  # An operator moved the run, or a node went silent, before user code started.

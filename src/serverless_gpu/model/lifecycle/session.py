@@ -5,8 +5,8 @@
 This module only has values and functions that return the next value. The module uses no clocks, sockets or locks. The
 session's process carries out the decisions (`node/supervisor/session.py`).
 
-The session serves runs in the order of their requests. A small run never passes a large one, which could otherwise wait
-forever. A device that was not proven free after a run stays unfit until the next inspection.
+The session serves runs in the order of their requests. A small run never passes a large run, because the large run
+could otherwise wait forever. A device that was not proven free after a run stays unfit until the next inspection.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from serverless_gpu.model.hardware import Device
 from serverless_gpu.units import format_duration_ms
 
-_WARN_AT = 0.8  # Fraction of the idle limit.
+_WARN_AT = 0.8  # Fraction of the idle limit before the session warns.
 
 
 class DeviceRequest(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lendable(self) -> tuple[Device, ...]:
-        """Return the devices that a run can get now."""
+        """Return the devices that the session can allocate to a run now."""
         return tuple(device for device in self.idle if device.uuid not in self.unfit)
 
 
@@ -56,7 +56,7 @@ def ask(state: SessionState, request: DeviceRequest) -> SessionState:
 
 
 def settle(state: SessionState) -> tuple[SessionState, tuple[str, ...]]:
-    """Allocate devices to the next runs in the queue. Also returns the runs that got devices."""
+    """Return the state with devices allocated to the next queued runs, and the runs that got devices."""
     served: list[str] = []
     while state.queue and state.queue[0].count <= len(state.lendable):
         first, *rest = state.queue
@@ -93,7 +93,7 @@ def waiting_text(state: SessionState, request: DeviceRequest) -> str:
 
 
 def idle_action(state: SessionState, limit_ns: int, now_ns: int) -> tuple[SessionState, str, bool]:
-    """Return the effect of elapsed time on a session.
+    """Return the effect of elapsed time on an idle session.
 
     Returns the next state, a message for the user or "", and True when the session ends.
     """
@@ -106,7 +106,11 @@ def idle_action(state: SessionState, limit_ns: int, now_ns: int) -> tuple[Sessio
     if not state.warned and idle_for_ns >= limit_ns * _WARN_AT:
         left = format_duration_ms((limit_ns - idle_for_ns) // 1_000_000)
         sentence = f"the session has been idle for {since} and will release its {_counted(state)} in {left}"
-        return msgspec.structs.replace(state, warned=True), f"{sentence}; any call keeps the session", False
+        return (
+            msgspec.structs.replace(state, warned=True),
+            f"{sentence}; call a function of the session to keep it",
+            False,
+        )
     return state, "", False
 
 

@@ -8,8 +8,9 @@
 
 Each node has three such profiles: by the likely ends of its runs, by their latest ends, and by a guess. The scheduler
 enters a gang's reservation into the second profile only if all runs have time limits. A run that starts before the gang
-must then end in time by both profiles. The third profile is for gangs that must come next (the guard, a share that is
-behind) while the ends of the runs are unknown. A run that starts before such a gang must end in time by the guess.
+must then end in time by both profiles. The third profile is for gangs that must start next while the ends of the runs
+are unknown. Such gangs have waited beyond the guard, or their team has used less than its share. A run that starts
+before such a gang must end in time by the guess.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ class DeviceTimeline:
         )
 
     def fits(self, count: int, end: float) -> bool:
-        """Return whether a run can have devices from now until `end` without taking any from a booking."""
+        """Return whether a run can have devices from now until `end` without using any booked device."""
         if count > self.free():
             return False
         starts = (start for start, *_ in self._bookings if self._now < start < end)
         return all(self._at(start) >= count for start in starts)
 
     def most(self, end: float, but: str) -> int:
-        """Return how many devices a run can have until `end` without taking any from another run's booking."""
+        """Return how many devices a run can have until `end` without using those that others have booked."""
         starts = (start for start, _, _, whose in self._bookings if self._now < start < end and whose != but)
         return min([self.free(but), *(self._at(start, but) for start in starts)])
 
     def until(self, count: int) -> float:
-        """Return until when a run can have devices from now on: the first booking that would lack them."""
+        """Return the time until which a run can have devices: the first booking that would lack devices."""
         if count > self.free():
             return self._now
         starts = sorted(start for start, *_ in self._bookings if start > self._now)
@@ -149,7 +150,7 @@ class PromiseBook:
             profile.take(count, end)
 
     def keep(self, run_id: str, count: int, now: int) -> None:
-        """Hold devices for a run from now on, as they become free."""
+        """Hold devices for a run as they become free."""
         for profile in self._profiles():
             profile.book(run_id, count, (now, math.inf))
         self.names.append((run_id, count))
@@ -164,7 +165,7 @@ class PromiseBook:
         self.names.append((run_id, count))
 
     def suppose(self, run_id: str, count: int, guess: tuple[float, float]) -> None:
-        """Reserve devices for a run by a guess; the caller has set `guess` before."""
+        """Reserve devices for a run by a guess; the caller must set `guess` first."""
         if self.guess is not None:
             self.guess.book(run_id, count, guess)
         self.names.append((run_id, count))
@@ -174,12 +175,12 @@ class PromiseBook:
 
 
 Ends = tuple[float, float, float]
-"""The ends of a run: likely, at the latest, and by a guess; infinite if unknown."""
+"""The likely, the latest and the guessed end of a run; infinite if unknown."""
 
 
 _S = 1_000_000_000
 OVERDUE_NS = 60 * _S
-"""A run over its own limit is being stopped; its devices count as free after this time."""
+"""Nanoseconds until devices of a run over its time limit count as free; the server is already stopping the run."""
 
 
 class HeldDevices:
@@ -207,7 +208,7 @@ class HeldDevices:
         return self._guess_ns
 
     def until(self, now_ns: int) -> tuple[float, float]:
-        """Return likely and latest end as of now; a run past its likely end may take much longer."""
+        """Return likely and latest release time as of now; a run past its likely end may run much longer."""
         bound = self.bound_ns if self.bound_ns > now_ns else now_ns + OVERDUE_NS
         if self.likely_ns > now_ns:
             return min(self.likely_ns, bound), bound
@@ -226,19 +227,17 @@ def ends(running: RunningRun) -> tuple[float, float]:
 
 
 class Leavers:
-    """Counts the devices of runs that can be preempted, and of runs that are already leaving."""
+    """Counts the devices of preemptible runs, and of runs that are already stopping."""
 
     def __init__(self) -> None:
-        # Devices by node and type: one number for each class, then for leaving runs. Entries without devices are
-        # removed.
-        # removed.
+        # Devices by node and type: one number for each class, then one for stopping runs. Entries without devices are
         self.counts: dict[tuple[str, str], list[int]] = {}
 
     def __bool__(self) -> bool:
         return bool(self.counts)
 
     def count(self, running: RunningRun, share: DeviceShare, number: int) -> None:
-        """Add `number` devices of a run; a negative number removes them."""
+        """Add `number` devices of a run; a negative number removes devices."""
         if not (running.wanted.preemptible or running.is_leaving):
             return
         key = (share.node_id, share.gpu_type)
@@ -248,11 +247,11 @@ class Leavers:
             del self.counts[key]
 
     def leaving(self, node_id: str, gpu_type: str) -> int:
-        """Return the number of a node's devices whose runs are already leaving."""
+        """Return the number of a node's devices whose runs are already stopping."""
         counts = self.counts.get((node_id, gpu_type))
         return 0 if counts is None else counts[-1]
 
     def most(self, node_id: str, gpu_type: str, above: int) -> int:
-        """Return how many of a node's devices can become free if runs of lower classes than `above` leave."""
+        """Return how many of a node's devices preemption of lower classes than `above` can free."""
         counts = self.counts.get((node_id, gpu_type))
         return 0 if counts is None else sum(counts[above + 1 :])

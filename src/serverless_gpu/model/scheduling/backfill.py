@@ -1,10 +1,11 @@
 """Backfill: the later start of a blocked gang, and the devices that are reserved or held until then.
 
     promise   The release times of the devices are known: reserve the nodes that likely have enough devices first.
-              A latest time (`is_bound`) stays valid over passes, whatever the order of the queue (`again`). Runs of its
-              class or a lower one do not delay the gang. A higher class may; then the gang gets a new reservation.
-    suppose   The release times are unknown: reserve by a guess. A wrong guess moves, and no time is shown.
-    keep      Hold devices as they become free, on the nodes where the gang lacks the fewest.
+              A latest time (`is_bound`) stays valid over passes, whatever the order of the queue (`again`). Runs of the
+              gang's class or lower do not delay the gang. A higher class may; the gang then gets a new reservation.
+    suppose   The release times are unknown: reserve by a guess. A wrong guess moves the reservation. The scheduler
+              shows no time.
+    keep      Hold devices as they become free, on the nodes where the gang lacks the fewest devices.
 
 Every entry goes into the `PromiseBook` of a node (`availability_timeline.py`), which lasts for one pass.
 """
@@ -26,14 +27,14 @@ from serverless_gpu.model.scheduling.preemption import may_use
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, Reservation, TimedShape
 
 Ready = tuple[float, float, str, str, NodeDevices, str, int]
-"""Likely and latest time at which devices of a node are free; its name and identifier; the node, type and number."""
+"""Sort row of a node: likely and latest time of free devices; its name and identifier; the node, type and number."""
 Need = tuple[NodeDevices, str, int, float, float]
-"""A node, a type and a number of devices; the likely and the latest time at which they are free."""
+"""A node, a type and a number of devices; the likely and the latest time at which the devices are free."""
 _ROUNDS_MAX = 16
 _TURNS_MAX = 4
 """Maximum number of searches for nodes that the gang may still use at its start."""
 _SLACK_NS = 60e9
-"""A reservation that slips by less stays valid, because a run may start one pass after its devices become free."""
+"""Maximum delay in nanoseconds within which a reservation stays valid, because a run may start one pass late."""
 _Row = tuple[int, str, str, NodeDevices]
 Chosen = list[tuple[NodeDevices, str, int]]
 """Nodes, types and numbers of devices."""
@@ -50,9 +51,9 @@ class ReservationSearch:
         self._count = ask.shape.gpus
         self._likely_ns, self._limit_ns = ask.spans(wanted)
         self._is_several = is_several(capacity, wanted, ask)
-        self._closing: set[int] = set()  # Groups of nodes that the gang may not use at its start any more.
+        self._closing: set[int] = set()  # Groups of nodes that the gang may no longer use at its start.
 
-    # --- promises ---
+    # --- reservations ---
 
     def promise(self) -> Reservation | None:
         """Reserve the devices that the gang likely gets first; None if the time is unknown."""
@@ -103,12 +104,12 @@ class ReservationSearch:
         return enough and are_one(self._floor, shares)
 
     def is_away(self, shares: tuple[DeviceShare, ...]) -> bool:
-        """Return whether a node with reserved devices is away."""
+        """Return whether a node with reserved devices is unavailable."""
         places = self._floor.places
         return any(share.node_id in places and places[share.node_id].node.away for share in shares)
 
     def again(self, promised: Reservation) -> Reservation | None:
-        """Renew a reservation of an earlier pass without a later time; None if that is impossible."""
+        """Renew a reservation of an earlier pass; None if the devices are available only at a later time."""
         if not self.may_have(promised.shares):
             return None
         rows = [(self._floor.places[share.node_id], share.gpu_type, share.count) for share in promised.shares]
@@ -162,7 +163,7 @@ class ReservationSearch:
         likely = book.likely.earliest(count, self._likely_ns, after[0])
         return likely, book.bound.earliest(count, self._limit_ns, after[1])
 
-    # --- where ---
+    # --- node selection ---
 
     def _needs(self) -> list[Need]:
         """Return the devices with which the gang likely starts first, on one node or on several."""
@@ -185,7 +186,7 @@ class ReservationSearch:
         return []
 
     def _groups(self) -> Iterator[tuple[NodeGroup, str]]:
-        """Yield groups of nodes, and types, that the gang may use now."""
+        """Yield groups of nodes, with types, that the gang may use now."""
         capacity, wanted = self._floor, self._wanted
         for group, types, pool in capacity.reach(self._ask.shape).entries:
             if id(group) not in self._closing and group.rank(capacity.terms, wanted, pool, self._now_ns) is not None:
@@ -215,7 +216,7 @@ class ReservationSearch:
     ) -> Iterator[PartReady]:
         """Yield a group's nodes without reservations, in the order in which enough devices are free.
 
-        `count` None means a whole node. For a part of a gang, 0 means all devices that the node can give.
+        `count` None means a whole node. For a part of a gang, 0 means all usable devices of a node.
         """
         capacity, now_ns, by_guess = self._floor, self._now_ns, self._by_guess
         medians = capacity.medians
@@ -241,10 +242,10 @@ class ReservationSearch:
                 yield max(likely, now_ns), max(bound, now_ns), left, name, node_id, where
 
     def _soonest(self, kind: Kind) -> tuple[tuple[float, int], list[Need]] | None:
-        """Return the whole nodes of a pool and type that the gang likely gets first, and one part.
+        """Return the whole nodes of a pool and type that the gang likely gets first, and one partly used node.
 
-        The result includes the time and the number of nodes. Each further whole node makes the part smaller, but is
-        free later. The search therefore tries to find the part at each step.
+        The result includes the time and the number of nodes. Each further whole node leaves fewer devices for the
+        partly used node, but is free later. The search therefore tries to find the partly used node at each step.
         """
         left, whole = self._count or 0, self._floor.reach(self._ask.shape).whole
         needs = list[Need]()
@@ -267,7 +268,7 @@ class ReservationSearch:
         return best
 
     def _with_part(self, kind: Kind, needs: list[Need], count: int) -> list[Need]:
-        """Return the whole nodes and the part that is free first beside them; empty if no node has the part."""
+        """Return whole nodes and the first free partly used node beside them; empty without such a node."""
         taken = {need[0].node.id for need in needs}
         for likely, bound, _, _, node_id, where in self._merged(kind, count):
             if node_id not in taken:
@@ -290,7 +291,7 @@ class ReservationSearch:
         return heapq.merge(*groups, sorted(beside))
 
     def _row(self, where: NodeDevices, gpu_type: str, count: int) -> PartReady | None:
-        """Return when `count` devices of a node are free; ties prefer large nodes, or the least left over."""
+        """Return when `count` devices of a node are free; ties prefer large nodes, or few unused devices."""
         there = where.usable(gpu_type)
         number = count or there
         if not 0 < number <= there:
@@ -300,12 +301,12 @@ class ReservationSearch:
             return None
         return (likely, bound, there - count if count else -there, *where.entry)
 
-    # --- what gets free ---
+    # --- held devices ---
 
     def keep(self, nearly: float) -> Reservation | None:
-        """Hold devices for the gang as they become free, where it lacks the fewest.
+        """Hold devices for the gang as they become free, on the nodes where it lacks the fewest devices.
 
-        `nearly` is the part of its devices that must already be free.
+        `nearly` is the share of the gang's devices that must already be free.
         """
         if nearly > 0 and self._count is not None and not self._is_near(nearly * self._count):
             return None
@@ -338,8 +339,8 @@ class ReservationSearch:
     def nearest(self, *, kept: bool = False) -> tuple[int, Chosen] | None:
         """Return how many devices a gang on several nodes lacks, and the nodes where it lacks the fewest.
 
-        Nodes with the most free devices come first, and the part comes last. Returns None if all nodes together have
-        too few devices, free or not.
+        Nodes with the most free devices come first, and the partly used node comes last. Returns None if all nodes
+        together have too few devices, free or not.
         """
         rows: dict[Kind, list[_Row]] = {}
         for where, name in self._usable():
@@ -364,7 +365,7 @@ class ReservationSearch:
         return lacking, chosen
 
     def _candidates(self) -> Iterator[tuple[NodeDevices, str]]:
-        """Yield nodes that may lack the fewest devices: of each group, the node with the most free ones."""
+        """Yield nodes that may lack the fewest devices: of each group, the node with the most free devices."""
         capacity, shape = self._floor, self._ask.shape
         reach = capacity.reach(shape)
         if self._count is None or reach.is_lent or reach.singles or not capacity.is_plain:
@@ -407,7 +408,7 @@ class ReservationSearch:
 def _sooner(
     best: tuple[tuple[float, int], list[Need]] | None, needs: list[Need]
 ) -> tuple[tuple[float, int], list[Need]] | None:
-    """Return the option that is free sooner; of equal ones, the option with fewer nodes."""
+    """Return the option that is free sooner; on a tie, the option with fewer nodes."""
     if not needs:
         return best
     found = (max(need[3] for need in needs), len(needs)), needs

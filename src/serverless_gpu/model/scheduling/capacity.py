@@ -2,13 +2,13 @@
 
     group   nodes of one pool, platform, Python, owner and calendar; a run that may use one of them may use all
       index   nodes of one type by the number of free devices ─▶ best fit is one lookup, not a loop over nodes
-      order   kept between passes; only nodes that changed, or whose estimate expired, are sorted again
+      order   stored between passes; only nodes that changed, or whose estimate expired, are sorted again
     reach   groups and types that a shape may use; computed once, until a node of another kind joins
 
-Best fit takes the node with the fewest devices left over, so that whole nodes stay free for gangs. A node with held or
-reserved devices leaves the index for the pass (`book`). Its `PromiseBook` then decides which runs may start there.
+Best fit selects the node with the fewest devices left over, so that whole nodes stay free for gangs. A node with held
+or reserved devices leaves the index for the pass (`book`). Its `PromiseBook` then decides which runs may start there.
 
-The capacity also stores the runs of absent nodes, because a device is free only after its run is gone.
+The capacity also stores the runs of absent nodes, because a device is free only after its run has ended.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _REACHES_MAX = 10_000
 
 
 class Capacity:
-    """Stores all nodes and the runs on them; `leavers` counts devices of runs that can leave."""
+    """Stores all nodes and the runs on them; `leavers` counts devices of preemptible and stopping runs."""
 
     def __init__(self, policy: QueuePolicy) -> None:
         self.places: dict[str, NodeDevices] = {}
@@ -184,10 +184,10 @@ class Capacity:
         turns = (group.sample.turns_ns for group in self.groups.values() if not group.is_plain)
         return min((at for at in turns if at is not None and at > now_ns), default=None)
 
-    # --- what is kept during a pass ---
+    # --- reservations of a pass ---
 
     def book(self, place: NodeDevices, gpu_type: str, now_ns: int) -> PromiseBook:
-        """Return the reservations of a node's devices; the node leaves the index until the next pass."""
+        """Return the reservations of a node's devices; the index then omits the node until the next pass."""
         key = (place.node.id, gpu_type)
         book = self.books.get(key)
         if book is None:
@@ -210,7 +210,7 @@ class Capacity:
         return profile
 
     def ends(self, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> Ends:
-        """Return the ends of a run that starts now: likely, at the latest, and by a guess."""
+        """Return the likely, the latest and the guessed end of a run that starts now."""
         likely, limit = ask.spans(wanted)
         guess = likely
         if math.isinf(guess):
@@ -232,7 +232,7 @@ class Capacity:
         other.books, other._is_forecast = {}, True
         return other
 
-    # --- what is in reach ---
+    # --- nodes in reach ---
 
     def is_possible(self, shape: Shape) -> bool:
         """Return whether nodes have enough devices for a shape, free or not."""
@@ -278,7 +278,7 @@ class Capacity:
     def _only_type(
         self, groups: list[tuple[NodeGroup, Pool | None]], singles: list[tuple[NodeDevices, Pool | None]]
     ) -> str | None:
-        """Return the only GPU type in reach; lent devices count only if there are no others."""
+        """Return the only GPU type in reach; borrowed devices count only without other devices."""
         for lent in (False, True):
             names = {name for group, pool in groups if (pool is not None) is lent for name in group.types()}
             for place, pool in singles:
@@ -291,7 +291,7 @@ class Capacity:
 
 
 def admits(node: Node, shape: Shape, pools: Mapping[str, Pool]) -> tuple[bool, Pool | None]:
-    """Return whether a shape may use a node in principle, and the pool that would have to lend it."""
+    """Return whether a shape may use a node in principle, and the pool that would have to lend the node."""
     pool = pools.get(node.pool)
     if pool is not None and pool.single_principal and shape.second_principal:
         return False, None
@@ -455,11 +455,11 @@ class NodeGroup:
     __slots__ = ("_kept", "claim", "index", "is_plain", "members", "number", "order", "sample")
 
     def __init__(self, sample: Node, number: int) -> None:
-        # `sample`: one of the nodes; all of them are equal in everything that decides which runs may use them.
+        # `sample`: any node of the group; all nodes are equal in the properties that decide who may use a node.
         self.sample, self.number = sample, number
         # No node of the group has an owner or a calendar.
         self.is_plain = not sample.owner and sample.shared and sample.turns_ns is None
-        # The strongest claim of a waiting run to these nodes; runs with a weaker claim must wait.
+        # The strongest claim of a waiting run to these nodes. Runs with a weaker claim must wait.
         self.claim = NO_CLAIM
         self.members: dict[str, NodeDevices] = {}
         self.order: list[tuple[str, str, NodeDevices]] = []
@@ -505,7 +505,7 @@ class NodeGroup:
         return sorted(name for name, index in self.index.items() if index.totals)
 
     def rank(self, terms: PoolTerms, wanted: QueuedRun, pool: Pool | None, now_ns: int) -> int | None:
-        """Return a rank if a run may start here now: own nodes first, lent nodes last; None for no."""
+        """Return the group's rank if a run may start on it now, else None: own nodes first, lent nodes last."""
         if pool is None and self.is_plain:
             return 0
         if standing(wanted, self.sample, terms) > self.claim or not may_use(wanted, self.sample, terms, now_ns):
@@ -530,11 +530,11 @@ class NodeDevices:
         return max(0, self.usable(gpu_type) - self.used[gpu_type])
 
     def usable(self, gpu_type: str) -> int:
-        """Return the number of devices that runs can get."""
+        """Return the number of devices that runs can get on the node."""
         return self.node.total.get(gpu_type, 0) - self.node.outside.get(gpu_type, 0)
 
     def book(self, gpu_type: str, now_ns: int) -> PromiseBook:
-        """Return an empty reservation book with the releases of the node's runs."""
+        """Return a `PromiseBook` without reservations, with the release times of the node's runs."""
         until = [(held.until(now_ns), held.count) for held in self.runs.get(gpu_type, {}).values()]
         free = self.free[gpu_type]
         likely = DeviceTimeline(now_ns, free, [(at[0], count) for at, count in until if not math.isinf(at[0])])
@@ -607,8 +607,7 @@ class ShapeNodes:
     __slots__ = ("entries", "is_lent", "kind", "most", "singles", "weight", "whole")
 
     def __init__(self, entries: list[Entry], singles: dict[str, Single]) -> None:
-        # `singles`: nodes outside of their groups, by identifier: the caller's own machine, or the only suitable one.
-        # do.
+        # `singles`: nodes outside of their groups, by identifier: the caller's own machine, or the only suitable node.
         # `entries`: groups with the suitable types, and the pool that would lend them.
         self.entries, self.singles = entries, singles
         # `most`: maximum number of devices of a gang on several nodes.
@@ -617,13 +616,13 @@ class ShapeNodes:
         self.weight: float | None = None  # Divisor of a run's waiting time, computed at first use.
         groups = [(group.number, name) for group, types, _ in entries for name in types]
         alone = [(place.group.number, name) for place, types, _ in singles.values() for name in types]
-        # Groups and types by number: runs with a common element compete for the same devices.
+        # Pairs of group number and type. Runs with a common pair compete for the same devices.
         self.kind = frozenset((*groups, *alone))
         # True if a reserved pool would lend some of these nodes.
         self.is_lent = any(pool is not None for *_, pool in (*entries, *singles.values()))
 
     def of(self, place: NodeDevices) -> tuple[tuple[str, ...], Pool | None] | None:
-        """Return the suitable types on a node, and the pool that would lend them; None if out of reach."""
+        """Return the suitable types on a node, and the pool that would lend the node; None if out of reach."""
         single = self.singles.get(place.node.id)
         if single is not None:
             return single[1], single[2]

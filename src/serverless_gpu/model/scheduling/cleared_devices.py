@@ -1,14 +1,14 @@
-"""Clears devices for a run: other runs leave, and their devices are kept until the run starts.
+"""Clears devices for a run: preempts other runs, and holds their devices until the run starts.
 
     blocked ─▶ possible nodes, and runs there that may be preempted (`preemption.py`) ─▶ `PlannerState.clearing`
     at the start of each pass, in the order of the preemptions
-      all devices are free          ─▶ the run starts there
-      some will be free later       ─▶ they are kept, whichever run is ahead in the queue
-      some will not become free     ─▶ forgotten: a node left, or a run stayed; the run preempts again at its next turn
+      all devices are free          ─▶ the run starts on these devices
+      some will be free later       ─▶ the scheduler holds them, whichever run is ahead in the queue
+      some will not become free     ─▶ discarded: a node or run did not release them; the run preempts again later
     the run starts elsewhere (as a guest, on other released devices) ─▶ the pass is stale: `take_back`, and a new pass
 
-This state lasts from pass to pass. A new planner does not have it. Devices of leaving runs then go to the first run
-that may claim them. That is the intended run, or a run that is ahead of it by now.
+This state lasts from pass to pass. A new planner starts without this state. Devices of stopping runs then go to the
+first run that may claim them. That is the intended run, or a run that is now ahead in the queue.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Start = Callable[[QueuedRun, TimedShape, tuple[DeviceShare, ...]], None]
 class Clearing:
     """Clears devices for blocked runs during one pass.
 
-    state: the state of the planner, in which preempted runs count as leaving at once. start: starts a run.
+    state: the state of the planner, in which preempted runs immediately count as stopping. start: starts a run.
     """
 
     def __init__(self, state: PlannerState, start: Start) -> None:
@@ -69,13 +69,13 @@ class Clearing:
         self._claims: list[Claim] | None = None
         self._is_last = not self._hosts
         self._looked = 0
-        self._stayers: list[RunningRun] = []  # Preempted runs, as they were before.
+        self._stayers: list[RunningRun] = []  # Requests of the preempted runs, as before the preemption.
         self._cleared: list[str] = []  # Runs for which this pass has cleared devices.
-        self.preemptions: list[Preemption] = []  # Runs that must leave.
+        self.preemptions: list[Preemption] = []  # Runs that must stop.
         self.wake_ns: int | None = None  # Time at which another attempt is useful without a change; None for never.
 
     def serve(self) -> None:
-        """Start runs whose cleared devices are free, and keep cleared devices that will be free later."""
+        """Start runs whose cleared devices are free, and hold cleared devices that will be free later."""
         state = self._state
         for run_id, shares in list(state.clearing.items()):
             found = state.queue.where(run_id)
@@ -99,12 +99,12 @@ class Clearing:
         self._is_last = True
 
     def clear(self, wanted: QueuedRun, ask: TimedShape) -> bool:
-        """Preempt other runs for a blocked run; return True if that frees enough devices."""
+        """Preempt other runs for a blocked run; return True if the preemptions free enough devices."""
         state = self._state
         key = (
             ask.shape,
             "" if state.capacity.is_plain else wanted.owner,
-        )  # If one class may not preempt for this shape, later classes may not either.
+        )  # If one class may not preempt for this shape, later classes may not preempt either.
         is_late = self._looked >= LOOKED_MAX or len(state.clearing) >= state.policy.reservations
         if not state.capacity.leavers or is_late or key in self._vain or self._is_guest_soon(wanted, ask):
             return False
@@ -124,8 +124,8 @@ class Clearing:
     def take_back(self) -> None:
         """Withdraw all preemptions of this pass; the next pass decides again from the new state.
 
-        The preemptions for waiting runs are withdrawn too, because some of these runs rely on preemptions for other
-        runs.
+        The function also withdraws the preemptions for waiting runs, because some of these runs rely on preemptions for
+        other runs.
         """
         state = self._state
         for held in self._stayers:
@@ -137,7 +137,7 @@ class Clearing:
                 del state.reservations[run_id]
 
     def _is_guest_soon(self, wanted: QueuedRun, ask: TimedShape) -> bool:
-        """Return whether a run can start as a guest in the next round, so that no run has to leave."""
+        """Return whether a run can start as a guest in the next round, so that no preemption is needed."""
         if self._is_last:
             return False
         if self._claims is None:
@@ -152,7 +152,7 @@ class Clearing:
         return False
 
     def _search(self, wanted: QueuedRun, ask: TimedShape) -> PreemptionPlan:
-        """Return the preemptions for a run, from the first nodes that lack the fewest devices."""
+        """Return the preemptions for a run, from the first nodes on which the run lacks the fewest devices."""
         state = self._state
         if is_several(state.capacity, wanted, ask):
             usable = gang_placement.usable(state.capacity, wanted, ask, state.now_ns)
@@ -203,7 +203,7 @@ class Clearing:
                 yield where, name
 
     def _order(self, group: NodeGroup, gpu_type: str, *, is_whole: bool) -> list[Row]:
-        """Return a group's nodes with runs that could leave, the fewest missing devices first."""
+        """Return a group's nodes with preemptible runs, the fewest missing devices first."""
         counts = self._state.capacity.leavers.counts
 
         def look(where: NodeDevices, _now_ns: int) -> tuple[Row | None, float]:
@@ -281,7 +281,7 @@ def _has_room(group: NodeGroup, types: tuple[str, ...], wanted: QueuedRun) -> bo
 
 
 def close_to_guests(state: PlannerState) -> list[NodeGroup]:
-    """Close nodes to runs without a right to them; return the groups that guest runs may use."""
+    """Close nodes to runs without a right to the nodes; return the groups that guest runs may use."""
     hosts = [group for group in state.capacity.groups.values() if _has_guests(group, state)]
     for group in hosts:
         group.claim = FULL_CLAIM
@@ -291,7 +291,7 @@ def close_to_guests(state: PlannerState) -> list[NodeGroup]:
 def open_to_guests(state: PlannerState, hosts: list[NodeGroup]) -> bool:
     """Admit guest runs to nodes for which no run with a stronger right waits.
 
-    Returns True if more guest runs may start than before, and a waiting run could be one.
+    Returns True if more guest runs may start than before, and a waiting run could be such a guest.
     """
     before = [group.claim for group in hosts]
     claims = _claims(state, hosts)
@@ -311,9 +311,9 @@ def _claims(state: PlannerState, hosts: list[NodeGroup]) -> list[Claim]:
     open_claims = set(range(len(hosts)))
     for line in state.queue.lines():
         if not open_claims:
-            break  # No run has a stronger right to any of them.
+            break  # No run has a stronger right to any of these nodes.
         if not (line.ask.shape.pool or line.owner in owners):
-            continue  # Without a pool, and without a node of its owner, a run has no stronger right than other guests.
+            continue  # A run that names no pool and whose owner has no node is a guest everywhere.
         wanted, reach = line.rows[0][2], capacity.reach(line.ask.shape)
         rights = {number: standing(wanted, hosts[number].sample, capacity.terms) for number in open_claims}
         more = [number for number, right in rights.items() if right < claims[number]]
@@ -335,6 +335,6 @@ def _has_guests(group: NodeGroup, state: PlannerState) -> bool:
 
 
 def _lacking(where: NodeDevices, gpu_type: str, *, is_whole: bool) -> Row:
-    """Return a node's position in the order of missing devices, for a whole node or for a number."""
+    """Return a node's sort position by its missing devices, for a whole node or for a number."""
     all_there = where.node.total[gpu_type] if is_whole else 0
     return (all_there - where.free[gpu_type], where.node.name, where.node.id, gpu_type, where)

@@ -4,14 +4,14 @@
                   └──▶ budgets: do they cover its first reservation?  ── no ──────────────────▶ held back, with a reason
                   └──▶ admitted; its use is counted before the next run is checked
 
-An admitted run may start in this tick, or not. Its use stays counted until the next tick, so that no two runs of one
-tick are admitted for the same money. Runs of one user under a cap that want the same devices keep the order of the
-queue. Runs behind the first one that does not fit do not pass it, because a large run would otherwise never start. Two
-runs for different devices may both be admitted although only one fits. The scheduler calls `is_full` again when it
-places one of them.
+An admitted run need not start in this tick. Its use stays counted until the next tick, so that no two runs of one tick
+are admitted for the same money. Runs of one user under a cap that want the same devices keep the order of the queue.
+Later runs do not pass the first run that does not fit, because a large run would otherwise never start. Two runs for
+different devices may both be admitted although only one fits. The scheduler calls `is_full` again when it places one of
+the two runs.
 
-This module computes from values only. `server/scheduling/queue_snapshot.py` passes the runs and the rest of each
-budget.
+This module computes from values only. `server/scheduling/queue_snapshot.py` passes the runs and the remaining amount of
+each budget.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class WaitingRun(msgspec.Struct, frozen=True, kw_only=True):
     subject: Subject  # Attributes that decide which caps and budgets apply to the run.
     gpus: int | None  # Requested number of devices; None for all devices of a node.
     gpu_type: str | None = None  # Requested type; None for any type.
-    grace_s: float = 0.0  # Seconds that the run may take to stop.
+    grace_s: float = 0.0  # Grace period in seconds, which the run may use to stop.
     cpus: int = 0  # Requested cores; 0 without a requested number.
     memory_bytes: int = 0
-    mandatory: tuple[str, ...] = ()  # Policies that apply beside the policy of the subject.
+    mandatory: tuple[str, ...] = ()  # Usage policies that apply beside the policy of the subject.
     name: str = ""  # Name of the run; earlier runs of the same owner and name show its likely duration.
 
     @property
@@ -48,10 +48,10 @@ class WaitingRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BudgetRooms(Protocol):
-    """The rest of each budget, counted down while the queue is read."""
+    """The remaining amount of each budget, reduced by each admitted run."""
 
     def take(self, candidate: WaitingRun) -> str:
-        """Take the first reservation of a run from its budgets; return why that fails, or ""."""
+        """Deduct the first reservation of a run from its budgets; return the reason for a failure, or ""."""
         ...
 
 
@@ -83,14 +83,15 @@ def is_full(cap: int | None, used: int, count: int) -> bool:
 class _Counting:
     """Counts the devices of each user under a policy while the queue is read.
 
-    An admitted run counts for later runs that want the same kind of devices in the same pool. Runs for other devices
-    may start long before it. The scheduler checks the sum of both when it places them.
+    An admitted run counts for later runs that want the same kind of devices in the same pool. A run for other devices
+    may start long before the admitted run. The scheduler checks the sum of all devices when it places these runs.
     """
 
     def __init__(self, using: Mapping[Key, int], caps: Mapping[str, int]) -> None:
         self._using, self._caps = using, caps
         self._taken: dict[_Line, int] = {}
-        self._blocked: set[_Line] = set()  # A run waits for devices under this key, and later runs do not pass it.
+        # A run waits for devices under this key. Later runs with the key do not pass the run.
+        self._blocked: set[_Line] = set()
 
     def why_not(self, candidate: WaitingRun) -> str:
         found = (self._why_not(candidate, policy) for policy in candidate.policies)

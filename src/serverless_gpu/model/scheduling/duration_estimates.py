@@ -3,9 +3,9 @@
     last 20 successful runs, newest first ─▶ fewer than 3: unknown
                                           └─▶ the duration that four of five of them did not exceed
 
-A run that starts while devices are kept for other runs must end in time, so the estimate is an upper one. The estimate
+A run that starts while devices are held for other runs must end in time, so the estimate is conservative. The estimate
 is the 80th percentile and not the maximum, because one hang must not spoil the next twenty estimates. For a run past
-its expected duration, the estimate doubles each time, because most such runs take much longer.
+its expected duration, the estimate doubles each time, because most such runs run much longer.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def says_no_end(*, expected_s: float | None, limit_s: float | None, capped: bool
 
 
 def limit_s(timeout_s: float | None, grace_s: float, *, start_s: float = START_S) -> float | None:
-    """Return the maximum time that a run has its devices, or None without a time limit."""
+    """Return the maximum time for which a run has its devices, or None without a time limit."""
     return None if timeout_s is None else start_s + timeout_s + grace_s + LEAVING_S
 
 
 def expected_s(durations_s: Iterable[float]) -> float | None:
-    """Return the likely time that a run has its devices, or None after too few runs.
+    """Return the likely time for which a run has its devices, or None after too few runs.
 
     `durations_s` holds the durations of earlier successful runs of the owner and name, newest first.
     """
@@ -64,7 +64,7 @@ def longest_s(durations_s: Iterable[float]) -> float | None:
 
 
 def over_after_s(elapsed_s: float, *, expected_s: float | None, limit_s: float | None) -> tuple[float | None, bool]:
-    """Return the seconds from its start after which a run releases its devices, and True if at the latest.
+    """Return the seconds until a started run releases its devices, and True for a latest time.
 
     Returns None if the end is unknown. A learned duration counts if it is shorter than the declared limit.
     """
@@ -82,7 +82,7 @@ def over_after_s(elapsed_s: float, *, expected_s: float | None, limit_s: float |
 class Medians:
     """Median device time of runs by their number of devices, as a guess for runs without history.
 
-    The guess is good enough to order releases. No time that users see rests on it.
+    The guess is good enough to order releases. The server never shows a time that depends on this guess.
     """
 
     def __init__(self) -> None:

@@ -4,13 +4,13 @@
                  + an advance for each placement (`entry_penalty_s`)       until the run ends, then refunded in full
     turn         = the team with the least counted / weight, then the user of that team with the least counted / weight
 
-The advance spreads a burst of runs over the waiting users. The advance is not a price: over time each user is charged
-the actual use, however short the runs are.
+The advance spreads a burst of runs over the waiting users. The advance is not a price: over time the scheduler charges
+each user only the actual use.
 
 A user without a team forms a team alone, ``"~name"``. A CPU slot counts as a small part of a GPU. If CPU slots did not
 count, a user who requests a thousand of them would get every turn.
 
-Changes of a user's devices arrive without a time. They count from the next decision on (`settle`).
+Changes of a user's devices arrive without a time. The changes count from the next decision on (`settle`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from serverless_gpu.model.hardware import CPU
 from serverless_gpu.model.scheduling.values import DeviceShare, QueuedRun, QueuePolicy, TeamUse, Used
 
 CPU_WEIGHT = 1 / 32
-"""GPUs that one CPU slot counts for."""
+"""Number of GPUs that one CPU slot counts as in the fair share."""
 _S = 1e9
 _FORGOTTEN = 1e-3
 """GPU-seconds; an idle account with less than this is removed."""
@@ -76,7 +76,7 @@ class Fairness:
         self.set_policy(policy)
 
     def set_policy(self, policy: QueuePolicy) -> None:
-        """Apply another half-life and other weights; past use stays."""
+        """Apply another half-life and other weights to future use; past use remains."""
         self._policy = policy
         half_life_s = policy.half_life_s
         self._rate = 0.0 if math.isinf(half_life_s) else math.log(2) / max(half_life_s, 1e-9)
@@ -98,7 +98,7 @@ class Fairness:
             account.value, account.at_ns = values.get(key, 0.0), at_ns
 
     def begin(self, run_id: str, wanted: QueuedRun, gpus: float, since_ns: int) -> None:
-        """Count the devices of a run from the time at which it got them; `settle` applies this."""
+        """Count the devices of a run from the time at which the run got them; `settle` applies this."""
         self._begun[run_id] = ((team_of(wanted), wanted.owner), gpus, since_ns)
 
     def place(self, run_id: str, wanted: QueuedRun, gpus: float) -> None:
@@ -116,7 +116,7 @@ class Fairness:
             self._ended.append(run_id)
 
     def settle(self, now_ns: int) -> None:
-        """Bring the accounts up to date: ended runs end now, and begun runs count from their start."""
+        """Update the accounts: ended runs end now, and begun runs count from their start."""
         self._now_ns = now_ns = max(now_ns, self._now_ns)
         for run_id in self._ended:
             key, gpus, since_ns, advance = self._held.pop(run_id)
@@ -134,7 +134,7 @@ class Fairness:
         self._begun.clear()
         if now_ns - self._swept_ns >= _SWEEP_NS:
             self._swept_ns = now_ns
-            # Removes accounts that have decayed to nothing; otherwise every past user would keep an account.
+            # Removes accounts whose use has decayed to nothing; otherwise every past user would keep an account.
             keys = {key for key, *_ in self._held.values()}
             teams = {team for team, _ in keys}
             self._users = {key: each for key, each in self._users.items() if key in keys or self._is_left(each)}
@@ -171,9 +171,9 @@ class Fairness:
         return _weighed(self._current(account), self._policy.user_weights.get(owner, 1.0))
 
     def is_behind(self, team: str, owner: str, due: float, most: list[tuple[float, str]]) -> bool:
-        """Return whether the use of a team, or of its user, is less than that of another one by `due`.
+        """Return whether the use of a team, or of its user, is less than that of another team or user.
 
-        `due` is in GPU-seconds; an `owner` of "" means the whole team.
+        The difference must be at least `due` GPU-seconds; an `owner` of "" means the whole team.
         """
         name, mine = (owner, self.user(team, owner)) if owner else (team, self.team(team))
         is_team = not owner and not team.startswith("~")
@@ -215,7 +215,7 @@ class Fairness:
         return value
 
     def _decay(self, passed_s: float) -> float:
-        """Return the remaining part of use that is `passed_s` old."""
+        """Return the fraction of use that remains after `passed_s` seconds."""
         return math.exp(-self._rate * passed_s)
 
     def _grown(self, passed_s: float) -> float:

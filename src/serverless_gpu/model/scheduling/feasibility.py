@@ -1,12 +1,12 @@
-"""Feasibility: whether a node could ever serve a run, and similar requests that one could serve (F82).
+"""Feasibility: decides whether any node could ever serve a run, and suggests similar requests (F82).
 
     nodes, pools, a request ─▶ never served? ── no ──▶ None
                                    └── yes ─▶ Shortage: why, and the request with another type, fewer devices or a pool
 
 The server's admission calls `shortage` to refuse a run before it enters the queue. The planner calls the other
 functions to explain why a queued run waits forever. A pool with `single_principal` runs the code of one principal. Runs
-of other principals wait for such a pool with the reason `isolation`. An administrator can change the isolation, so it
-never makes a run unsatisfiable.
+of other principals wait for such a pool with the reason `isolation`. An administrator can change the isolation, so
+isolation never makes a run unsatisfiable.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class FeasibleRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Shortage(msgspec.Struct, frozen=True, kw_only=True):
     """The reason why nodes could never serve a run, and similar requests."""
 
-    why: str  # The text names no option of a client.
+    why: str  # Reason as text, without names of client options.
     choices: tuple[FeasibleRequest, ...] = ()  # Similar requests that these nodes could serve, the most similar first.
 
 
 def shortage(nodes: Sequence[Node], pools: Iterable[Pool], wanted: QueuedRun) -> Shortage | None:
-    """Return why none of these nodes could ever serve a run, or None if one could."""
+    """Return why none of these nodes could ever serve a run, or None if any node could."""
     state = PlannerState(QueuePolicy())
     for pool in pools:
         state.capacity.see_pool(pool)
@@ -96,7 +96,7 @@ def _changed(wanted: QueuedRun, choice: FeasibleRequest) -> QueuedRun:
 def _best(choices: Iterable[FeasibleRequest]) -> Iterator[FeasibleRequest]:
     """Yield the first choice for each pool and type, with the largest number of devices.
 
-    A choice that changes pool and type is left out if a change of one of them is enough.
+    The function omits a change of both pool and type if changing only one is enough.
     """
     seen: set[tuple[str, str, str | None]] = set()
     for choice in choices:
@@ -124,7 +124,7 @@ def like(wanted: QueuedRun) -> QueuedRun:
 
 
 def never_served(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str:
-    """Return why no current node can ever serve a run, whatever the pools' isolation, or ""."""
+    """Return why no current node can ever serve a run, regardless of isolation, or ""."""
     never = impossible(state.capacity, wanted, ask)
     if not never or not wanted.second_principal:
         return never
@@ -133,7 +133,7 @@ def never_served(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str
 
 
 def impossible(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> str:
-    """Return why no current node can ever serve a run, or "" if one can."""
+    """Return why no current node can ever serve a run, or "" if any node can."""
     if not capacity.places:
         return "no node has joined this server yet"
     return "" if could_be(capacity, wanted, ask) else _sentence(capacity, wanted)
@@ -149,7 +149,7 @@ def could_be(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> bool:
 
 
 def isolation_problem(state: PlannerState, wanted: QueuedRun, ask: TimedShape) -> str:
-    """Return why isolation keeps a run from every suitable node, and the remedy, or ""."""
+    """Return why isolation blocks a run on every suitable node, and the remedy, or ""."""
     if not wanted.second_principal or not impossible(state.capacity, wanted, ask):
         return ""
     pools = state.capacity.terms.pools
@@ -172,8 +172,8 @@ def _sentence(capacity: Capacity, wanted: QueuedRun) -> str:
     if admitted and not open_to:
         owners = sorted({node.owner for node in admitted if node.owner})
         if any(is_open(msgspec.structs.replace(wanted, preemptible=True), node) for node in admitted):
-            first = f"the owner comes first on every suitable node ({', '.join(owners)})"
-            return f"{first}: runs of other users need resume=True there"
+            first = f"the owner has priority on every suitable node ({', '.join(owners)})"
+            return f"{first}: runs of other users need resume=True"
         return f"every suitable node is reserved for its owner: {', '.join(owners) or 'no other user may use it'}"
     if not open_to:
         return _nowhere(capacity, wanted, nodes)
@@ -282,7 +282,7 @@ def _too_few(wanted: QueuedRun, fitting: Sequence[tuple[str, Node]], asked: str)
 
 
 def _instead(wanted: QueuedRun, nodes: Sequence[Node]) -> str:
-    """Return the option with which a gang that asked for one node would fit on several, or ""."""
+    """Return the option with which a gang that requested one node would fit on several, or ""."""
     count = wanted.gpus or 0
     if not wanted.alone or wanted.several_nodes or wanted.gpu_type is None:
         return ""

@@ -1,19 +1,19 @@
 """Gang placement: devices of one type on which a whole gang starts now.
 
-    now     best fit: the node with the fewest devices left over; of equal ones the first by name
+    now     best fit: the node with the fewest devices left over; on a tie the first by name
     later   `backfill.py`: the node that likely has enough first (`promise`), or that lacks the fewest devices (`keep`)
 
 A gang on several nodes:
 
-    could one node that it may ever use hold it?   ── yes ─▶ the gang waits for one node, whatever is free elsewhere
+    could any node that the gang may ever use hold it?   ── yes ─▶ the gang waits for one node, even if others are free
        │ no
        ▼
-    whole free nodes and a part of another one, of one type in one pool, beside the reservations of other runs
+    whole free nodes and a part of another node, of one type in one pool, beside the reservations of other runs
        1. as few nodes as possible
-       2. of equal ways, the one with the fewest devices left over beside the part, then smaller nodes
+       2. on a tie, the fewest devices left over on the partly used node, then smaller nodes
 
 "Could" counts all devices of a node: the gang waits for a large node that is in use, drained or silent. A node of an
-older version (without `Node.crews`) only runs gangs that it can hold alone.
+older version (without `Node.crews`) only runs gangs that fit on that node alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Option = tuple[tuple[int, int, str, str], NodeDevices, str, int]
 
 
 def place(capacity: Capacity, wanted: QueuedRun, ask: TimedShape, now_ns: int) -> tuple[DeviceShare, ...] | None:
-    """Return devices that a run can have now, or None; the caller takes them."""
+    """Return devices that a run can have now, or None; the caller records them with `take`."""
     avoids = (wanted.avoid, _NOBODY) if wanted.avoid else (_NOBODY,)
     if is_several(capacity, wanted, ask):
         ways = (spread(capacity, wanted, ask, now_ns, avoid) for avoid in apart(wanted))
@@ -149,7 +149,7 @@ def unkept(capacity: Capacity, where: NodeDevices, gpu_type: str) -> int:
 
 
 def is_several(capacity: Capacity, wanted: QueuedRun, ask: TimedShape) -> bool:
-    """Return whether a run must use several nodes: it may, and no node that it may ever use could hold it."""
+    """Return True when a run may use several nodes, and no single node could ever hold the run."""
     return ask.shape.several and ask.shape.gpus is not None and ask.shape.gpus > largest(capacity, wanted, ask)
 
 
@@ -202,7 +202,8 @@ def spread(
 ) -> tuple[DeviceShare, ...] | None:
     """Return devices on several nodes that a gang can have now, or None.
 
-    Lent devices are used only if no others are enough. Devices that are kept for the gang itself count as free.
+    The function uses lent devices only if other devices are not enough. Devices that are held for the gang itself count
+    as free.
     """
     stocks = _stocks(capacity, wanted, ask, now_ns)
     count = ask.shape.gpus or 0
@@ -230,7 +231,7 @@ class _Beside:
 
 
 class _Stock:
-    """The free devices of one type in one pool: indexes of nodes with ranks, and nodes outside of them."""
+    """The free devices of one type in one pool: indexes of nodes with ranks, and unindexed nodes."""
 
     def __init__(self, indexes: list[tuple[int, Index]], beside: list[_Beside]) -> None:
         self.indexes, self.beside = indexes, beside
@@ -257,7 +258,7 @@ class _Stock:
         return min(found, key=lambda option: option[0]) if found else None
 
     def _of(self, gpu_type: str, size: int, count: int, avoid: frozenset[str]) -> _Spread | None:
-        """Return whole nodes up to a size, the largest first, and the part with the fewest left over.
+        """Return whole nodes up to a size, the largest first, and the part with the fewest devices left over.
 
         No whole node is larger than the missing number, because such a node would hold the part.
         """

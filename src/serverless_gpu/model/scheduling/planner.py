@@ -1,14 +1,14 @@
-"""The planner: applies changes to the scheduler's state, decides in passes, and answers questions.
+"""The planner: applies changes to the scheduler's state, decides in passes, and answers queries.
 
     apply   changes ─▶ queue (waiting runs), capacity (nodes and their runs), fairness (past use)
     decide  one pass over the classes: placements, preemptions and reservations. Another pass follows if a run started
             on other devices than expected. The last pass decides the preemptions.
     why     from the state after the pass: free devices, reservations, queue order (`wait_explanation.py`)
 
-The planner keeps this state between passes: running and waiting runs, past use, and latest times with their devices
-(`backfill.py`). The planner also keeps cleared devices (`cleared_devices.py`) and the durations of ended runs
-(`duration_estimates.py`), which a new planner does not have. With a new planner, devices of leaving runs go to the
-first run that may claim them. Questions change nothing.
+The planner stores this state between passes: running and waiting runs, past use, and latest times with their devices
+(`backfill.py`). The planner also stores cleared devices (`cleared_devices.py`) and the durations of ended runs
+(`duration_estimates.py`), which a new planner does not have. With a new planner, devices of stopping runs go to the
+first run that may claim them. Queries change nothing.
 
 One pass over one class of the queue (`ClassPass`):
 
@@ -68,8 +68,8 @@ _SOON_NS = 1_000_000_000
 _PASSES_MAX = 4
 """Maximum number of passes of one decision.
 
-Another pass follows if devices that were kept for a run are no longer needed. If the last pass also needs a further
-one, no run is preempted, and the next decision follows soon.
+Another pass follows if devices that were held for a run are no longer needed. If the last pass also needs another pass,
+the planner preempts no run, and the next decision follows soon.
 """
 
 
@@ -138,7 +138,7 @@ class Planner:
     # --- decisions ---
 
     def decide(self, now_ns: int) -> Decision:
-        """Return the runs to start and to preempt, and count them as done. `now_ns` never decreases."""
+        """Return the runs to start and to preempt, and record them as done. `now_ns` never decreases."""
         placements: list[Placement] = []
         preemptions: tuple[Preemption, ...] = ()
         wakes: list[int | None] = []
@@ -158,7 +158,7 @@ class Planner:
         return Decision(placements=tuple(placements), preemptions=preemptions, wake_ns=wake_ns)
 
     def _wake_ns(self, now_ns: int, ripe_ns: int | None) -> int | None:
-        """Return when the state next changes by itself: a held run enters a line, the guard, or a calendar."""
+        """Return when the state next changes without an event: a start delay, the guard, or a calendar."""
         state = self._state
         times = [ripe_ns, state.queue.next_ns(), state.capacity.turns_ns(now_ns)]
         oldest_ns = state.queue.oldest_ns()
@@ -170,7 +170,7 @@ class Planner:
             times.append(min((at + guard_ns for at in ages if at + guard_ns > now_ns), default=None))
         return min((at for at in times if at is not None), default=None)
 
-    # --- questions ---
+    # --- queries ---
 
     def why(self, run_id: str, now_ns: int) -> Wait | None:
         """Return why a run waits, as of the last decision; None for a run that does not wait."""
@@ -181,11 +181,11 @@ class Planner:
         return wait_explanation.estimate(self._state, wanted, now_ns)
 
     def is_waiting(self, run_id: str) -> bool:
-        """Return whether the planner knows that a run waits; `why` explains the wait but searches the queue."""
+        """Return whether the planner knows that a run waits; unlike `why`, this does not search the queue."""
         return self._state.queue.find(run_id) is not None
 
     def impossible(self, wanted: QueuedRun) -> str:
-        """Return why no current node can ever serve a run, or "" if one can."""
+        """Return why no current node can ever serve a run, or "" if any node can."""
         return never_served(self._state, wanted, self._state.queue.ask(wanted))
 
     def queue(self, now_ns: int, limit: int) -> tuple[str, ...]:
@@ -201,7 +201,7 @@ class Planner:
         return tuple(self._state.reservations.values())
 
     def told_reservations(self, now_ns: int) -> tuple[Reservation, ...]:
-        """Return the reservations, without times that rest only on a default limit of days."""
+        """Return the reservations, without times that depend only on a default limit of days."""
         return wait_explanation.reservations(self._state, now_ns)
 
     def usage(self, now_ns: int) -> dict[str, TeamUse]:
@@ -212,24 +212,25 @@ class Planner:
 class ClassPass:
     """One pass over all classes.
 
-    state: the state of the planner, in which placed runs count as started at once.
+    state: the state of the planner, in which placed runs immediately count as started.
     """
 
     def __init__(self, state: PlannerState) -> None:
         self._state, self._now_ns, self._number = state, state.now_ns, state.number
         self.placements: list[Placement] = []  # Placements in the order of the decisions.
-        # `is_stale`: True if a run started on other devices than those that were kept or cleared for it. Other runs may
-        # have these devices, and preempted runs may not have to leave.
+        # `is_stale`: True if a run started on other devices than those that were held or cleared for it. Other runs may
+        # have these devices, and preempted runs may not have to stop.
         # `is_new`: True if a run got its first latest time. From now on that run comes first. Later reservations may
-        # then move and leave devices free.
+        # then move and free devices.
         self.is_stale = self.is_new = False
         self.clearing = Clearing(state, self._start)
         self._promised = 0
         self._firm: set[object] = set()  # Users and kinds with a reservation that lasts over passes.
         self._teams: dict[str, _Team] = {}
         self._most: list[tuple[float, str]] = []  # The waiting teams with the most use.
-        self._behind: set[object] = set()  # Kinds and teams for which devices are held because the team is behind.
-        self._kinds: set[object] = set()  # Kinds for which devices are held because most of them are free.
+        # Kinds and teams for which devices are held because the team has used less than its share.
+        self._behind: set[object] = set()
+        self._kinds: set[object] = set()  # Kinds for which devices are held because most of these devices are free.
 
     def run(self) -> None:
         """Place runs: first those with cleared devices, guest runs after all others."""
@@ -307,7 +308,7 @@ class ClassPass:
         return self._promise(line, seeker.promise() or by_guess.promise())
 
     def _serve_team(self, team: _Team) -> bool:
-        """Place the next run of a team that fits; return True if there was one."""
+        """Place the next run of a team that fits; return True if a run started."""
         while team.users:
             _, owner = team.users[0]
             if self._serve_user(team.heads(owner, self._now_ns)):
@@ -317,7 +318,7 @@ class ClassPass:
         return False
 
     def _serve_user(self, heads: list[_Head]) -> bool:
-        """Place the next run of a user that fits; return True if there was one."""
+        """Place the next run of a user that fits; return True if a run started."""
         while heads:
             line = heads[0][3]
             wanted = line.rows[line.skipped][2] if line.skipped < len(line.rows) else None
@@ -342,7 +343,7 @@ class ClassPass:
         else:
             heapq.heappop(heads)
 
-    # --- what fits, and what does not ---
+    # --- placement of one run ---
 
     def _place(self, line: QueueLine, wanted: QueuedRun) -> bool:
         """Start a run if it fits; otherwise close its line for this pass."""
@@ -375,7 +376,7 @@ class ClassPass:
     def _is_blocked(self, line: QueueLine, wanted: QueuedRun) -> bool:
         number, ask = self._number, line.ask
         if ask.shape.several and wanted.run_id in self._state.reservations:
-            return False  # Devices that are kept for this run count as free, so it may fit where an equal run does not.
+            return False  # Devices that are held for this run count as free, so it may fit where an equal run does not.
         if ask.shape.blocked == number or ask.blocked == number or line.blocked == number:
             return True
         return ask.shape.is_walled(number, ask.spans(wanted))
@@ -383,7 +384,8 @@ class ClassPass:
     def _block(self, line: QueueLine, wanted: QueuedRun) -> None:
         """Record which other runs do not fit either.
 
-        These are all runs of the shape, or only those of an equal or longer duration, or those of the same owner.
+        The result covers all runs of the shape, or only runs of an equal or longer duration, or only runs of the same
+        owner.
         """
         capacity, ask = self._state.capacity, line.ask
         shape = ask.shape
@@ -422,12 +424,12 @@ class ClassPass:
         return False
 
     def _keep_share(self, seeker: ReservationSearch, wanted: QueuedRun, ask: TimedShape) -> Reservation | None:
-        """Hold devices for a gang whose team or user is behind.
+        """Hold devices for a gang whose team or user has used less than its share.
 
-        A part of a node is held as its devices become free, which is soon. Whole nodes would be idle for long, so the
-        scheduler reserves them by a guess. Other runs may start there before if they end in time by the guess. Under
-        lasting overload, some run always ends in time by the guess. After some days the scheduler therefore holds one
-        node, because a team of gangs would otherwise never get its share.
+        The scheduler holds a part of a node as its devices become free, which is soon. Whole nodes would be idle for
+        long, so the scheduler reserves them by a guess. Other runs may start on these nodes before the gang if they end
+        in time by the guess. Under lasting overload, some run always ends in time by the guess. After some days the
+        scheduler therefore holds one node, because a team of gangs would otherwise never get its share.
         """
         has_waited = self._now_ns - wanted.queued_ns >= self._state.policy.node_patience_s * 1e9
         capacity = self._state.capacity
@@ -474,7 +476,7 @@ class ClassPass:
             return
         again = seeker.again(promised)
         if again is None:
-            if not seeker.is_away(promised.shares):  # The reservation stays valid if the node comes back in time.
+            if not seeker.is_away(promised.shares):  # The reservation stays valid if the node reconnects in time.
                 del state.promises[wanted.run_id]
             return
         state.promises[wanted.run_id] = _as_told(again)
@@ -487,7 +489,7 @@ class ClassPass:
         return self._state.capacity.reach(ask.shape).kind
 
     def _is_behind(self, line: QueueLine) -> bool:
-        """Return whether a gang is so far behind other waiting ones that the scheduler holds devices for it."""
+        """Return whether a gang is so far behind other waiting gangs that the scheduler holds devices for it."""
         state, team = self._state, self._teams.get(line.team)
         gpus = line.ask.shape.gpus or state.capacity.reach(line.ask.shape).whole
         if team is None:
@@ -509,7 +511,7 @@ def _as_told(reservation: Reservation) -> Reservation:
 
 
 class _Team:
-    """The users of a team, the least use first, and the heads of their lines.
+    """The users of a team in order of use, and the heads of their lines.
 
     `most` holds the two users with the most use.
     """

@@ -45,7 +45,7 @@ class PlannerState:
         self.ended: list[RunningRun] = []  # Runs that have released their devices since the last pass.
         # Announced latest times with their devices, which last over passes.
         self.promises: dict[str, Reservation] = {}
-        # Runs for which other runs were preempted, with the devices that are kept for each of them until it starts.
+        # Runs for which the scheduler preempted other runs, each with the devices that are held until the run starts.
         self.clearing: dict[str, tuple[DeviceShare, ...]] = {}
         self.number = 0
         self.now_ns = 0  # Time of the last pass.
@@ -57,7 +57,7 @@ class PlannerState:
         self.capacity.set_policy(policy)
 
     def begin(self, now_ns: int) -> None:
-        """Begin a pass, and discard the reservations of the last one."""
+        """Begin a pass, and discard the reservations of the last pass."""
         self.number += 1
         self.now_ns = now_ns
         self.fairness.settle(now_ns)
@@ -76,7 +76,7 @@ class PlannerState:
     def score(self, ask: TimedShape, queued_ns: int, now_ns: int) -> float:
         """Return the score of a run among its user's runs: its waiting time divided by its weight.
 
-        A larger gang waits longer, and each run that starts before it makes the wait longer still. The weight of a gang
+        A larger gang waits longer, and each run that starts before the gang extends the wait. The weight of a gang
         therefore grows only with the root of its size. A gang of whole nodes has a lower weight, because whole nodes
         are rarely free.
         """
@@ -92,7 +92,7 @@ class PlannerState:
         return reach.weight
 
     def is_gang_of_nodes(self, ask: TimedShape) -> bool:
-        """Return whether a run takes a whole node or more."""
+        """Return whether a run needs a whole node or more."""
         reach = self.capacity.reach(ask.shape)
         return ask.shape.gpus is None or ask.shape.gpus >= (self.policy.whole_node or reach.whole)
 
@@ -168,7 +168,7 @@ class Queue:
         return wanted
 
     def admit(self, now_ns: int) -> None:
-        """Move held runs into lines when their time has come."""
+        """Move held runs into lines at the time of their delayed start."""
         while (at_ns := self.next_ns()) is not None and at_ns <= now_ns:
             _, run_id = heapq.heappop(self._later)
             self._line_up(self._held.pop(run_id))

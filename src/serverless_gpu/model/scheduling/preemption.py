@@ -1,21 +1,21 @@
-"""Preemption: selects the runs that leave for another run, and defines the right to use a node.
+"""Preemption: selects the runs that stop for another run, and defines the right to use a node.
 
     a run is blocked ─▶ possible nodes (sites) ─▶ runs there that may be preempted ─▶ the cheapest sufficient set
                                                   │
-      by right      the own runs of a lending pool, the owner of a node whose owner is first: at once
+      by right      for runs of the lending pool, or of a node's owner with priority: at once
       by class      CRITICAL > NORMAL > BEST_EFFORT: after a minimum time, and a few times for each run
 
-Only runs that can resume later leave (`preemptible`). The loss is counted in device-seconds since the start, and the
-set with the least loss leaves. Preemption by right comes before preemption by class, and the lowest sufficient class
-comes first. No run leaves that could stay. The youngest runs therefore leave first.
+The scheduler only preempts runs that can resume later (`preemptible`). The loss is counted in device-seconds since the
+start. The scheduler preempts the set with the least loss. Preemption by right comes before preemption by class, and the
+lowest sufficient class comes first. The scheduler preempts no run without need, and the youngest runs first.
 
 Preemption cannot loop. On each node there is one order, by right and then by class, and only a higher run preempts a
-lower one. Released devices are kept for the run that needed them. A guest run starts only while no waiting run could
-preempt it by right.
+lower one. The scheduler holds released devices for the run that needed them. A guest run starts only while no waiting
+run could preempt it by right.
 
-Failure cases: the candidates may be too young; the plan then states when they are old enough. A run that cannot leave
-returns borrowed devices at its end. Such a run may only borrow if its declared time limit is at most the pool's
-`return_s`. The time to start and to leave comes on top of that.
+Failure cases: the candidates may be too young; the plan then states when they are old enough. A run that cannot be
+preempted releases borrowed devices at its end. Such a run may only borrow if its declared time limit is at most the
+pool's `return_s`. The time to start and to stop is added to that limit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from serverless_gpu.model.scheduling.values import (
 NO_CLAIM = (True, True)
 """The weakest right to a node: a guest of its owner that borrows from its pool."""
 FULL_CLAIM = (False, False)
-_NOBODY = BEST_EFFORT + 1  # With this value as the highest class, no run leaves by class.
+_NOBODY = BEST_EFFORT + 1  # With this value as the highest class, the scheduler preempts no run by class.
 _NS = 1_000_000_000
 
 
@@ -57,18 +57,18 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     node: Node
     gpu_type: str  # Type of the devices on this node.
-    need: int  # Needed devices; for a gang on several nodes, all devices that the node can give.
-    free: int  # Devices that are free, or whose runs are leaving, and that no other run has reserved.
+    need: int  # Needed devices; for a gang on several nodes, all usable devices of the node.
+    free: int  # Devices that are free, or whose runs are stopping, and that no other run has reserved.
     holders: tuple[RunningRun, ...] = ()  # Runs that have devices on this node.
 
 
 class PreemptionPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The preemptions that free devices for a blocked gang."""
 
-    preemptions: tuple[Preemption, ...] = ()  # Runs that must leave; empty if enough devices will be free anyway.
-    # Devices to keep for the gang until it starts; empty if nothing is possible now.
+    preemptions: tuple[Preemption, ...] = ()  # Runs that must stop; empty if enough devices will be free anyway.
+    # Devices to hold for the gang until it starts; empty if nothing is possible now.
     shares: tuple[DeviceShare, ...] = ()
-    wake_ns: int | None = None  # Time of the next attempt, when a run will be old enough; None for never.
+    wake_ns: int | None = None  # Time of the next attempt to preempt, when a run will be old enough; None for never.
 
 
 class _Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -79,7 +79,7 @@ class _Plan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     lost: int = 0
 
 
-# --- who may be where -------------------------------------------------------------------------------------------------
+# --- access to nodes --------------------------------------------------------------------------------------------------
 
 
 def could_use(wanted: QueuedRun, node: Node, terms: PoolTerms) -> bool:
@@ -120,9 +120,9 @@ def may_use(wanted: QueuedRun, node: Node, terms: PoolTerms, now_ns: int) -> boo
 
 
 def standing(wanted: QueuedRun, node: Node, terms: PoolTerms) -> tuple[bool, bool]:
-    """Return a run's distance from a full right to a node; the nearer run preempts the farther one.
+    """Return a run's distance from a full right to a node; a run preempts runs with a larger distance.
 
-    Returns whether the run is a guest of the node's owner, and whether it borrows from the pool.
+    The result states whether the run is a guest of the node's owner, and whether it borrows from the pool.
     """
     pool = terms.pools.get(node.pool)
     return (
@@ -137,7 +137,7 @@ def has_guests(node: Node, terms: PoolTerms) -> bool:
     return (bool(node.owner) and node.owner_first) or (pool is not None and pool.reserved)
 
 
-# --- who leaves -------------------------------------------------------------------------------------------------------
+# --- selection of runs ------------------------------------------------------------------------------------------------
 
 
 def plan_preemption(wanted: QueuedRun, sites: Sequence[Site], terms: PoolTerms, now_ns: int) -> PreemptionPlan | None:
@@ -186,7 +186,7 @@ class _Search:
         self._known: dict[int, tuple[Site, list[tuple[int, _Candidate]]]] = {}
 
     def levels(self, sites: Sequence[Site]) -> list[int]:
-        """Return the classes to preempt, the lowest first; before them no class, if that may be enough."""
+        """Return the classes to preempt, the lowest first; `_NOBODY` means that no class is needed."""
         classes = {level for site in sites for level, _ in self._askable(site)}
         if any(site.free >= site.need for site in sites) or sum(max(0, site.free) for site in sites) >= self._count:
             classes.add(_NOBODY)
@@ -199,7 +199,7 @@ class _Search:
     def _askable(self, site: Site) -> list[tuple[int, _Candidate]]:
         """Return the preemptible runs on a site with their class.
 
-        Runs that leave by right count as below all classes.
+        Runs that must stop by right count as below all classes.
         """
         known = self._known.get(id(site))
         if known is not None:
@@ -236,18 +236,18 @@ def _cheapest_sites(search: _Search, sites: Sequence[Site]) -> list[_Plan]:
 
 
 def _lost(plans: Sequence[_Plan], now_ns: int) -> int:
-    """Return the lost device-nanoseconds; a run that leaves several nodes counts once."""
+    """Return the lost device-nanoseconds; a preempted run on several nodes counts once."""
     leaving = {victim.wanted.run_id: victim for plan in plans for victim in plan.victims}
     return sum((now_ns - one.since_ns) * sum(share.count for share in one.shares) for one in leaving.values())
 
 
 class _MultiNodeSearch:
-    """Finds whole nodes and a part of another one, of one pool and type, that together hold a gang.
+    """Finds whole nodes and a part of another node, of one pool and type, that together hold a gang.
 
-    The nodes with the least loss for each device come first. A run that leaves one node also leaves its other nodes, so
-    the search examines these nodes again without it. No run leaves unless the whole gang fits.
+    The nodes with the least loss for each device come first. A preempted run releases its devices on all its nodes, so
+    the search examines these nodes again without the run. The search preempts no run unless the whole gang fits.
 
-    search: the preemptible runs. sites: nodes, each with all devices that it can give.
+    search: the preemptible runs. sites: nodes, each with all its usable devices.
     """
 
     def __init__(self, search: _Search, sites: Sequence[Site]) -> None:
@@ -288,7 +288,7 @@ class _MultiNodeSearch:
         return _clear(self._search, site)
 
     def _take(self, plan: _Plan) -> set[str]:
-        """Choose a node; return the other nodes of the runs that leave it."""
+        """Choose a node; return the other nodes of the runs that must stop on the node."""
         self._chosen.append(plan)
         self._left -= plan.site.need
         del self._rest[plan.site.node.id]
@@ -324,15 +324,15 @@ def _clear(search: _Search, site: Site) -> _Plan | None:
 
 
 _Candidate = tuple[int, int, RunningRun]
-"""The loss if a run leaves, the number of devices that it frees on the site, and the run."""
+"""The loss from preempting a run, the number of devices that this frees on the site, and the run."""
 
 
 def _cheapest(candidates: Sequence[_Candidate], lacking: int) -> list[_Candidate] | None:
     """Return a set that frees the lacking devices with a low loss, at most twice the minimum.
 
     Runs with the least loss for each device come first. Each run that completes the set gives one possible set. The
-    search then continues without that run. It therefore chooses one large run over many small ones if the large one has
-    a lower loss.
+    search then continues without that run. The search therefore chooses one large run over many small runs if the large
+    run has a lower loss.
     """
     most = sum(count for _, count, _ in candidates)
     if most < lacking:
@@ -355,7 +355,7 @@ def _cheapest(candidates: Sequence[_Candidate], lacking: int) -> list[_Candidate
 
 
 def _needed(way: Sequence[_Candidate], lacking: int) -> list[_Candidate]:
-    """Return a set without the runs that could stay."""
+    """Return a set without runs whose preemption is not needed."""
     spare = sum(count for _, count, _ in way) - lacking
     kept: list[_Candidate] = []
     for candidate in sorted(way, key=lambda found: (-found[0], found[2].wanted.run_id)):
@@ -410,16 +410,16 @@ def _preemption_plan(wanted: QueuedRun, plans: Sequence[_Plan], terms: PoolTerms
 
 
 def _reason_text(wanted: QueuedRun, held: QueuedRun, node: Node, terms: PoolTerms) -> str:
-    """Return why a run has to leave, for its owner."""
+    """Return the reason for a preemption as text for the owner of the preempted run."""
     is_visitor, borrows = standing(held, node, terms)
     if is_visitor and wanted.owner == node.owner:
         return (
-            f"{node.name} belongs to {node.owner}, whose {wanted.title} comes first there; this run resumes "
-            "when devices are free"
+            f"{node.name} belongs to {node.owner}, and the run {wanted.title} has priority on this node; this run "
+            "resumes when devices are free"
         )
     if borrows and wanted.pool == node.pool:
         return (
-            f"pool {node.pool!r} lent the devices, and its own {wanted.title} needs them; this run resumes on "
+            f"pool {node.pool!r} lent the devices and needs them for its run {wanted.title}; this run resumes on "
             "other devices"
         )
     return f"preempted for {wanted.title}, which is {CLASSES[wanted.priority]}; this run resumes when devices are free"

@@ -1,7 +1,7 @@
 """Inputs and outputs of the scheduler, and `Shape`, which runs with equal requests share.
 
-All times are nanoseconds of one clock that never goes back. On the server it is the jump-tolerant wall clock of
-`server/core/loops.py`. A replayed trace begins at 0.
+All times are nanoseconds of one clock that never goes back. On the server, this clock is the jump-tolerant wall clock
+of `server/core/loops.py`. A replayed trace begins at 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CRITICAL, NORMAL, BEST_EFFORT = range(3)
 """Priority classes as numbers: their positions in `CLASSES`."""
 
 
-# --- what goes in -----------------------------------------------------------------------------------------------------
+# --- inputs -----------------------------------------------------------------------------------------------------------
 
 
 class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
     team_weights: Mapping[str, float] = {}  # Shares of teams by name; the default is 1.
     user_weights: Mapping[str, float] = {}  # Shares of users within their team by name; the default is 1.
     reservations: int = 32  # Maximum number of blocked gangs with reservations.
-    # Part of a gang's devices that must be free before the scheduler holds them for a wait of unknown length.
+    # Part of a gang's devices that must be free before the scheduler holds these devices for a wait of unknown length.
     nearly: float = 0.9
     # The scheduler holds devices for a blocked gang as they become free if its team or user is behind by this much. The
     # unit is seconds of the gang's devices. Small runs of other users then do not starve the gang.
@@ -45,8 +45,8 @@ class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
     node_patience_s: float = 3 * 86_400.0
     gang_lead: float = 10 / 3  # Factor on the waiting time of a gang that takes a whole node or more.
     whole_node: int = 0  # Devices of a whole node; 0 for the size of the largest node that a gang could use.
-    # A run that has waited this long comes next. Later runs start only if they end, by estimate or guess, before it can
-    # start. After twice this time the scheduler holds devices for it as they become free.
+    # A run that has waited this long comes next. Later runs start only if they end, by estimate or guess, before the
+    # waiting run can start. After twice this time the scheduler holds devices for the waiting run as they become free.
     guard_s: float = 14 * 86_400.0
     # Time after its placement during which no run of a higher class may preempt an attempt. Runs with a right to the
     # devices (of a lending pool, or of a node's owner) do not wait.
@@ -62,9 +62,9 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     # True if a reserved pool lends idle devices to runs of `BEST_EFFORT` that name no pool. A borrower must be
     # preemptible, or its declared time limit must be at most `return_s`.
     lends: bool = False
-    # Seconds within which a preempted borrower has left when the pool's own runs want the devices.
+    # Seconds within which a preempted borrower must release its devices when the pool's own runs want them.
     return_s: float = 300.0
-    # True if the nodes run the code of one principal only, because they cannot isolate several.
+    # True if the nodes run the code of one principal only, because the nodes cannot isolate several principals.
     single_principal: bool = False
 
 
@@ -79,10 +79,11 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     pythons: tuple[str, ...] = ()  # Available versions of Python; empty if unknown.
     total: Mapping[str, int]
     outside: Mapping[str, int] = {}  # Devices of `total` that are in quarantine, or in use outside of this server.
-    left_out: str = ""  # Text about the devices that people have left out, and why; "" for none.
+    left_out: str = ""  # Text about the devices that an operator has excluded, and why; "" for none.
     own: tuple[GpuType, ...] = ()  # GPU types that the node declares itself.
     away: str = ""  # Reason why the node is unavailable now, as text that follows its name, or "".
-    owner: str = ""  # Owner, or "". The owner's runs come first here; runs of other users must be able to leave.
+    # Owner, or "". With `owner_first`, only preemptible runs of other users may use the node.
+    owner: str = ""
     shared: bool = True  # True if other users than the owner may use the node now.
     # Time at which the calendar next changes `shared`; None for never. Runs of other users start here only if they end
     # before this time, or can be preempted.
@@ -97,7 +98,7 @@ class QueuedRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     run_id: str
     title: str  # Name of the run that other users see: `"alice/bert-ft"`.
-    owner: str = ""  # Principal that pays for the run in the fair share; `team` pays too, "" for none.
+    owner: str = ""  # Principal whose fair share counts the run; `team` counts the run too, "" for none.
     team: str = ""
     priority: int = NORMAL  # `CRITICAL`, `NORMAL` or `BEST_EFFORT`.
     queued_ns: int  # Time at which the run entered the queue.
@@ -122,10 +123,10 @@ class QueuedRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     limit_s: float | None = None  # Maximum time with devices, as declared; None without a limit.
     # Likely time with devices, learned from earlier runs; None if unknown.
     expected_s: float | None = None
-    preemptible: bool = False  # True if the run may be preempted and resumes later, because it asked for `resume`.
+    preemptible: bool = False  # True if the run may be preempted and resumes later, because of the option `resume`.
     preemptions: int = 0  # Number of preemptions so far.
-    grace_s: float = 30.0  # Seconds that the run may take to leave.
-    beyond_s: float = 0.0  # Part of `limit_s` beyond the owner's declared limit: the time to start and to leave.
+    grace_s: float = 30.0  # Grace period in seconds, which the run may use to stop.
+    beyond_s: float = 0.0  # Part of `limit_s` beyond the owner's declared limit: the time to start and to stop.
     # True if the owner is another principal than the one that a `single_principal` pool serves.
     second_principal: bool = False
     # True if the server or a usage policy sets `limit_s`, and the owner declared no shorter limit.
@@ -143,21 +144,21 @@ class DeviceShare(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class RunningRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run that has devices."""
 
-    wanted: QueuedRun  # The run's request, with which it waits again after a requeue.
+    wanted: QueuedRun  # The run's request, with which the run waits again after a requeue.
     shares: tuple[DeviceShare, ...]
     since_ns: int
-    is_leaving: bool = False  # True if the scheduler has asked the run to stop.
-    leaving_ns: int | None = None  # Time of that request; None if unknown.
+    is_leaving: bool = False  # True if the scheduler has requested a stop of the run.
+    leaving_ns: int | None = None  # Time of the stop request; None if unknown.
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices that the scheduler keeps for a blocked run."""
+    """Devices that the scheduler reserves for a blocked run."""
 
     run_id: str
     shares: tuple[DeviceShare, ...]  # Reserved devices, as far as known.
     at_ns: int | None  # Time at which the devices are free; None if unknown.
     is_bound: bool  # True if `at_ns` is the latest time, because all runs on the devices have declared time limits.
-    # Likely time, if earlier runs of the same names indicate one before `at_ns`.
+    # Likely time, if earlier runs of the same names indicate a time before `at_ns`.
     likely_ns: int | None = None
 
 
@@ -174,7 +175,7 @@ class Arrived(msgspec.Struct, frozen=True):
 
 
 class DevicesTaken(msgspec.Struct, frozen=True):
-    """A run has devices: found at the start, placed by another planner, or now leaving."""
+    """A run has devices: found at the start, placed by another planner, or now stopping."""
 
     running: RunningRun
 
@@ -192,7 +193,7 @@ class NodeSeen(msgspec.Struct, frozen=True):
 
 
 class NodeGone(msgspec.Struct, frozen=True):
-    """A node is absent; its runs keep their devices until they are gone too."""
+    """A node is absent; its runs hold their devices until a `Gone` for each run."""
 
     node_id: str
 
@@ -223,12 +224,12 @@ class Used(msgspec.Struct, frozen=True):
 class TeamUse(msgspec.Struct, frozen=True, kw_only=True):
     """The decayed use of a team."""
 
-    used_gpu_s: float  # GPU-seconds of the team's runs, including running ones.
+    used_gpu_s: float  # GPU-seconds of the team's runs, including active runs.
     counted_gpu_s: float  # Decides the next turn: `used_gpu_s` plus the advance of each running run.
 
 
 class Promised(msgspec.Struct, frozen=True):
-    """A latest time that an earlier planner announced, and that this planner must keep."""
+    """A latest time that an earlier planner announced. This planner must not exceed that time."""
 
     reservation: Reservation
 
@@ -236,7 +237,7 @@ class Promised(msgspec.Struct, frozen=True):
 Change = Arrived | DevicesTaken | Gone | NodeSeen | NodeGone | PoolSeen | QueuePolicySet | Used | Promised
 
 
-# --- what comes out ---------------------------------------------------------------------------------------------------
+# --- outputs ----------------------------------------------------------------------------------------------------------
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -247,7 +248,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Preemption(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that must leave for another run: it stops in order and resumes later."""
+    """A run that must stop for another run. The run stops in order and resumes later."""
 
     run_id: str
     for_run: str
@@ -257,21 +258,21 @@ class Preemption(msgspec.Struct, frozen=True, kw_only=True):
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Placements and preemptions to carry out now."""
 
-    # In queue order. The scheduler counts these runs as started until a change says otherwise.
+    # Placements in queue order. The scheduler counts these runs as started until a change reports otherwise.
     placements: tuple[Placement, ...]
-    preemptions: tuple[Preemption, ...]  # The scheduler counts these runs as leaving.
+    preemptions: tuple[Preemption, ...]  # The scheduler counts these runs as stopping.
     wake_ns: int | None  # Time of the next decision if nothing changes; None for never.
 
 
 class WaitReason(StrEnum):
-    """The reason for which a run waits."""
+    """The reason why a run waits."""
 
     CAPACITY = "capacity"  # The devices are in use.
-    RESERVED = "reserved"  # Devices are free, but kept for runs that are ahead.
+    RESERVED = "reserved"  # Devices are free, but held for runs that are ahead.
     TURN = "turn"  # The scheduler has not examined the run yet, or other runs are ahead in the queue.
     MAKING_ROOM = "making_room"  # The scheduler has preempted other runs for this run.
     CALENDAR = "calendar"  # Only the owner may use the node now.
-    AWAY = "away"  # Suitable nodes are silent, drained or have a problem.
+    AWAY = "away"  # Suitable nodes are silent, drained or faulty.
     HELD = "held"  # The run may not start yet: it failed to start, or its owner or the server starts no runs.
     ISOLATION = "isolation"  # Suitable nodes cannot isolate the owner's code from the code of other principals.
     UNSATISFIABLE = "unsatisfiable"  # No current node can ever serve the run.
@@ -284,16 +285,16 @@ class DeviceHolder(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     until_ns: int | None = None  # Time of the release; None if unknown.
     is_bound: bool = False  # True if `until_ns` is the latest time, as declared.
-    is_leaving: bool = False  # True if the scheduler has asked the run to stop.
-    # Time at which the run is preempted if it is still there; None for never, and after a preemption.
+    is_leaving: bool = False  # True if the scheduler has requested a stop of the run.
+    # Time at which the scheduler preempts the run if the run still has devices; None for never, and after a preemption.
     asked_ns: int | None = None
-    node: str = ""  # Node of these devices, if the waiting run wants several nodes; else "".
-    # Likely time of the release, if earlier runs of that name indicate one before `until_ns`.
+    node: str = ""  # Node of the devices, if the waiting run wants several nodes; else "".
+    # Likely time of the release, if earlier runs of the same name indicate a time before `until_ns`.
     likely_ns: int | None = None
 
 
 class GangPart(msgspec.Struct, frozen=True, kw_only=True):
-    """The devices that a gang on several nodes awaits on one of them."""
+    """The devices that a gang on several nodes awaits on one node."""
 
     node: str
     count: int  # Devices of the gang on this node.
@@ -301,7 +302,7 @@ class GangPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """The reason for which a run waits; `model/scheduling/wait_messages.py` renders it."""
+    """The reason why a run waits, with details; `model/scheduling/wait_messages.py` renders it."""
 
     run_id: str
     reason: WaitReason
@@ -313,11 +314,11 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""  # Name of the node on which the run fits soonest, or "".
     free: int = 0  # Free devices of the requested kind on that node.
     outside: int = 0  # Devices of that node in quarantine, or in use outside of this server.
-    holders: tuple[DeviceHolder, ...] = ()  # Runs with the other devices, the earliest release first.
-    ahead: str = ""  # Title of the run for which the free devices are kept, or "".
-    # Time from which that run needs the devices; other runs may use them before. None for now.
+    holders: tuple[DeviceHolder, ...] = ()  # Runs that hold the missing devices, the earliest release first.
+    ahead: str = ""  # Title of the run for which the free devices are held, or "".
+    # Time from which the run in `ahead` needs the devices; other runs may use the devices before. None for now.
     kept_ns: int | None = None
-    spare_s: float = 0.0  # Longest time limit with which the run could start now on the kept devices; 0 for none.
+    spare_s: float = 0.0  # Longest time limit with which the run could start now on the held devices; 0 for none.
     # Position among the runs that want the same kind of devices, from 1; 0 for a run without a position.
     place: int = 0
     # Start of the run, if it has a reservation or all times are known; `is_bound`: at the latest.
@@ -325,10 +326,10 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     is_bound: bool = False
     owner: str = ""  # Owner of `node`, if a calendar is the reason.
     # Time of the calendar's next change. If no devices count as free now, the node is shared from then on. Otherwise
-    # only its owner may use it from then on.
+    # only the owner may use the node from then on.
     turns_ns: int | None = None
     words: str = ""  # Text that follows the message, or replaces it.
-    # Likely start, if earlier runs of those names indicate one before `at_ns`.
+    # Likely start, if earlier runs of the same names indicate a time before `at_ns`.
     likely_ns: int | None = None
     ends_ns: int | None = None  # Time at which the run ends without a start if no suitable node joins; None for never.
 
@@ -343,7 +344,7 @@ class StartEstimate(msgspec.Struct, frozen=True, kw_only=True):
     basis: str  # Text that explains the estimate, or why the time is unknown.
     place: int = 0  # Number of runs ahead for the same kind of devices, plus one; 0 if the run starts at once.
     impossible: bool = False  # True if no current node can ever serve the run.
-    wait: Wait | None = None  # The wait by its parts; None for a run that would not wait, or that no node can serve.
+    wait: Wait | None = None  # Details of the wait; None for a run that would not wait, or that no node can serve.
 
 
 _LEARNED, _DECLARED = 1.5, 1.1
@@ -436,7 +437,8 @@ class TimedShape:
         expected_s = None if wanted.expected_s is None else rounded(wanted.expected_s, _LEARNED)
         limit_s = None if wanted.limit_s is None else rounded(wanted.limit_s, _DECLARED)
         is_lowest = wanted.priority == BEST_EFFORT
-        # Decides whether the run may borrow devices. Minutes are as fine as the usual return times of pools.
+        # The time limit in minutes decides whether the run may borrow devices. Usual return times of pools are whole
+        # minutes.
         minutes = 0
         if is_lowest and not wanted.preemptible and wanted.limit_s is not None:
             minutes = min(_MINUTES_MAX, math.ceil((wanted.limit_s - wanted.beyond_s) / 60))

@@ -1,7 +1,7 @@
 """Explanations of waits, start estimates and queue order, computed on demand from the last pass.
 
-This module decides nothing. The time for an answer may grow with the length of the queue, so callers ask about one run
-at a time.
+This module decides nothing. The time for an answer may grow with the length of the queue, so callers query one run at a
+time.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _says_no_end(wanted: QueuedRun) -> bool:
 def _rests_on_caps(
     state: PlannerState, shares: Iterable[DeviceShare], ahead: Iterable[QueuedRun], at_ns: int, now_ns: int
 ) -> bool:
-    """Return whether a time is not before the end of a run that only a default limit of days ends."""
+    """Return whether a time depends on the end of a run that only has a default time limit of days."""
     if any(_says_no_end(other) and now_ns + (other.limit_s or 0.0) * 1e9 <= at_ns for other in ahead):
         return True
     return any(
@@ -177,7 +177,7 @@ def _rests_on_caps(
 
 
 def _is_far(state: PlannerState, kept: Reservation, now_ns: int) -> bool:
-    """Return whether the time of a reservation rests only on default limits of days."""
+    """Return whether the time of a reservation depends only on default limits of days."""
     books = [state.capacity.books.get((share.node_id, share.gpu_type)) for share in kept.shares]
     names = {run_id for book in books if book is not None for run_id, _ in book.names} - {kept.run_id}
     ahead = [other for other in map(state.queue.find, sorted(names)) if other is not None]
@@ -301,7 +301,7 @@ class _Explained:
         )
 
     def _spare(self, chosen: Chosen) -> tuple[int | None, float]:
-        """Return when kept devices are needed for other runs, and the longest time limit that ends before."""
+        """Return when other runs need the held devices, and the longest time limit that ends before that time."""
         if any(where.free[name] < count for where, name, count in chosen):
             return None, 0.0
         books = [(self._floor.books.get((where.node.id, name)), count) for where, name, count in chosen]
@@ -320,7 +320,7 @@ class _Explained:
     def _nearest(self) -> tuple[NodeDevices, str] | None:
         """Return the node that explains the wait.
 
-        This is a node with enough kept devices, else the reserved node, else the node where the run lacks the fewest
+        This is a node with enough held devices, else the reserved node, else the node where the run lacks the fewest
         devices.
         """
         kept = min(self._kept(), key=lambda option: option[:2], default=None)
@@ -343,7 +343,7 @@ class _Explained:
         return where, name
 
     def _kept(self) -> Iterator[tuple[str, str, NodeDevices, str]]:
-        """Yield nodes with enough free devices that are kept for other runs.
+        """Yield nodes with enough free devices that are held for other runs.
 
         Users see these devices and ask why the run does not start there.
         """
@@ -357,7 +357,7 @@ class _Explained:
                 yield *where.entry[:2], where, name
 
     def _keeper(self, where: NodeDevices, gpu_type: str) -> str:
-        """Return the title of the first other run for which devices of a node are kept."""
+        """Return the title of the first other run for which devices of a node are held."""
         book = self._floor.books.get((where.node.id, gpu_type))
         others = (run_id for run_id, _ in book.names if run_id != self._wanted.run_id) if book is not None else ()
         for run_id in others:
@@ -367,7 +367,7 @@ class _Explained:
         return ""
 
     def _start(self, where: NodeDevices, gpu_type: str, count: int, place: int) -> tuple[int | None, bool, int | None]:
-        """Return the start, whether it is the latest one, and the likely start; None if unknown."""
+        """Return the start, True if this is the latest start, and the likely start; None if unknown."""
         if self._reservation is not None:
             return self._promised()
         if place != 1 or where.free[gpu_type] >= count:
@@ -379,7 +379,7 @@ class _Explained:
         return int(likely), False, None  # The run has no reservation, so it may start later.
 
     def _promised(self) -> tuple[int | None, bool, int | None]:
-        """Return the time of the reservation, whether it is the latest one, and the learned time.
+        """Return the time of the reservation, True if this is the latest time, and the learned time.
 
         A time in the past has no meaning: a run is late, or the devices were lost.
         """
@@ -426,7 +426,7 @@ class _Explained:
         return tuple(holder for _, holder in sorted(found, key=lambda entry: entry[0])[:HOLDERS_MAX])
 
     def _asked(self, row: tuple[NodeDevices, str], lacking: int) -> dict[str, int]:
-        """Return the runs that preemption will reach on a node, and when; empty if they are not enough."""
+        """Return the runs on a node that the scheduler will preempt, and when; empty if they do not suffice."""
         where, name = row
         asked: dict[str, int] = {}
         for held in sorted(where.runs.get(name, {}).values(), key=lambda held: held.running.since_ns):
@@ -437,7 +437,7 @@ class _Explained:
         return asked if lacking <= 0 else {}
 
     def _closed(self, place: int) -> Wait:
-        """Return the wait of a run that may use no node now: only owners may use them, or all are away."""
+        """Return the wait of a run that may use no node now: all are unavailable or only for their owners."""
         wanted, count = self._wanted, self._ask.shape.gpus
         away, closed = [], []
         for where, types, _ in self._floor.reach(self._ask.shape).places():
@@ -480,14 +480,14 @@ class _Explained:
         )
 
     def _before_turn(self, where: NodeDevices, gpu_type: str) -> tuple[float, str]:
-        """Return the longest time limit that ends before a node's calendar changes, or why none does."""
+        """Return the longest time limit that ends before a node's calendar changes, or why no limit does."""
         turns_ns = where.node.turns_ns
         if turns_ns is None:
             return 0.0, ""
         left_s = ((turns_ns - self._now_ns) / 1e9 - self._wanted.beyond_s) // 60 * 60
         if left_s < 60:
             beyond = format_duration_ms(round(self._wanted.beyond_s * 1000))
-            return 0.0, f"in addition to its time limit, a run needs {beyond} to start and to leave"
+            return 0.0, f"in addition to its time limit, a run needs {beyond} to start and to stop"
         needed = self._ask.shape.needs(where.node, gpu_type)
         return (left_s, "") if where.free[gpu_type] >= needed else (0.0, "")
 
@@ -526,9 +526,9 @@ class _Explained:
     def _chosen(self) -> Chosen:
         """Return the devices that explain the wait of a gang on several nodes.
 
-        These are enough kept devices, else the reserved devices, else the nodes where the gang lacks the fewest. If
-        even all usable nodes have too few devices, the result is all of them: the rest is in use elsewhere or in
-        quarantine. The result is empty if the gang may not use some nodes now.
+        These are enough held devices, else the reserved devices, else the nodes where the gang lacks the fewest. If
+        even all usable nodes have too few devices, the result is all usable nodes. The other devices are in use
+        elsewhere or in quarantine. The result is empty if the gang may not use some nodes now.
         """
         seeker = ReservationSearch(self._floor, self._wanted, self._ask, self._now_ns)
         found = seeker.nearest(kept=True)
@@ -550,10 +550,10 @@ def _part(where: NodeDevices, gpu_type: str, count: int) -> GangPart:
 
 
 def _claimed(where: NodeDevices, wanted: QueuedRun, capacity: Capacity) -> str:
-    """Return whose right keeps a guest run out of a node, or "" if another reason does."""
+    """Return the message about the owner or pool that excludes a guest run from a node, or ""."""
     node = where.node
     if standing(wanted, node, capacity.terms) <= where.group.claim:
         return ""
     if node.owner_first and node.owner and wanted.owner != node.owner:
-        return f"{node.name} belongs to {node.owner}, whose own runs come first and wait too"
-    return f"pool {node.pool!r} lends nothing while its own runs wait"
+        return f"{node.name} belongs to {node.owner}, whose waiting runs have priority"
+    return f"pool {node.pool!r} lends no devices while its own runs wait"

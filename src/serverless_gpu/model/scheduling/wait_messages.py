@@ -27,7 +27,7 @@ REVOKE = "sgpu pool set {pool} --isolation unset"
 _MINUTE_NS = 60_000_000_000
 _SPARE_MIN_S = 60.0
 _UNSEEN = "the scheduler has not examined the run yet"
-# Reasons whose text replaces the rest of the message.
+# Reasons whose text replaces the other parts of the message.
 _INSTEAD = (WaitReason.HELD, WaitReason.ISOLATION, WaitReason.UNSATISFIABLE)
 
 
@@ -64,7 +64,7 @@ def ordinal(number: int) -> str:
 
 
 def first_few(texts: Sequence[str]) -> list[str]:
-    """Return the first few texts, and the number of further ones."""
+    """Return the first few texts, and the number of further texts."""
     more = len(texts) - NAMED_MAX
     return [*texts[:NAMED_MAX], f"{more} more"] if more > 0 else list(texts)
 
@@ -81,7 +81,7 @@ def _needing(wait: Wait) -> str:
 
 
 def _there(wait: Wait, clock: Clock) -> list[str]:
-    """Return the free devices where the run fits soonest, and the runs that have the rest."""
+    """Return the free devices where the run fits soonest, and the runs that hold the missing devices."""
     if wait.reason is WaitReason.CALENDAR:
         return [_calendar(wait, clock), *_holding(wait.holders, clock)]
     if wait.reason is WaitReason.AWAY and not wait.node:
@@ -141,7 +141,7 @@ def _holder(holder: DeviceHolder, clock: Clock) -> str:
             until = (
                 f" by {latest(holder.until_ns, clock)}" if holder.is_bound else f" by about {clock(holder.until_ns)}"
             )
-        return f"{holder.title} was asked to give back its {holder.count}{where}{until}"
+        return f"{holder.title} was asked to release its {holder.count}{where}{until}"
     until = f" until {_about(holder.until_ns, clock, is_bound=holder.is_bound)}" if holder.until_ns is not None else ""
     if holder.likely_ns is not None:
         until += f", about {clock(holder.likely_ns)} by earlier runs of that name"
@@ -167,7 +167,7 @@ def _together(one: DeviceHolder, other: DeviceHolder) -> DeviceHolder:
 
 
 def _joined(nodes: str, node: str) -> str:
-    """Return node names with one more; a long list is cut."""
+    """Return node names with another name appended. Beyond the maximum, "others" replaces the last names."""
     names = nodes.split(", ")
     if node in names:
         return nodes
@@ -175,7 +175,7 @@ def _joined(nodes: str, node: str) -> str:
 
 
 def _start(wait: Wait, clock: Clock) -> list[str]:
-    """Return when the run starts, and the time limit with which it would start now."""
+    """Return when the run starts, and the time limit with which the run would start now."""
     parts = []
     if wait.at_ns is not None:
         learned = "" if wait.likely_ns is None else f", about {clock(wait.likely_ns)} by earlier runs of those names"
@@ -215,9 +215,9 @@ def sharing_warnings(*, principals: Sequence[str], closed: Sequence[str], shared
     who, found = ", ".join(first_few(principals)), []
     if shared:
         found.append(
-            f"all runs in {_named(shared)} share one operating-system user: the code of {who} can read secrets and "
-            "results of other users, and on this server's machine the server's key and tokens; "
-            f"`{REVOKE.format(pool=shared[0])}` ends that for new runs"
+            f"all runs in {_named(shared)} share one operating-system user: the code of {who} can read secrets "
+            "and results of other users, and on this server's machine the server's key and tokens; "
+            f"`{REVOKE.format(pool=shared[0])}` ends the sharing for new runs"
         )
     if closed or not shared:
         waiting = closed or ["default"]

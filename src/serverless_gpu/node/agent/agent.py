@@ -5,12 +5,13 @@
                               ──▶ next: the agent prepares another supervisor and another stem
 
 After the hand-over, client and supervisor communicate directly; the agent decides nothing about a run. One thread runs
-one event loop. It blocks for about 2 ms at most (a zygote's files), and once a minute longer for the GPUs.
+one event loop. The loop blocks for at most about 2 ms, for example to check a zygote's files. Once a minute, it blocks
+longer to inspect the GPUs.
 
 Failure cases: If the agent is killed, attempts continue while zygotes and standby processes end. The next call starts a
 new agent, which finds attempts by their sockets. If two agents start at once, only one gets the lock. If a supervisor
-dies, the agent writes the missing ending and receipt. If too many runs start at once, the rest queue in the agent and
-learn their position.
+dies, the agent writes the missing `stopped.json` and receipt. If too many runs start at once, the agent queues the
+excess runs and sends each client the run's position.
 """
 
 from __future__ import annotations
@@ -55,18 +56,19 @@ ATTEMPTS_MAX = 64
 QUEUED_MAX = 4_096
 CLIENTS_MAX = 512
 IDLE_S = 600.0
-_REFILL_S = 0.1  # Delay after a hand-over: the ranks that just started need the cores more than the next run.
+# Seconds after a hand-over before the agent refills its standby processes: new ranks get the CPU cores first.
+_REFILL_S = 0.1
 _TURN_S = 5.0
-_IDLE_WORK_S = 10.0  # Time without a run before the agent does deferred work.
+_IDLE_WORK_S = 10.0  # Seconds without a run before the agent does deferred work.
 _BREATH_S = 0.05
 
 
 def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoReturn:
-    """Run the agent until it is idle for ten minutes; `ready_fd` is closed once it accepts connections."""
+    """Run the agent until it is idle for ten minutes; it closes `ready_fd` once it accepts connections."""
     if os.fork():
-        os._exit(0)  # The agent is reparented, so that a caller that outlives it gets no zombie.
+        os._exit(0)  # The agent is reparented to init, so a long-lived caller does not keep it as a zombie process.
     linux.set_name(AGENT)
-    linux.outlive_ranks()  # Supervisors inherit the priority; other children reset it.
+    linux.outlive_ranks()  # Supervisors inherit this protection from the OOM killer; other children reset it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lock = os.open(
         protocol.agent_socket(Path(sockets)).with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
@@ -76,10 +78,10 @@ def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoR
     except BlockingIOError:
         os._exit(0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Each queued run needs a descriptor.
+    # Each queued run needs a file descriptor.
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))
     os.ftruncate(lock, 0)
-    os.write(lock, str(os.getpid()).encode())  # Clients name this pid if the agent does not answer.
+    os.write(lock, str(os.getpid()).encode())  # Clients print this pid if the agent does not answer.
     agent = Agent(Home(Path(home)), Path(sockets), environ)
     os.close(ready_fd)
     agent.serve()
@@ -87,7 +89,7 @@ def main(home: str, sockets: str, ready_fd: int, environ: dict[str, str]) -> NoR
 
 
 class Agent:
-    """The agent's event loop and the state of everything that it controls."""
+    """The agent's event loop, and the state of all processes that the agent controls."""
 
     def __init__(self, home: Home, sockets: Path, environ: dict[str, str]) -> None:
         self._home = home
@@ -113,7 +115,7 @@ class Agent:
         self._faults = NodeFaults(home, self._clock)
         self._stem_owners = StemOwners()
         self._clients: dict[int, Channel] = {}
-        self._inside: dict[int, str] = {}  # By client descriptor, the owner of the attempt that the client runs in.
+        self._inside: dict[int, str] = {}  # client descriptor → owner of the attempt in which the client runs
         self._queue: deque[tuple[protocol.Launch, Channel]] = deque()
         self._refill_ns: int | None = None
         self._used_ns = self._clock.boottime_ns()
@@ -124,7 +126,7 @@ class Agent:
         self._attempts.prepare()
 
     def serve(self) -> None:
-        """Serve until the agent is idle for too long or asked to end."""
+        """Serve until the agent has been idle for too long or a client sends `Retire`."""
         while not self._retired:
             is_idle = not self._attempts.count() and not self._queue
             if is_idle and self._clock.boottime_ns() - self._used_ns > IDLE_S * 1e9:
@@ -164,10 +166,13 @@ class Agent:
             return
         channel = Channel(sock)
         if len(self._clients) >= CLIENTS_MAX:
-            message = f"{CLIENTS_MAX} clients are connected to the agent of this node and send nothing"
+            message = (
+                f"the agent of this node already has {CLIENTS_MAX} idle clients, its maximum; end a waiting "
+                "client and try again"
+            )
             self._refuse(channel, protocol.Refused(code="agent_unavailable", message=message))
             return
-        sock.settimeout(1.0)  # The peer is this user's own process; a stopped peer must not block the agent.
+        sock.settimeout(1.0)  # Each client is a process of this user; a stopped client must not block the agent.
         fd = channel.fileno()
         self._clients[fd] = channel
         self._inside[fd] = self._stem_owners.owner_of(sock)
@@ -235,7 +240,11 @@ class Agent:
     def _launch(self, launch: protocol.Launch, client: Channel) -> None:
         if len(self._queue) >= QUEUED_MAX:
             self._refuse(
-                client, protocol.Refused(code="agent_unavailable", message=f"{QUEUED_MAX} runs are already waiting")
+                client,
+                protocol.Refused(
+                    code="agent_unavailable",
+                    message=f"the agent already has {QUEUED_MAX} queued runs, its maximum; try again later",
+                ),
             )
         elif self._attempts.count() >= ATTEMPTS_MAX:
             self._enqueue(launch, client)
@@ -266,11 +275,11 @@ class Agent:
             self._selector.register(client, selectors.EVENT_READ, lambda: self._hear_queued(changed))
             return
         if received is None and not entry[0].confirmed:
-            self._queue.remove(entry)  # No client is left to confirm the run.
+            self._queue.remove(entry)  # The client disconnected before it confirmed the run.
             client.close()
             return
         if received is None or not isinstance(received[0], protocol.Cancel):
-            return  # The client disconnected, but the run keeps its place.
+            return  # The client disconnected, but the run keeps its position in the queue.
         self._queue.remove(entry)
         reason = STOPPED_BY[received[0].reason]
         stopped = protocol.Stopped(state=MEANINGS[reason].state, reason=reason, cause=None, consequences=())
@@ -282,7 +291,7 @@ class Agent:
     def _start(self, launch: protocol.Launch, client: Channel) -> None:
         asked_ns = self._clock.boottime_ns()
         try:
-            # The supervisor starts first: it looks for devices while the agent checks the zygote's files.
+            # The supervisor starts first: it reserves devices while the agent checks the zygote's files.
             checkpoints = str(self._inventory.checkpoints)
             supervisor = self._attempts.assign(
                 protocol.Assign(launch=launch, asked_ns=asked_ns, checkpoints=checkpoints), client
@@ -315,7 +324,7 @@ class Agent:
         *,
         fetched: bool = False,
     ) -> None:
-        """Give a run its stem, in the caller's environment or in a restored one."""
+        """Give a run its stem, in the caller's environment or in a restored environment."""
         context, said = launch.context, "live"
         if environment is not None:
             context, said = environment.context(context), environment.text(fetched=fetched)
@@ -339,7 +348,7 @@ class Agent:
         wanted: protocol.EnvironmentRequest | None,
         keeper: SupervisorLink | None = None,
     ) -> None:
-        """Prepare an interpreter for as long as its session lasts; the first run reports problems."""
+        """Prepare an interpreter until its session ends; the first run reports problems."""
 
         def warm(environment: RestoredEnvironment | None = None, _fetched: bool = False) -> None:
             own = asked.context if environment is None else environment.context(asked.context)
@@ -360,13 +369,13 @@ class Agent:
             protocol.send(client, message)
         client.close()
 
-    # --- every turn ----------------------------------------------------------------------------------------------
+    # --- event loop tasks ----------------------------------------------------------------------------------------
 
     def _tend(self) -> None:
         now_ns = self._clock.boottime_ns()
         ended = self._attempts.tend()
         if ended:
-            self._used_ns = self._refill_ns = now_ns  # A client with a result may call again at once.
+            self._used_ns = self._refill_ns = now_ns  # A client that received a result may send the next call at once.
         while self._queue and self._attempts.count() < ATTEMPTS_MAX:
             launch, client = self._queue.popleft()
             with contextlib.suppress(KeyError, ValueError):
@@ -377,7 +386,8 @@ class Agent:
         self._zygotes.became_ready = False
         if self._refill_ns is not None and now_ns >= self._refill_ns:
             self._refill_ns = None
-            with contextlib.suppress(OSError):  # No process can start now; the next run tries again and reports it.
+            # If no process can start now, the next run tries again and reports the error.
+            with contextlib.suppress(OSError):
                 self._attempts.prepare()
             self._zygotes.refill()
         self._zygotes.tend(self._attempts.kept())

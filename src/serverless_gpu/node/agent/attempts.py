@@ -1,16 +1,17 @@
 """The agent's attempts: their supervisors, and the owners of their stems.
 
-The agent has one standby supervisor, one supervisor per running attempt, and those of an earlier agent. A supervisor
-gets its attempt once, over its channel, with the client's socket. After that, end of file on the channel tells the
-agent that the supervisor has ended.
+The agent has one standby supervisor, one supervisor per running attempt, and the supervisors that an earlier agent
+started. The agent sends a supervisor its attempt once, over a channel, with the client's socket. After that, end of
+file on the channel reports that the supervisor has ended.
 
     rank of a principal's run ──connect──▶ agent: pid ▸ parent ▸ … ▸ a stem that the agent made: its owner
 
-A rank can call the local agent like any process of its uid, and its own claims prove nothing. Its place in the process
-tree does. Every descendant of a stem stays below it, even after a double fork, because the stem is a subreaper.
+A rank can call the local agent like any process with the same uid. The agent therefore ignores the owner that a rank
+claims, and determines the owner from the process tree. Every descendant of a stem stays below it, even after a double
+fork, because the stem is a subreaper.
 
-If the process has ended before the agent checks it, or if an earlier agent made its stem, the owner is `UNKNOWN_OWNER`.
-An unknown owner shares no zygote.
+The owner is `UNKNOWN_OWNER` if the process has ended before the agent checks it, or if an earlier agent made the
+process's stem. A run with an unknown owner shares no zygote.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from serverless_gpu.node.inside.channel import Channel, pair
 from serverless_gpu.node.processes.process_tree import ProcessIdentity, look_at
 from serverless_gpu.node.processes.spawn import clean_process
 
-_LOCK_TRIES = 5  # Tries 10 ms apart, because the kernel closes the descriptors of a dead supervisor one by one.
+_LOCK_TRIES = 5  # Lock attempts, 10 ms apart: the kernel closes the descriptors of a dead supervisor one by one.
 _STEM = "sgpu-stem"
 _STEMS_MAX = 4_096
 _DEPTH_MAX = 4_096
@@ -59,12 +60,12 @@ class SupervisorLink:
         self.kind: Kind = "function"
         self.adopted = False
         self.directory: Path | None = None
-        self.ended_ns: int | None = None  # Boottime at which the channel closed.
-        self.key: Key | None = None  # Key of the zygote that a session keeps warm.
-        self.environment = ""  # Address of the snapshot that its ranks use.
+        self.ended_ns: int | None = None  # Boottime at which the channel closed, in nanoseconds.
+        self.key: Key | None = None  # Key of the zygote that a session keeps running.
+        self.environment = ""  # Address of the snapshot that the attempt's ranks use.
 
     def give_stem(self, stem: protocol.Stem, fd: int) -> None:
-        """Send a stem and close the agent's descriptor, so that only the supervisor holds it."""
+        """Send a stem to the supervisor and close the agent's copy of the descriptor."""
         try:
             with contextlib.suppress(OSError):
                 protocol.send(self.channel, stem, (fd,))
@@ -72,12 +73,12 @@ class SupervisorLink:
             os.close(fd)
 
     def give_problem(self, problem: str, reason: Reason = Reason.START_FAILED) -> None:
-        """Tell the supervisor that it will get no stem."""
+        """Report to the supervisor why it gets no stem."""
         with contextlib.suppress(OSError):
             protocol.send(self.channel, protocol.Stem(problem=problem, reason=reason))
 
     def tell(self, sentence: str) -> None:
-        """Tell the supervisor what its stem waits for."""
+        """Report to the supervisor the progress of the environment that its stem needs."""
         with contextlib.suppress(OSError):
             protocol.send(self.channel, protocol.PreparingNote(sentence=sentence))
 
@@ -111,7 +112,7 @@ class Attempts:
         return len(self._busy)
 
     def kept(self) -> frozenset[Key]:
-        """Return the keys of zygotes that sessions keep."""
+        """Return the keys of zygotes that sessions keep running."""
         return frozenset(supervised.key for supervised in self._busy if supervised.key is not None)
 
     def statuses(self) -> tuple[AttemptStatus, ...]:
@@ -138,7 +139,7 @@ class Attempts:
         try:
             protocol.send(supervised.channel, message, (client.fileno(),))
         except OSError:
-            # The standby supervisor has died unnoticed, so a new one gets the attempt.
+            # The standby supervisor died without notice, so a new supervisor gets the attempt.
             self._unwatch(supervised)
             supervised = self._spawn()
             protocol.send(supervised.channel, message, (client.fileno(),))
@@ -150,7 +151,7 @@ class Attempts:
         return supervised
 
     def adopt(self) -> None:
-        """Find the attempts that an earlier agent left running, by their sockets."""
+        """Find the running attempts of an earlier agent by their sockets."""
         for path in self._sockets.glob("*.sock"):
             if path.name.startswith(("agent-", "monitor-")):
                 continue
@@ -162,11 +163,11 @@ class Attempts:
             except ConnectionRefusedError:
                 sock.close()
                 path.unlink(missing_ok=True)  # The supervisor of this socket has ended.
-                # Fences of a server's attempts do not matter, because the uplink settles those.
+                # The fence does not matter here, because the uplink settles the attempts of a server.
                 self._bury_at(self._home.attempt(path.stem, 1))
                 continue
             except (OSError, msgspec.MsgspecError):
-                # The supervisor is busy, stopped or of another version. It runs, but this agent does not control it.
+                # The supervisor runs but is busy, stopped or of another version, so this agent does not control it.
                 sock.close()
                 continue
             if received is None or not isinstance(received[0], protocol.AttemptSnapshot):
@@ -181,11 +182,12 @@ class Attempts:
             self._watch(supervised)
 
     def tend(self) -> bool:
-        """Settle attempts whose supervisor has ended; return True if there was one."""
+        """Settle attempts whose supervisor has ended; return True if any was settled."""
         ended, self._ended = self._ended, []
         for supervised in ended:
             if supervised is self._standby:
-                self._standby = None  # Not replaced at once, because the same cause may kill the next one.
+                # The agent starts the next standby supervisor later, because the same cause may kill it too.
+                self._standby = None
             if supervised in self._busy:
                 self._busy.remove(supervised)
                 if (directory := supervised.directory) is not None:
@@ -206,7 +208,7 @@ class Attempts:
         try:
             has_facts, has_ended = bool(first_facts(directory)), (directory / "stopped.json").exists()
             if has_ended and not has_used_devices(directory):
-                return  # The client withdrew this launch and deletes the directory at this moment.
+                return  # The client withdrew this launch and is deleting the directory.
             if not has_remote(directory):
                 if has_facts or not has_ended:
                     settle_loss(directory, self._clock, seen_ns=seen_ns)
@@ -215,7 +217,7 @@ class Attempts:
                 if not has_ended:
                     write_json(directory / "stopped.json", lost_ending(directory, self._clock))
         except OSError:
-            return  # The disk is broken; readers of the directory find an attempt without an ending.
+            return  # The disk is broken; readers of the directory find an attempt without `stopped.json`.
         finally:
             os.close(lock)
 
@@ -233,7 +235,7 @@ class Attempts:
         return supervised
 
     def _ask_nursery(self, channel: Channel) -> None:
-        """Let the nursery fork a supervisor for `channel`; replace a dead nursery once."""
+        """Request a supervisor for `channel` from the nursery; replace a dead nursery once."""
         if self._nursery is not None:
             try:
                 self._nursery.send(b"supervisor", (channel.fileno(),))
@@ -262,7 +264,8 @@ class Attempts:
         supervised.channel.close()
 
     def _hear(self, supervised: SupervisorLink) -> None:
-        # An adopted supervisor treats the agent as an attached client. The agent ignores its other messages.
+        # An adopted supervisor treats the agent as an attached client. The agent ignores the supervisor's other
+        # messages.
         try:
             received = protocol.receive(supervised.channel)
         except (OSError, msgspec.MsgspecError):
@@ -274,7 +277,8 @@ class Attempts:
         elif isinstance(received[0], protocol.Standby):
             supervised.pid = received[0].pid
         elif isinstance(received[0], protocol.Refused):
-            supervised.directory = None  # The launch arrived twice, so the refusal does not concern the attempt.
+            # The supervisor refused a duplicate launch, so the attempt itself is not affected.
+            supervised.directory = None
 
 
 class _Stem(NamedTuple):
@@ -283,13 +287,13 @@ class _Stem(NamedTuple):
 
 
 class StemOwners:
-    """Knows the owner of each stem that this agent has given to a run."""
+    """Maps each stem that this agent has given to a run to the run's owner."""
 
     def __init__(self) -> None:
         self._stems: dict[int, _Stem] = {}
 
     def note(self, pid: int, owner: str) -> None:
-        """Record the owner of a stem's run."""
+        """Record the owner of the run that uses a stem."""
         seen = look_at(pid)
         if seen is not None:
             self._stems[pid] = _Stem(seen, owner)
@@ -297,7 +301,7 @@ class StemOwners:
             self._stems.pop(next(iter(self._stems)))
 
     def owner_of(self, sock: socket.socket) -> str:
-        """Return the owner of the attempt that a Unix socket's peer runs in; "" for the user of this node."""
+        """Return the owner of the attempt in which a Unix socket's peer runs; "" for the user of this node."""
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid: int = struct.unpack("3i", credentials)[0]
         if pid == 0:

@@ -1,8 +1,8 @@
 """Connects to the agent of this node and starts it if necessary.
 
-Failure cases: Without an agent, or with a stale socket, a new agent starts; two callers at once get the same one. If
-the machine or the home lacks a requirement for runs, nothing starts. If the agent does not start, the error contains
-its output.
+Failure cases: Without an agent, or with a stale socket, the caller starts a new agent. Two callers that start an agent
+at the same time connect to the same agent. If the machine or the home lacks a requirement for runs, no agent starts. If
+the agent does not start, the error contains its output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _starting = threading.Lock()
 
 
 def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
-    """Return a connection to the agent and its greeting, after starting it if necessary.
+    """Return a connection to the agent and its greeting; start the agent if necessary.
 
     Raises AgentUnavailable, HardwareError (this system cannot run ranks) or StorageError.
     """
@@ -51,7 +51,7 @@ def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
             answer = _try_connect(path)  # Another thread may have started the agent meanwhile.
             if answer is not None:
                 return answer
-            _start_agent(home)  # Repeated, because the previous agent may still hold the lock while it ends.
+            _start_agent(home)  # Repeated, because an exiting agent may still hold the lock.
             answer = _try_connect(path)
             if answer is not None:
                 return answer
@@ -59,12 +59,12 @@ def connect(home: Home) -> tuple[Channel, protocol.Greeting]:
             pause_s = min(2 * pause_s, 1.0)
     raise AgentUnavailable(
         f"the agent of this node did not come up within {_START_S:.0f} s; it wrote:\n{_last_words(home)}",
-        hint=f"see {home.agent_log} for all of its output",
+        hint=f"see {home.agent_log} for the agent's complete output",
     )
 
 
 def running_agent(home: Home) -> tuple[Channel, protocol.Greeting] | None:
-    """Return a connection to the agent if it runs."""
+    """Return a connection to the agent, or None if no agent runs."""
     return _try_connect(protocol.agent_socket(home.sockets()))
 
 
@@ -85,7 +85,8 @@ def _try_connect(path: Path) -> tuple[Channel, protocol.Greeting] | None:
             pid = path.with_suffix(".lock").read_text(encoding="ascii", errors="replace").strip() or pid
         raise AgentUnavailable(
             f"the agent of this node (pid {pid}) did not answer within {_ANSWER_S:.0f} s",
-            hint=f"end it with `kill -9 {pid}`; running attempts continue, and the next call starts another agent",
+            hint=f"end the agent with `kill -9 {pid}`; running attempts continue, and the next call starts "
+            "another agent",
         ) from None
     except (OSError, msgspec.MsgspecError):
         channel.close()
@@ -126,4 +127,4 @@ def _last_words(home: Home) -> str:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_WORDS_BYTES))
             return file.read().decode("utf-8", "replace").strip() or "(nothing)"
     except OSError as error:
-        return f"(could not read its log: {error.strerror})"
+        return f"(could not read the agent's log: {error.strerror})"

@@ -4,23 +4,23 @@
                  └ not ─▶ restoring process ─▶ ready, or failed with a reason; progress meanwhile
     restoring process ──RestoreDone + lock──▶ RestoredEnvironment ──▶ zygotes, stems (each with the lock's copy)
 
-An environment stays on the disk while any process has a copy of its lock's descriptor. The agent locks the last few, so
-that no garbage collection removes the environment of the next call. Every zygote and stem in an environment has a copy.
-Nothing in this module blocks.
+An environment stays on the disk while any process has a copy of its lock's descriptor. The agent holds the locks of the
+most recently used environments, so that no garbage collection removes the environment of the next call. Every zygote
+and stem in an environment has a copy of the descriptor. Nothing in this module blocks.
 
 Failure cases:
 
-If the disk is full, the agent drops unused environments and restores once more. If that fails, the node is at fault and
-the server tries another node.
+If the disk is full, the agent drops unused environments and repeats the restore once. If the second restore fails, the
+attempt ends with the reason `NODE_DISK`, and the server tries another node.
 
-If the restoring process dies, another process tries, once per environment.
+If the restoring process dies, another process repeats the restore, once per environment.
 
 If the restore fails, all waiting runs get the reason, and the next run tries again.
 
 If a restored environment was deleted, the agent restores it again.
 
-If a rank changed an environment through a link, the restoring process repairs it. It checks linked files before each
-start and mounts once in `LOOK_S`.
+If a rank changed an environment through a link, the restoring process repairs the environment. It checks linked files
+before each start and mounted files once in `LOOK_S`.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ from serverless_gpu.units import format_bytes
 KEPT_MAX = 8
 TRIES_MAX = 2
 ROOM_S = 10.0
-"""Time for idle interpreters to leave their environments if the disk is full, in seconds."""
+"""Seconds for idle interpreters to leave their environments if the disk is full."""
 _SHORT = 12
 _PATH_LISTS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 _PATHS = ("VIRTUAL_ENV", "PYTHONUSERBASE")
 _HOOK_MODULES = ("sitecustomize", "usercustomize")
-_TORCH_POINTS = b"[torch.backends]"  # entry points that `import torch` loads
+_TORCH_POINTS = b"[torch.backends]"  # Group of the entry points that `import torch` loads.
 _REASONS = {
     StorageError.code: Reason.NODE_DISK,
     EnvironmentCorrupt.code: Reason.ENV_CORRUPT,
@@ -110,12 +110,12 @@ class RestoredEnvironments:
         self._log = log
         self._environ = environ
         self._selector = selector
-        self._let_go = let_go  # Makes every idle interpreter leave its environment; returns True if there was one.
+        self._let_go = let_go  # Makes every idle interpreter leave its environment; returns True if any did.
         self._clock = clock or SystemClock()
         self._known: dict[EnvironmentRequest, RestoredEnvironment] = {}  # The most recently used environment is last.
-        self._looked_ns: dict[EnvironmentRequest, int] = {}  # Time of the last check of each known environment.
+        self._looked_ns: dict[EnvironmentRequest, int] = {}  # request → boottime of the last check of the environment
         self._work: dict[EnvironmentRequest, _Work] = {}
-        self._unfinished: set[str] = set()  # Addresses that are restored but not completely compiled.
+        self._unfinished: set[str] = set()  # Addresses of restored environments that still have modules to compile.
         self._number = 0
         self._channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -139,7 +139,7 @@ class RestoredEnvironments:
         waiter: EnvironmentWaiter,
         entered: Callable[[str], bool],
     ) -> None:
-        """Provide an environment, now or once it is restored.
+        """Provide an environment to the waiter, at once or after the restore.
 
         `entered(address)` returns True if an interpreter already runs in that snapshot.
         """
@@ -162,9 +162,9 @@ class RestoredEnvironments:
         self._ask(work)
 
     def tend(self, *, idle: bool) -> None:
-        """Do one piece of pending work on restored environments if `idle`, that is, if no run needs the cores."""
+        """Compile one restored environment completely if `idle` is True (no run needs the cores)."""
         if idle and self._unfinished and self._channel is not None and not self._work:
-            with contextlib.suppress(OSError):  # If the process has died, `_hear` notices it.
+            with contextlib.suppress(OSError):  # `_hear` detects a restoring process that has died.
                 self._number += 1
                 send(self._channel, CompileRequest(number=self._number, snapshot=self._unfinished.pop()))
 
@@ -173,8 +173,8 @@ class RestoredEnvironments:
     ) -> bool:
         """Return True if ranks may have changed the environment since the last check.
 
-        Ranks can write to linked files. Mounted files can also be reached below the cache, so all files are checked
-        from time to time.
+        Ranks can write to linked files. Ranks can also reach mounted files through the cache directory, so the
+        restoring process checks all files periodically.
         """
         if self._clock.boottime_ns() - self._looked_ns.get(wanted, 0) >= LOOK_S * 10**9:
             return True
@@ -191,7 +191,9 @@ class RestoredEnvironments:
                 self._close()
                 self._ask(work)
             else:
-                self._fail(work, Reason.ENV_UNAVAILABLE, f"could not start a process to restore it: {error}")
+                self._fail(
+                    work, Reason.ENV_UNAVAILABLE, f"could not start the process that restores the environment: {error}"
+                )
 
     def _started(self) -> Channel:
         """Return the channel to the restoring process; start the process if necessary."""
@@ -254,7 +256,7 @@ class RestoredEnvironments:
         else:
             self._unfinished.add(environment.address)
         if environment.mended:
-            with contextlib.suppress(OSError):  # The log's disk is full.
+            with contextlib.suppress(OSError):  # A full disk rejects writes to the log.
                 os.write(self._log, f"environment {environment.short}: {environment.mended}\n".encode())
         self._known[work.want.wanted] = environment
         self._looked_ns[work.want.wanted] = self._clock.boottime_ns()
@@ -266,7 +268,7 @@ class RestoredEnvironments:
             waiter.ready(environment, fetched)
 
     def _has_let_go(self) -> bool:
-        """Release environments that no run uses; return True if there was one."""
+        """Release environments that no run uses; return True if any was released."""
         was_known = bool(self._known)
         self._known.clear()
         self._looked_ns.clear()
@@ -283,7 +285,7 @@ class RestoredEnvironments:
         for work in list(self._work.values()):
             work.tries += 1
             if work.tries > TRIES_MAX:
-                message = "the process that restores environments ended twice"
+                message = "the process that restores environments ended twice before the environment was ready"
                 self._fail(work, Reason.ENV_UNAVAILABLE, message)
             else:
                 self._ask(work)
@@ -318,24 +320,24 @@ class RestoredEnvironment:
         weakref.finalize(self, os.close, lock)
 
     def is_there(self) -> bool:
-        """Return True while all its directories are the ones that were restored.
+        """Return True while all directories of the environment are the originally restored directories.
 
-        A directory that was deleted and made again is a different one. Mounts of running processes still show the old
-        directory.
+        A directory that was deleted and made again is a different directory. Mounts of running processes still show the
+        old directory.
         """
         return None not in self._identities and tuple(map(_identity, self._places)) == self._identities
 
     def is_one_with(self, other: RestoredEnvironment) -> bool:
-        """Return True if both consist of the same directories, so that processes can serve both."""
+        """Return True if both environments use the same directories, so that one process can serve both."""
         return (self._places, self._identities) == (other._places, other._identities)
 
     @property
     def short(self) -> str:
-        """Return the address in its short form for messages."""
+        """Return the snapshot's address in its short form for messages."""
         return self.address[:_SHORT]
 
     def text(self, *, fetched: bool) -> str:
-        """Return the text for the receipt; `fetched` means that it was restored for this run."""
+        """Return the environment's line of the receipt; `fetched` is True if this run caused the restore."""
         count = len(self.snapshot.addresses())
         parts = [f"snapshot {self.short}", f"{count} unit{'' if count == 1 else 's'}", self.mode]
         if self._restored.why:
@@ -353,7 +355,7 @@ class RestoredEnvironment:
         cwd = original(caller.cwd)
 
         def there(path: str) -> str:
-            """Return a caller's path in the restored environment; unchanged if it is not part of it."""
+            """Return a caller's path in the restored environment; return a path outside of it unchanged."""
             if not path:  # An empty path or list entry means the working directory.
                 return moved(self.snapshot, self.tree, cwd) or path
             return moved(self.snapshot, self.tree, os.path.normpath(os.path.join(cwd, path))) or path
@@ -378,11 +380,11 @@ class RestoredEnvironment:
         )
 
     def misfit(self, loaded: LoadedModules, older: RestoredEnvironment) -> str:
-        """Return why an interpreter of an older environment cannot serve this one, or "" if it can."""
+        """Return why an interpreter of an older environment cannot serve this environment, or "" if it can."""
         if self.mode != "overlay" or older.mode != "overlay":
             return "each environment made of links needs its own interpreter"
-        if not older.is_there():  # The interpreter's loaded files can no longer be compared.
-            return "its original environment was deleted"
+        if not older.is_there():  # The files that the interpreter loaded can no longer be compared.
+            return "the interpreter's original environment was deleted"
         changed = changed_units(older.snapshot, self.snapshot)
         tops = {address: _tops(self._unit(address)) for address in changed}
         units = UnitFindings(
@@ -393,7 +395,7 @@ class RestoredEnvironment:
         return fits(loaded, older.snapshot, self.snapshot, units)
 
     def _needed(self) -> tuple[str, ...]:
-        """Return the directories of the environment; a tree of links does not need its units any more."""
+        """Return the directories that the environment needs; a tree of links works without its units."""
         if not self.mounts:
             return (self.tree,)
         made = self._units.parent / "trees" / self.address / "overlay"
@@ -404,7 +406,7 @@ class RestoredEnvironment:
     def _used(
         self, loaded: LoadedModules, older: RestoredEnvironment, tops: Mapping[str, Collection[str]]
     ) -> frozenset[str]:
-        """Return the changed units that contain a loaded file; `tops` lists their top-level entries."""
+        """Return the changed units that contain a loaded file; `tops` maps a unit to its top-level entries."""
         rows = [row for file in loaded.files if (row := row_of(older.snapshot, older.tree, file)) is not None]
         return frozenset(
             member.address
@@ -413,7 +415,8 @@ class RestoredEnvironment:
             if member.address in tops
             and any(
                 row == number
-                and "/".join(path.split("/", 2)[:2]) in tops[member.address]  # This test avoids a slower disk access.
+                # This comparison avoids a slower file-system access.
+                and "/".join(path.split("/", 2)[:2]) in tops[member.address]
                 and os.path.lexists(self._unit(member.address) / path)
                 for row, path in rows
             )
@@ -449,7 +452,7 @@ def _module_name(top: str) -> str:
 
 
 def _runs_code(unit: Path, tops: Collection[str]) -> str:
-    """Return the event that runs code of a unit without an explicit import, or ""."""
+    """Return the event at which Python or torch runs code of a unit without an import statement, or ""."""
     names = [top.partition("/")[2] for top in tops if top.startswith("site/")]
     if any(name.endswith(".pth") or name.partition(".")[0] in _HOOK_MODULES for name in names):
         return "an interpreter starts"

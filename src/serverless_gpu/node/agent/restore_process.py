@@ -4,12 +4,13 @@
           ◀── RestoreProgress, RestoreDone + descriptor of the lock, RestoreFailed ──┘
 
 The agent must not wait for disks and stores, and must not fork because it uses NVML in a thread. Each restore runs in a
-child because a store's client may have threads, which do not survive a fork. This process itself never opens a store.
+child because a store's client may have threads, which do not survive a fork. The restoring process itself never opens a
+store.
 
 Failure cases: If the store, the disk or the environment is at fault, the child sends `RestoreFailed` with the error's
-code. If a child is killed, this process sends `RestoreFailed`. If this process is killed, its children end with it and
-the agent asks the next one. Unpacked units are still there then. If the agent exits, this process reads end of file and
-exits.
+code. If a child is killed, this process sends `RestoreFailed`. If this process is killed, its children end too. The
+agent then starts another restoring process, which reuses the unpacked units. If the agent exits, this process reads end
+of file and exits.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _can_mount: set[Path] = set()
 
 
 class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="Want"):
-    """Request to restore an environment; `environ` opens the store."""
+    """Request to restore an environment; `environ` has the variables that open the store."""
 
     number: int
     wanted: EnvironmentRequest
@@ -57,21 +58,21 @@ class RestoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="Want"):
 
 
 class CompileRequest(msgspec.Struct, frozen=True, kw_only=True, tag="Finish"):
-    """Request to compile the rest of a restored environment while no other work is pending."""
+    """Request to compile the remaining modules of a restored environment while no other work is pending."""
 
     number: int
     snapshot: str
 
 
 class RestoreProgress(msgspec.Struct, frozen=True, kw_only=True, tag="Getting"):
-    """Progress message of a restore."""
+    """Message with the progress of a restore."""
 
     number: int
     sentence: str
 
 
 class RestoreDone(msgspec.Struct, frozen=True, kw_only=True, tag="Done"):
-    """Answer that an environment is restored; a descriptor that holds its lock is attached."""
+    """Answer that an environment is restored; carries a descriptor that holds the environment's lock."""
 
     number: int
     restored: RestoredTree
@@ -95,7 +96,7 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def send(channel: Channel, message: Request | Answer, fds: tuple[int, ...] = ()) -> None:
-    """Send a message with descriptors."""
+    """Send a message with attached descriptors."""
     channel.send(_encoder.encode(message), fds)
 
 
@@ -115,7 +116,7 @@ def main(channel_fd: int, environments: str) -> NoReturn:
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    children: dict[int, int] = {}  # pid → number of the request
+    children: dict[int, int] = {}  # pid of a child → number of its request
     while True:
         ready, _, _ = select.select([channel.fileno(), wake_read], [], [])
         if wake_read in ready:
@@ -128,7 +129,8 @@ def main(channel_fd: int, environments: str) -> NoReturn:
                 os._exit(0)
             request = _requests.decode(received[0])
             if isinstance(request, RestoreRequest) and request.wanted.mode != "links":
-                mount_problem(Path(environments))  # Tested here, so that later children inherit the cached answer.
+                # Tested in the parent process, so that later children inherit the cached result.
+                mount_problem(Path(environments))
             children[_fork(request, channel, Path(environments))] = request.number
 
 
@@ -145,7 +147,7 @@ def _fork(request: Request, channel: Channel, environments: Path) -> int:
                 _restore(request, channel, environments)
             else:
                 os.nice(_NICE)
-                # The disk is full now; the next rank compiles what it imports.
+                # The disk is full; each rank compiles the modules that it imports.
                 with contextlib.suppress(ServerlessGpuError):
                     compile_rest(request.snapshot, UnitCache(environments))
             code = 0
@@ -158,7 +160,7 @@ def _fork(request: Request, channel: Channel, environments: Path) -> int:
 
 
 def _reap(children: dict[int, int], channel: Channel) -> None:
-    """Reap children and report those that were killed or crashed."""
+    """Reap children and report to the agent each child that was killed or crashed."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             number = children.pop(ended[0], None)
@@ -173,7 +175,7 @@ def _restore(want: RestoreRequest, channel: Channel, environments: Path) -> None
     try:
         done, lock = _restored_in_time(want, environments, channel)
     except ServerlessGpuError as error:
-        # The agent treats the code of `StorageError` as a full disk, which others may free.
+        # The agent treats the code of `StorageError` as a full disk, on which other processes may free space.
         cause = error.__cause__
         is_full_disk = isinstance(error, DiskFull) or (isinstance(cause, OSError) and is_full(cause))
         code = EnvironmentProblem.code if isinstance(error, StorageError) and not is_full_disk else error.code
@@ -201,15 +203,17 @@ def _restored_in_time(want: RestoreRequest, environments: Path, channel: Channel
 def restored(
     want: RestoreRequest, environments: Path, report: Callable[[ProgressPoint], None]
 ) -> tuple[RestoreDone, int]:
-    """Restore an environment; return the answer and the descriptor of the lock that keeps it.
+    """Restore an environment; return the answer and the descriptor of the environment's lock.
 
-    Raises EnvironmentProblem. Raises StorageError for a full disk or one without symbolic links.
+    Raises EnvironmentProblem. Raises StorageError for a full disk or for a disk without symbolic links.
     """
     address = want.wanted.snapshot
     wanted = want.wanted
     blobs = StoreBlobs(open_store(wanted.store, want.environ, token=wanted.token, ca=wanted.ca))
     cache = UnitCache(environments)
-    lock = cache.hold(address)  # Held from now on; users get copies of the descriptor.
+    # This process holds the lock for the whole restore; processes that use the environment get copies of the
+    # descriptor.
+    lock = cache.hold(address)
     require_symlinks(environments)
     made = restore(address, blobs, cache, way=way_for(want.wanted.mode, environments), report=report)
     snapshot = read_document(cache.environment(address) / "snapshot", Snapshot) or read_snapshot(blobs, address)
@@ -217,7 +221,7 @@ def restored(
 
 
 def way_for(asked: Mode, environments: Path) -> RestoreMethod:
-    """Return the restore method for this machine; `asked` is "" for any method.
+    """Return the restore method for this machine; with `asked` = "", any method is allowed.
 
     Raises EnvironmentUnsupported if mounts are requested but impossible, or if code cannot be loaded from links.
     """
@@ -228,8 +232,8 @@ def way_for(asked: Mode, environments: Path) -> RestoreMethod:
         return RestoreMethod(mode="overlay")
     if asked == "overlay":
         raise EnvironmentUnsupported(
-            f"SERVERLESS_GPU_RESTORE=overlay, and this machine cannot mount environments: {problem}",
-            hint="unset it to use links; run `sgpu doctor` to see how to enable mounts",
+            f"SERVERLESS_GPU_RESTORE=overlay is set, but this machine cannot mount environments: {problem}",
+            hint="unset SERVERLESS_GPU_RESTORE to use links; run `sgpu doctor` to see how to enable mounts",
         )
     return _links(environments, f"no mounts: {problem}")
 
@@ -237,16 +241,16 @@ def way_for(asked: Mode, environments: Path) -> RestoreMethod:
 def _links(environments: Path, why: str) -> RestoreMethod:
     if is_noexec(environments):
         raise EnvironmentUnsupported(
-            f"{environments} lies on a file system that is mounted noexec, so no compiled module can be loaded "
-            f"from a tree of links there ({why})",
-            hint="set SERVERLESS_GPU_HOME to a directory on a file system without noexec, or remount it: sudo "
-            "mount -o remount,exec …",
+            f"{environments} is on a file system that is mounted noexec, so Python cannot load compiled modules "
+            f"from a tree of links ({why})",
+            hint="set SERVERLESS_GPU_HOME to a directory on a file system without noexec, or remount the file "
+            "system: sudo mount -o remount,exec …",
         )
     return RestoreMethod(mode="links", why=why)
 
 
 def mount_problem(environments: Path) -> str:
-    """Return why this machine cannot mount anything, or ""; a positive result is cached."""
+    """Return why this machine cannot mount environments, or ""; a positive result is cached."""
     if environments not in _can_mount:
         problem = namespaces.probe_mounts(str(environments))
         if problem:
@@ -257,14 +261,14 @@ def mount_problem(environments: Path) -> str:
 
 def reporter(number: int, channel: Channel, clock: Clock) -> Callable[[ProgressPoint], None]:
     """Return a function that sends progress messages a few times per second."""
-    told = [0, 0]  # Time of the last message, as a mutable cell.
+    told = [0, 0]  # Boottime of the last message, in a list so that the inner function can change it.
 
     def report(progress: ProgressPoint) -> None:
         now_ns = clock.boottime_ns()
         if now_ns - told[0] < _REPORT_S * 1e9:
             return
         told[0] = now_ns
-        with contextlib.suppress(OSError):  # The agent has exited, and this process exits soon.
+        with contextlib.suppress(OSError):  # The agent has exited, so this process exits soon.
             send(channel, RestoreProgress(number=number, sentence=sentence(progress)))
 
     return report
@@ -276,7 +280,7 @@ _DOING: Mapping[str, str] = {"fetch": "fetching", "restore": "laying out", "comp
 def sentence(progress: ProgressPoint) -> str:
     """Return the progress of a restore as text."""
     if progress.waits_for:
-        return f"waiting for another process here, which fetches {progress.waits_for}"
+        return f"waiting for another process on this node to fetch {progress.waits_for}"
     doing = _DOING.get(progress.phase, progress.phase)
     if progress.bytes_total:
         return f"{doing} {format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes_total)}"

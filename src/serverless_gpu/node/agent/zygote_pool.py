@@ -5,11 +5,11 @@
                      ▼
                      a new zygote, or (if none can be kept) an interpreter for this run only: cold, with a reason
 
-A restored environment is part of the key. Without a zygote of that snapshot, a zygote of another snapshot moves to it
-if both snapshots agree in all loaded files (`Zygote.move`).
+A restored environment is part of the key. Without a zygote of that snapshot, the pool may move a zygote of another
+snapshot to it (`Zygote.move`). Both snapshots must agree in all files that the zygote has loaded.
 
-The pool keeps a few zygotes in addition to those of open sessions, which stay. The least recently used zygote is ended
-first, and every zygote after ten idle minutes.
+The pool keeps the zygotes of open sessions and a few more. Over the limit, it ends the least recently used zygote. It
+ends every zygote after ten idle minutes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from serverless_gpu.node.processes.spawn import preload
 
 ZYGOTES_MAX = 4
 IDLE_S = 600.0
-PRELOAD_S = 120.0  # An import that hangs on a file system or a driver is given up after this time.
+PRELOAD_S = 120.0  # Seconds until the pool gives up a preload that hangs on a file system or a driver.
 _REMEMBERED_MAX = 64
 _CLOSING_LOOKS = 100
 _CLOSING_PAUSE_S = 0.01
-_RETRY_S = 10.0  # Pause before the agent tries again to keep an interpreter warm.
+_RETRY_S = 10.0  # Seconds until the agent tries again to keep a failed interpreter warm.
 
 Giver = Callable[[Stem, int], None]
 
@@ -51,9 +51,10 @@ class ZygotePool:
         self._selector = selector
         self._clock = clock
         self._zygotes: dict[Key, Zygote] = {}
-        self._one_shots: list[Zygote] = []  # Interpreters without preload, for one run each.
-        self._cold: dict[Key, tuple[str, int]] = {}  # Keys that cannot be kept warm, with the reason and its time.
-        self._gone: dict[Key, str] = {}  # By key, why the last zygote ended.
+        self._one_shots: list[Zygote] = []  # Interpreters without preload, each for one run.
+        # key of an interpreter that cannot stay warm → (reason, boottime of the failure)
+        self._cold: dict[Key, tuple[str, int]] = {}
+        self._gone: dict[Key, str] = {}  # key → reason why its last zygote ended
         self._kept: frozenset[Key] = frozenset()  # Keys of open sessions.
         self._preload = preload(os.environ)
         self._ending: list[Containment] = []  # Containments of ended zygotes that still have processes.
@@ -61,7 +62,7 @@ class ZygotePool:
 
     @property
     def ending(self) -> bool:
-        """Return True while processes of ended zygotes are being killed."""
+        """Return True while the pool still kills processes of ended zygotes."""
         return bool(self._ending)
 
     def statuses(self) -> tuple[ZygoteStatus, ...]:
@@ -92,8 +93,8 @@ class ZygotePool:
     def give_stem(self, request: ZygoteRequest, ranks: int, give: Giver, fail: ProblemTaker) -> None:
         """Hand a stem for this caller to a run, now or later; raises OSError if the interpreter cannot start.
 
-        The zygote keeps `ranks` standby processes for the next run. `give` gets the stem, its warmth with the reason,
-        and a descriptor that it then owns. `fail` gets the reason.
+        The zygote keeps `ranks` standby processes for the next run. `give` receives the stem, its warmth with the
+        reason, and a descriptor that the receiver must close. `fail` receives the reason of a failure.
         """
         context = request.context
         zygote, why = self._choose(request)
@@ -120,14 +121,14 @@ class ZygotePool:
         return any(key.environment == snapshot for key in self._zygotes)
 
     def leave_environments(self) -> bool:
-        """End interpreters in restored environments that no run waits for; return True if there was one."""
+        """End interpreters in restored environments that no run waits for; return True if any was ended."""
         leaving = [
             key
             for key, zygote in self._zygotes.items()
             if key.environment and not zygote.waited_for and key.elsewhere() not in self._kept
         ]
         for key in leaving:
-            self._discard(key, "the disk was full, so its environment was removed")
+            self._discard(key, "the agent ended the zygote of this environment to free a full disk")
         return bool(leaving)
 
     def refill(self) -> None:
@@ -142,7 +143,7 @@ class ZygotePool:
         for key, zygote in list(self._zygotes.items()):
             idle = now_ns - zygote.used_ns > IDLE_S * 1e9 and not zygote.waited_for
             if idle and key.elsewhere() not in self._kept:
-                self._discard(key, "its zygote was idle for ten minutes")
+                self._discard(key, "the previous zygote was idle for ten minutes")
             elif not zygote.ready and now_ns - zygote.started_ns > PRELOAD_S * 1e9:
                 zygote.process.kill()
                 zygote.cold = f"preloading took more than {PRELOAD_S:.0f} s"
@@ -164,7 +165,7 @@ class ZygotePool:
             select.select([], [], [], _CLOSING_PAUSE_S)
 
     def _choose(self, request: ZygoteRequest) -> tuple[Zygote, str]:
-        """Return the interpreter for a caller, and why it is not warm, or ""."""
+        """Return the interpreter for a caller, and the reason why it is not warm ("" if it is warm)."""
         key, environment = request.key, request.environment
         if request.owner == UNKNOWN_OWNER:
             return self._one_shot(request), ("the server did not name the run's owner, and owners share no interpreter")
@@ -177,13 +178,13 @@ class ZygotePool:
         elif key in self._cold:
             why, since_ns = self._cold[key]
             if zygote is None and self._clock.boottime_ns() - since_ns > _RETRY_S * 1e9:
-                self._warm(key, request)  # Started for the next run; this run does not wait for it.
+                self._warm(key, request)  # The new zygote serves the next run; this run does not wait for it.
             return self._one_shot(request), why
         if zygote is not None:
             changed = zygote.stale()
             if changed is None and not zygote.dead:
                 return zygote, "" if zygote.ready else f"the warm interpreter was still starting: {zygote.why}"
-            self._discard(key, f"{changed} has changed" if changed else "its zygote died")
+            self._discard(key, f"{changed} has changed" if changed else "the previous zygote died")
         zygote = self._warm(key, request)
         return zygote, zygote.why
 
@@ -191,10 +192,10 @@ class ZygotePool:
         """End the zygote of a key if its environment was deleted and restored again."""
         zygote = self._zygotes.get(key)
         if zygote is not None and not zygote.lives_in(environment):
-            self._discard(key, "its environment was restored again")
+            self._discard(key, "the environment was deleted and restored again")
 
     def _move_one(self, key: Key, environment: RestoredEnvironment) -> None:
-        """Move a fitting zygote of another environment to this one; record why none fits."""
+        """Move a compatible zygote of another environment to this environment; record why none is compatible."""
         for other, zygote in sorted(self._zygotes.items(), key=lambda item: -item[1].used_ns):
             if other.elsewhere() != key.elsewhere():
                 continue
@@ -231,7 +232,7 @@ class ZygotePool:
         if not zygote.hear():
             if self._zygotes.get(zygote.key) is zygote:
                 del self._zygotes[zygote.key]
-                self._remember(zygote.key, "its zygote died")
+                self._remember(zygote.key, "the previous zygote died")
             self._close(zygote)
         elif zygote.cold:
             self._give_up(zygote, zygote.cold)
@@ -259,7 +260,7 @@ class ZygotePool:
 
     def _remember(self, key: Key, why: str) -> None:
         self._gone[key] = why
-        while len(self._gone) > _REMEMBERED_MAX:  # Runs that vary start-up variables create one key each.
+        while len(self._gone) > _REMEMBERED_MAX:  # A run that sets unusual start-up variables adds a key.
             self._gone.pop(next(iter(self._gone)))
 
     def _discard(self, key: Key, why: str) -> None:

@@ -6,13 +6,13 @@
                                   └─ stem ──▶ moves to its own cgroups and outlives the zygote
 
 A zygote serves one owner, because it runs code that its owner's ranks could have written. Zygotes of a server's
-principals, and each of their stems, have their own user namespace (`inside/namespaces.py`). Without it, a rank could
-write the memory of another owner's zygote.
+principals, and each of their stems, have their own user namespace (`inside/namespaces.py`). Without that namespace, a
+rank could write the memory of another owner's zygote.
 
-A zygote is stale if a file that it loaded has changed. A package that it never loaded may change, and ranks use the new
-version. A zygote in a restored environment can move to another one if all of its loaded files are equal in both
+A zygote is stale if a file that it loaded has changed. If a package changes that the zygote never loaded, ranks use the
+new version. A zygote can move to another restored environment if all of its loaded files are equal in both
 (`environment/restore/interpreters.py`). If the directories of an environment are deleted and made again, its zygote
-still sees the deleted ones and is ended.
+still sees the deleted directories. The agent ends such a zygote.
 
 `.pth` files, `sitecustomize` and preloaded modules are the user's code and may start processes. Those processes belong
 to no run: no run pays for them, and no supervisor ends them.
@@ -21,14 +21,14 @@ Failure cases:
 
 If the zygote cannot preload or dies, waiting runs get its output.
 
-If the zygote is not safe to fork, the pool remembers the key. Each run then starts cold with a zygote without preload.
+If forking the zygote is unsafe, the pool remembers the key. Each run then starts cold with a zygote without preload.
 
-If the zygote dies while idle, the next run starts a new one and the receipt says so.
+If the zygote dies while idle, the next run starts a new zygote and the receipt contains the reason.
 
 If no cgroup can be made, the agent kills the zygote's descendants instead. A detached process is a descendant while the
 zygote runs.
 
-If a stem cannot leave the cgroups, the agent spares it and its ranks.
+If a stem cannot leave the zygote's cgroups, the agent does not kill the stem and its ranks.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ from serverless_gpu.node.processes.process_tree import (
 )
 from serverless_gpu.node.processes.spawn import CallerInterpreter, one_name, separating_variables, zygote_process
 
-LEAVING_S = 5.0  # Time in which the last forked stem must have left the zygote's cgroups.
+LEAVING_S = 5.0  # Seconds within which the last forked stem must leave the zygote's cgroups.
 _STEMS_MAX = 4_096
 RANKS_STANDBY_MAX = 16
 _PROBLEM_BYTES_MAX = 4_000
 _NAMES_MAX = 4
-StemTaker = Callable[[int, int], None]  # (pid, descriptor) → None
+StemTaker = Callable[[int, int], None]  # Called with the stem's pid and descriptor.
 ProblemTaker = Callable[[str], None]
 Stamp = tuple[int, int, int]
 
@@ -79,11 +79,11 @@ class Key(msgspec.Struct, frozen=True):
     python: str
     flags: tuple[str, ...]
     variables: tuple[tuple[str, str], ...]
-    environment: str = ""  # Snapshot of its stems; "" for the caller's files.
-    owner: str = ""  # "" for the user of this node, else as in `protocol.Launch`.
+    environment: str = ""  # Snapshot address of the stems; "" for the caller's files.
+    owner: str = ""  # Owner as in `protocol.Launch`; "" for the user of this node.
 
     def elsewhere(self) -> Key:
-        """Return the key without its snapshot; one zygote of an owner may serve all keys with this result."""
+        """Return the key without its snapshot; one zygote may serve all keys with the same result."""
         return msgspec.structs.replace(self, environment="restored", python="") if self.environment else self
 
 
@@ -103,7 +103,7 @@ class ZygoteRequest(NamedTuple):
 
 
 def first_run(key: Key, others: Sequence[Key]) -> str:
-    """Return why a key without an earlier zygote has none."""
+    """Return why a key without an earlier zygote has no warm zygote."""
     same = [other for other in others if (other.python, other.flags) == (key.python, key.flags)]
     if not same:
         return "first run with this interpreter"
@@ -119,7 +119,7 @@ def first_run(key: Key, others: Sequence[Key]) -> str:
 
 
 class StemWaiter(NamedTuple):
-    """A run that waits for a stem, and its environment."""
+    """A run that waits for a stem, and the environment of that run."""
 
     environment: RestoredEnvironment | None
     take: StemTaker
@@ -141,26 +141,28 @@ class Zygote:
         log_path, log_fd = log
         self.channel = ours
         self.key = request.key
-        self.environment = environment  # environment of the stems
+        self.environment = environment  # Environment of new stems.
         self.loaded = LoadedModules()
         self._born_in = environment
         self.ready = False
         self.why = ""  # Why the zygote had to be started.
-        self.cold = ""  # Why the zygote cannot be forked.
+        self.cold = ""  # Reason why the zygote cannot be forked.
         self.dead = False
         self.context = context
         self.used_ns = 0
         self.started_ns = 0
-        self.ranks = 1  # Ranks of the last run; the zygote keeps as many on standby.
+        self.ranks = 1  # Number of ranks in the last run; the zygote keeps this number of processes on standby.
         self._log_path = log_path
         self._log_start = os.lseek(log_fd, 0, os.SEEK_END)
         self._cgroups = cgroups
         self.containment = Containment(cgroups.make(ZYGOTE))
-        self._apart = bool(owner and preload)  # Stems get their own namespace if several runs will fork here.
+        # Stems get separate user namespaces if several runs will fork from this zygote.
+        self._apart = bool(owner and preload)
         self._stamps: dict[str, Stamp] = {}
         self._packages: dict[str, str] = {}
-        self._stems: deque[tuple[int, int, int]] = deque()  # Pid, channel, pidfd.
-        self._asked: deque[RestoredEnvironment | None] = deque()  # Environments of the requested stems.
+        self._stems: deque[tuple[int, int, int]] = deque()  # (pid, channel, pidfd) of each standby stem.
+        # Environments of the requested stems, in the order of the requests.
+        self._asked: deque[RestoredEnvironment | None] = deque()
         self._takers: deque[StemWaiter] = deque()
         try:
             variables = {original(name): original(value) for name, value in context.environ.items()}
@@ -188,7 +190,7 @@ class Zygote:
         return bool(self._takers)
 
     def take_stem(self, take: StemTaker, fail: ProblemTaker) -> None:
-        """Hand a stem to a run, now or later; `take` gets its pid and a descriptor that it then owns."""
+        """Hand a stem to a run, now or later; `take` receives the stem's pid and owns its descriptor."""
         while self._stems:
             pid, fd, process = self._stems.popleft()
             poll = select.poll()
@@ -198,7 +200,7 @@ class Zygote:
             if alive:
                 take(pid, fd)
                 return
-            os.close(fd)  # The kernel may kill standby processes if memory is short.
+            os.close(fd)  # The standby stem has ended: the kernel may kill standby processes if memory is short.
         self._takers.append(StemWaiter(self.environment, take, fail))
         waiting = sum(taker.environment is self.environment for taker in self._takers)
         if sum(asked is self.environment for asked in self._asked) < waiting:
@@ -210,7 +212,7 @@ class Zygote:
             self.ask_stem()
 
     def ask_stem(self) -> None:
-        """Request one more stem; a zygote that still preloads answers when it is ready."""
+        """Request one more stem; a zygote that is still preloading answers after the preload."""
         cgroups = self._cgroups.make()
         self.containment.note_stem_cgroups(cgroups)
         request: inside.Message = {
@@ -245,10 +247,10 @@ class Zygote:
         return False
 
     def _understand(self, message: inside.Message, fds: tuple[int, ...]) -> bool:
-        """Handle a message; return True if its descriptors were taken.
+        """Handle a message; return True if the handler took over its descriptors.
 
-        Raises ValueError, TypeError, OverflowError, IndexError or OSError for an invalid message. Its descriptors are
-        then still open.
+        Raises ValueError, TypeError, OverflowError, IndexError or OSError for an invalid message. The descriptors of
+        the message are then still open.
         """
         match message.get("event"):
             case "ready":
@@ -269,7 +271,7 @@ class Zygote:
         return False
 
     def lives_in(self, environment: RestoredEnvironment | None) -> bool:
-        """Return True if the directories of its stems' environment are those of `environment`."""
+        """Return True if the zygote's stems use the same directories as `environment`."""
         if self.environment is None or environment is None:
             return self.environment is environment
         return self.environment.is_one_with(environment)
@@ -281,13 +283,13 @@ class Zygote:
         return environment.misfit(self.loaded, self._born_in)
 
     def move(self, environment: RestoredEnvironment) -> None:
-        """Move the next stems to another, fitting environment; standby stems of the old one are dropped."""
+        """Fork the next stems in another, compatible environment; drop the old standby stems."""
         self.environment = environment
         self.key = msgspec.structs.replace(self.key, environment=environment.address)
         self._drop_stems()
 
     def _meet(self, files: Sequence[str], ready: inside.Message) -> None:
-        """Record the zygote's loaded files, and everything that ties it to its environment."""
+        """Record the files that the zygote has loaded, and all other bindings to its environment."""
         tree = "" if self.environment is None else self.environment.tree
         self._stamps = {file: stamp(file) for file in files if not tree or not file.startswith(f"{tree}/")}
         if self.environment is not None:
@@ -306,7 +308,7 @@ class Zygote:
         return None
 
     def differs(self, packages: Mapping[str, str]) -> str | None:
-        """Describe a loaded module that the caller imports from elsewhere, or return None."""
+        """Describe a loaded module that the caller imports from another file, or return None."""
         for name, file in packages.items():
             theirs, mine = original(file), self._packages.get(name)
             if mine is not None and theirs != mine:
@@ -315,7 +317,7 @@ class Zygote:
         return None
 
     def fail(self) -> None:
-        """Tell all waiting runs that they get no stem."""
+        """Report to all waiting runs that they get no stem."""
         self.dead = True
         problem = self._problem()
         while self._takers:
@@ -361,11 +363,11 @@ class Zygote:
             file.seek(max(self._log_start, end - _PROBLEM_BYTES_MAX))
             written = file.read(_PROBLEM_BYTES_MAX).decode("utf-8", "replace").strip()
         ended = "ended" if code is None else f"exited with code {code}"
-        return f"{self.context.python}, started as a zygote, {ended}:\n{written or '(it wrote nothing)'}"
+        return f"{self.context.python}, started as a zygote, {ended}:\n{written or '(no output)'}"
 
 
 def stamp(file: str) -> Stamp:
-    """Return values that differ if a file was replaced or written to."""
+    """Return the modification time, size and inode of a file, which differ after a write or a replacement."""
     try:
         status = os.stat(file)
     except OSError:
@@ -396,7 +398,7 @@ class Containment:
             self._stems.pop(next(iter(self._stems)))
 
     def note_stem_cgroups(self, paths: tuple[Path, ...]) -> None:
-        """Record the cgroups of a stem; without its own cgroup it stays in this containment."""
+        """Record the cgroups of a stem; a stem without its own cgroup stays in this containment."""
         self._all_can_leave = self._all_can_leave and len(paths) >= len(self.paths)
 
     def end(self, now_ns: int) -> bool:

@@ -2,11 +2,11 @@
 
     supervisor.lock   flock held = a supervisor runs (`attach` and the history test it)
     facts.jsonl       the attempt's facts; `exec` = user code began
-    stopped.json      the attempt has ended for good
+    stopped.json      the final state of the attempt
 
-A sender that does not know if its launch arrived sends it again. A supervisor therefore takes the lock and then refuses
-an attempt that began or ended before. To ensure that an attempt never starts, a process takes the same lock and writes
-`stopped.json` (`uplink/attempt_controller.py`).
+A sender that does not know if its launch arrived sends the launch again. A supervisor therefore takes the lock and then
+refuses an attempt that began or ended before. To ensure that an attempt never starts, a process takes the same lock and
+writes `stopped.json` (`uplink/attempt_controller.py`).
 
 Exception: An attempt of this machine's own user may lose its supervisor before user code begins. The agent then records
 the loss, and the client launches the attempt again.
@@ -28,7 +28,7 @@ from serverless_gpu.node.base.requirements import REFUSED, lock_error
 LOCK = "supervisor.lock"
 _BEFORE_STARTING = frozenset({FactKind.RESERVED, FactKind.HYDRATING, FactKind.ALIVE, FactKind.FREED})
 _TRIES = 100
-_PAUSE_S = 0.01  # Seconds between tries; a process that tests the lock holds it for a moment.
+_PAUSE_S = 0.01  # Seconds between tries; a process that tests the lock holds the lock briefly.
 
 
 def first_of(launch: Launch) -> Attempt:
@@ -45,7 +45,7 @@ def first_of(launch: Launch) -> Attempt:
 
 
 def take_attempt(directory: Path) -> str:
-    """Claim an attempt for the lifetime of this process; return why that is refused, or "".
+    """Claim an attempt for the lifetime of this process; return the reason of a refusal, or "".
 
     Raises StorageError if the file system refuses locks, and OSError if the directory is missing or read-only.
     """
@@ -59,21 +59,22 @@ def take_attempt(directory: Path) -> str:
         return f"another process controls the attempt in {directory}"
     stopped = directory / "stopped.json"
     if stopped.exists():
-        # The ending may be replaced only if the supervisor was lost and no server gave the attempt.
+        # A new supervisor may replace `stopped.json` only if the earlier supervisor was lost and no server owns the
+        # attempt.
         ending = read_ending(directory)
         if ending is None or ending.reason not in SUPERVISOR_GONE or (directory / REMOTE_FILE).exists():
             return f"the attempt in {directory} has ended"
     if has_begun(first_facts(directory)):
         return f"the attempt in {directory} has already begun"
     stopped.unlink(missing_ok=True)
-    # On a full disk the pid is missing, so the kernel's log cannot explain a later loss.
+    # On a full disk the lock file lacks the pid, so the kernel's log cannot explain a later loss.
     with contextlib.suppress(OSError):
         os.pwrite(lock, b"%-20d\n" % os.getpid(), 0)
     return ""
 
 
 def read_pid(directory: Path) -> int | None:
-    """Return the pid of the last supervisor of an attempt, or None if its directory does not contain it."""
+    """Return the pid of an attempt's last supervisor, or None if the lock file contains no pid."""
     try:
         fd = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

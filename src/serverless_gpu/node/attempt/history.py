@@ -4,8 +4,8 @@
 
 This module only reads; `retention.py` deletes. No failure raises an exception. A directory that its client is still
 writing is NOT_STARTED. A directory of another program or version is UNREADABLE, and `problem` has the reason. A run
-whose supervisor was killed is LOST. Reads tolerate files that are huge, unreadable, links, or that vanish. A lock that
-cannot be tested counts as held, because retention deletes runs without a held lock.
+whose supervisor was killed is LOST. Reads tolerate huge files, unreadable files, links, and files that vanish. A lock
+that cannot be tested counts as held, because retention deletes runs without a held lock.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ NOT_STARTED = "NOT_STARTED"
 UNREADABLE = "UNREADABLE"
 FUNCTION = "function"
 REMOTE_FILE = "remote.json"
-"""Marks an attempt that a server gave to this node (`server_attempt_record.py`)."""
+"""File that marks an attempt of a server on this node (`server_attempt_record.py`)."""
 
 _FILE_BYTES_MAX = 8 << 20
-_FACTS_BYTES = 64 << 10  # The first few facts suffice.
+_FACTS_BYTES = 64 << 10  # Bytes to read; the first few facts suffice.
 ENTRIES_MAX = 100_000
 
 T = TypeVar("T")
@@ -46,16 +46,16 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of one run directory."""
 
     run_id: str
-    directory: Path  # Directory of its last attempt; the run's own directory before the first attempt.
+    directory: Path  # Directory of the run's last attempt; the run's own directory before the first attempt.
     state: str  # A `State`, `NOT_STARTED` or `UNREADABLE`.
     live: bool
-    created_ns: int  # Since 1970, like all times in this module.
+    created_ns: int  # Nanoseconds since 1970, like all times in this module.
     kind: str = FUNCTION  # ``"function"`` or ``"session"``.
     session: str = ""  # Session whose devices the run uses, or "".
     world_size: int = 0
     version: str = ""
     began_ns: int | None = None  # Time when user code began; None if unknown.
-    ended_ns: int | None = None  # None while the run goes on.
+    ended_ns: int | None = None  # None while the run continues.
     spec: RunSpec | None = None
     stopped: Stopped | None = None
     receipt: Receipt | None = None
@@ -75,7 +75,7 @@ class SpecFile(msgspec.Struct):
 
 
 def run_ids(runs: Path) -> list[str]:
-    """Return the names of all run directories, newest first; foreign names last, no hidden ones."""
+    """Return the names of all run directories: newest first, foreign names last, no hidden names."""
     try:
         with os.scandir(runs) as entries:
             names = [entry.name for entry in entries if not entry.name.startswith(".") and not _is_file(entry)]
@@ -85,7 +85,7 @@ def run_ids(runs: Path) -> list[str]:
 
 
 def read_run(runs: Path, run_id: str, queued: Collection[str] = ()) -> RunRecord:
-    """Return the record of one run; `queued` names the runs in the agent's queue, which is in no file."""
+    """Return the record of one run; `queued` lists the runs in the agent's queue, which is in no file."""
     fences = [child for child in _children(runs / run_id) if child.name.isascii() and child.name.isdigit()]
     directory = max(fences, key=lambda child: int(child.name), default=None)
     created_ns = created_wall_ns(run_id) or touched_ns(runs / run_id)
@@ -119,7 +119,7 @@ def read_run(runs: Path, run_id: str, queued: Collection[str] = ()) -> RunRecord
 
 
 def read_ending(directory: Path) -> Stopped | None:
-    """Return the ending of an attempt from its directory, or None."""
+    """Return the final state of an attempt from its directory, or None."""
     return _decoded(directory / "stopped.json", Stopped)
 
 
@@ -154,13 +154,13 @@ def read_launch(directory: Path) -> SpecFile:
 
 
 def read_price(directory: Path) -> tuple[str, Tariff | None]:
-    """Return the type of an attempt's devices and its tariff; "" and None if its directory lacks them."""
+    """Return the device type and the tariff of an attempt; "" and None if its directory lacks them."""
     written = _decoded(directory / "spec.json", SpecFile)
     return ("", None) if written is None else (written.gpu_type, written.tariff)
 
 
 def meter_of(directory: Path) -> tuple[Meter, int]:
-    """Return the meter and number of all facts of an attempt, without an incomplete last line."""
+    """Return the meter of an attempt's facts and the number of facts, without an incomplete last line."""
     meter, count = Meter(), 0
     with contextlib.suppress(OSError, msgspec.MsgspecError), _opened(directory / "facts.jsonl") as file:
         for line in file:
@@ -196,13 +196,13 @@ def size_on_disk(directory: Path) -> int:
 
 
 def walk(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield at most 100,000 entries of a tree with their status, without following links."""
+    """Yield at most 100,000 entries of a tree with each entry's status, without following links."""
     waiting, count = [directory], 0
     while waiting and count < ENTRIES_MAX:
         for path in _children(waiting.pop(), sort=True):
             try:
                 status = path.lstat()
-            except OSError:  # The entry was deleted meanwhile.
+            except OSError:  # Another process deleted the entry during the walk.
                 continue
             count += 1
             yield path, status
@@ -237,7 +237,7 @@ def _read_spec(directory: Path) -> tuple[SpecFile, RunSpec | None, str]:
         return SpecFile(), None, f"spec.json cannot be read: {getattr(error, 'strerror', None) or error}"
     try:
         return written, from_json(bytes(written.spec), RunSpec), ""
-    except msgspec.MsgspecError:  # A session, or a run of another version.
+    except msgspec.MsgspecError:  # The file describes a session, or a run of another version.
         return written, None, ""
 
 
@@ -269,7 +269,7 @@ def _decoded(path: Path, kind: type[T]) -> T | None:
 
 
 def _read(path: Path, limit: int = _FILE_BYTES_MAX) -> bytes:
-    """Return the first bytes of a plain file; raises OSError for others, because a pipe would never end."""
+    """Return the first bytes of a regular file; raises OSError for other files, such as a pipe."""
     with _opened(path) as file:
         return file.read(limit)
 
@@ -279,5 +279,5 @@ def _opened(path: Path) -> BufferedReader:
     file = os.fdopen(fd, "rb")
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         file.close()
-        raise OSError(f"{path} is not a plain file")
+        raise OSError(f"{path} is not a regular file")
     return file

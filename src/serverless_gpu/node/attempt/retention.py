@@ -1,14 +1,14 @@
 """Deletes expired run directories.
 
-    agent ──periodically──▶ a clean process with low priority: scan runs/, ask model/lifecycle/retention.py, delete
+    agent ──periodically──▶ a clean process with low priority: scan runs/, apply model/lifecycle/retention.py, delete
 
-The agent's event loop never waits for a disk. Retention renames a run within `runs/` before it deletes it, so that no
-reader sees an incomplete run. The next pass removes the rest of an interrupted deletion.
+The agent's event loop never waits for a disk. Retention renames a run within `runs/` before it deletes the run, so that
+no reader sees an incomplete run. After an interrupted deletion, the next pass deletes the remaining files.
 
-Failure cases: A run that was never launched is kept for a day after its last write, because its client may be writing
-it. A directory of another program is kept. A run with unreported data for a server is kept for a month. Of a link in
-`runs/`, only the link is deleted. A concurrent deletion does no harm. A file that cannot be deleted is reported, and
-the other runs are deleted. With an unreadable configuration, nothing is deleted.
+Failure cases: Retention keeps a run that was never launched for a day after its last write, because its client may
+still be writing the directory. It keeps a directory of another program. It keeps a run with unreported data for a
+server for a month. It deletes a link in `runs/` without its target. A concurrent deletion does no harm. It reports a
+file that it cannot delete, and continues with the other runs. With an unreadable configuration, it deletes nothing.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from serverless_gpu.node.base.home import Home
 from serverless_gpu.node.inside import linux
 from serverless_gpu.units import format_bytes
 
-FIRST_S = 10.0  # Delay after the agent's start: the run that started it needs the cores first.
+FIRST_S = 10.0  # Seconds after the agent's start: the run that started the agent needs the CPU cores first.
 EVERY_S = 3_600.0
-DELETED_MAX = 1_000  # Limit of one pass; the next pass continues.
+DELETED_MAX = 1_000  # Deletions per pass; the next pass continues.
 _TRASH = ".trash-"
 _QUEUED_BYTES_MAX = 1 << 20
 
@@ -49,13 +49,13 @@ class CleanupResult(msgspec.Struct, frozen=True):
 
 
 class RetentionPass(Protocol):
-    """A process that makes one pass."""
+    """A process that makes one retention pass."""
 
     def poll(self) -> int | None: ...
 
 
 class RetentionSchedule:
-    """Starts cleaning passes, one at a time; `start` gets a descriptor with the ids of queued runs."""
+    """Starts retention passes, one at a time; `start` receives a descriptor with the ids of queued runs."""
 
     def __init__(self, clock: Clock, start: Callable[[int], RetentionPass]) -> None:
         self._clock = clock
@@ -64,14 +64,14 @@ class RetentionSchedule:
         self._due_ns = clock.boottime_ns() + int(FIRST_S * 1e9)
 
     def tend(self, queued: Collection[str]) -> None:
-        """Start a pass if one is due and the previous one has ended."""
+        """Start a retention pass if the interval has passed and the previous pass has ended."""
         if self._pass is not None and self._pass.poll() is not None:
             self._pass = None
         now_ns = self._clock.boottime_ns()
         if now_ns < self._due_ns or self._pass is not None:
             return
         self._due_ns = now_ns + int(EVERY_S * 1e9)
-        with contextlib.suppress(OSError):  # The system lacks processes or memory; the next try is an hour later.
+        with contextlib.suppress(OSError):  # The system lacks processes or memory; the next try follows in an hour.
             fd = os.memfd_create("sgpu-queued")
             try:
                 os.write(fd, "\n".join(queued).encode())
@@ -81,7 +81,7 @@ class RetentionSchedule:
 
 
 def main(home: str, queued_fd: int) -> NoReturn:
-    """Make one pass and exit; `queued_fd` holds the ids of runs in the agent's queue, one per line."""
+    """Make one retention pass and exit; `queued_fd` has the ids of queued runs, one per line."""
     os.nice(19)
     linux.be_ordinary()
     queued = os.pread(queued_fd, _QUEUED_BYTES_MAX, 0).decode().split()
@@ -104,7 +104,7 @@ def clean(runs: Path, policy: Policy, queued: Collection[str], clock: Clock) -> 
 
 
 def scan(runs: Path, queued: Collection[str], now_ns: int) -> list[RunDirectory]:
-    """Return all run directories in the form that the policy needs."""
+    """Return all run directories in the form that the retention policy needs."""
     return [
         RunDirectory(
             run_id=run_id,
@@ -116,7 +116,7 @@ def scan(runs: Path, queued: Collection[str], now_ns: int) -> list[RunDirectory]
 
 
 def delete_all(runs: Path, chosen: Collection[RunDirectory]) -> CleanupResult:
-    """Delete these runs; the result names those that could not be deleted."""
+    """Delete the chosen runs; the result names the runs that could not be deleted."""
     deleted, problems, freed_bytes = [], [], 0
     for entry in chosen:
         try:
@@ -140,7 +140,7 @@ def delete(runs: Path, run_id: str) -> None:
 
 
 def empty_trash(runs: Path) -> None:
-    """Delete the remains of interrupted deletions."""
+    """Delete the remaining files of interrupted deletions."""
     with contextlib.suppress(OSError):
         for name in os.listdir(runs):
             if name.startswith(_TRASH):
@@ -149,7 +149,7 @@ def empty_trash(runs: Path) -> None:
 
 
 def cleaned_text(done: CleanupResult) -> str:
-    """Describe the result of a pass."""
+    """Describe the result of a retention pass as text."""
     count = len(done.deleted)
     return f"deleted {count} run{'' if count == 1 else 's'}, {format_bytes(done.freed_bytes)}"
 
@@ -158,7 +158,7 @@ def _ended_ns(record: RunRecord, now_ns: int) -> int | None:
     if record.live or record.ended_ns is None:
         return None
     if record.state == UNREADABLE and created_wall_ns(record.run_id) is None:
-        return None  # A directory of another program.
+        return None  # The directory belongs to another program.
     if record.state in (NOT_STARTED, UNREADABLE) and now_ns - record.ended_ns < DAY_NS:
         return None  # The client may still be writing the directory.
     return record.ended_ns
@@ -170,7 +170,8 @@ def _remove(path: Path) -> None:
         return
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
-        # A directory may lack write permission for its owner. This process owns it, so it changes the mode and retries.
+        # The owner may lack write permission for a directory. This process is the owner, so it changes the mode and
+        # retries.
         for directory, _, _ in os.walk(path):
             with contextlib.suppress(OSError):
                 os.chmod(directory, 0o700)

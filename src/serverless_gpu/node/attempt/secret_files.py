@@ -3,21 +3,20 @@
     /dev/shm/sgpu-secrets-<8 hex>/   HF_TOKEN …    .of = the attempt's directory
     runs/<run>/<fence>/secrets  ──▶  that directory, or a directory itself if /dev/shm is not in memory
 
-The launching process writes the secrets before the launch: the uplink, or the client of a local run. They are removed
-once no process of the attempt is left. Ranks find them through `SGPU_SECRETS_DIR`. Ranks are responsible for their own
-copies.
+The launching process writes the secrets before the launch: the uplink, or the client of a local run. The secrets are
+removed once all processes of the attempt have ended. Ranks find them through `SGPU_SECRETS_DIR`. Ranks are responsible
+for their own copies.
 
 Failure cases:
 
 If the supervisor is killed, the agent removes the secrets, or the uplink does when it settles the attempt. If the agent
 is killed too, the next agent sweeps abandoned secrets.
 
-If the writer is killed before it names the directory, the directory is empty and is swept.
+If the writer is killed before it records the attempt in `.of`, the directory is empty, and the agent sweeps it.
 
 If another user has the directory's name, the writer tries another name.
 
-If a rank replaced the link in its attempt, nothing else is deleted, because only directories of this form are ever
-removed.
+If a rank replaced the link in its attempt, the target is safe: this module removes only directories of this form.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from serverless_gpu.node.base.requirements import symlink_error
 LINK = "secrets"
 LOOK_S = 60.0
 UNNAMED_S = 3600.0
-"""Time in which a directory without an attempt may belong to a client that is about to launch."""
+"""Seconds for which a directory without an attempt may belong to a client that is about to launch."""
 _OF = ".of"
 _LOCK = "supervisor.lock"
 _MEMORY = Path("/dev/shm")
@@ -49,21 +48,21 @@ _NAMES_TRIED = 20
 
 
 def write(directory: Path, values: Mapping[str, bytes]) -> Path:
-    """Write an attempt's secrets by name; return their directory. Raises StorageError.
+    """Write an attempt's secrets by name; return the directory of the secrets. Raises StorageError.
 
-    If memory can hold the secrets, they are never written to a disk.
+    If memory can hold the secrets, this function never writes them to a disk.
     """
     remove(directory)
     if is_in_memory():
         try:
             return _write_in_memory(directory, values)
         except OSError as error:
-            if error.filename2 is not None:  # The link failed, not the memory.
+            if error.filename2 is not None:  # The symbolic link failed, not the write to memory.
                 raise symlink_error(directory, error, f"cannot link to the secrets from {directory}") from None
             raise StorageError(
                 f"cannot store the run's secrets in {_MEMORY}: {error.strerror}",
-                hint=f"delete unused files in {_MEMORY}, or enlarge it (docker run --shm-size=8g); secrets are "
-                "not written to a disk instead",
+                hint=f"delete unused files in {_MEMORY}, or enlarge it (docker run --shm-size=8g); serverless-gpu "
+                "does not write secrets to a disk instead",
             ) from None
     place = directory / LINK
     try:
@@ -78,7 +77,7 @@ def note(place: Path) -> str:
     """Return the receipt's note if secrets may have reached a disk, else ""."""
     if place.parent == _MEMORY:
         return ""
-    return f"its secrets were on this node's disk, because {_MEMORY} is not in memory"
+    return f"the run's secrets were on this node's disk, because {_MEMORY} is not in memory"
 
 
 def remove(directory: Path) -> None:
@@ -93,7 +92,7 @@ def remove(directory: Path) -> None:
 
 
 def keep(directories: Iterable[Path]) -> None:
-    """Refresh the age of secrets of waiting attempts; attempts without secrets are skipped."""
+    """Refresh the age of the secrets of waiting attempts; skip attempts without secrets."""
     for directory in directories:
         with contextlib.suppress(OSError):
             place = Path(os.readlink(directory / LINK))
@@ -104,8 +103,8 @@ def keep(directories: Iterable[Path]) -> None:
 class SecretSweeper:
     """Removes abandoned secrets, periodically and after an attempt has ended; runs in the agent.
 
-    The age of a directory counts from the first time that the sweeper saw it, by a monotonic clock. A changed wall
-    clock must not remove the secrets of a launching attempt.
+    The age of a directory counts from the first sweep that saw it, by a monotonic clock. A wall clock that changes must
+    not remove the secrets of a launching attempt.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -114,7 +113,7 @@ class SecretSweeper:
         self._seen: dict[str, tuple[int, int]] = {}
 
     def tend(self, waiting: Iterable[Path], *, ended: bool) -> None:
-        """Sweep if it is due; `waiting` are directories of attempts whose supervisor has not started yet."""
+        """Sweep if the interval has passed or `ended`; `waiting` has attempts without a supervisor."""
         now_ns = self._clock.boottime_ns()
         if now_ns >= self._due_ns or ended:
             self._due_ns = now_ns + round(LOOK_S * 1e9)
@@ -139,7 +138,7 @@ class SecretSweeper:
 
 
 def _is_left(place: Path, *, unchanged_s: float) -> bool:
-    """Return True if a directory is abandoned."""
+    """Return True if no attempt uses a directory of secrets any more."""
     try:
         directory = Path((place / _OF).read_text(encoding="utf-8", errors="surrogateescape"))
     except FileNotFoundError:
@@ -179,7 +178,7 @@ def _make() -> Path:
         with contextlib.suppress(FileExistsError):
             place.mkdir(mode=0o700)
             return place
-    raise FileExistsError(f"{_NAMES_TRIED} names in {_MEMORY} were taken")
+    raise FileExistsError(f"all {_NAMES_TRIED} names tried in {_MEMORY} were taken")
 
 
 def _fill(place: Path, values: Mapping[str, bytes]) -> None:
@@ -191,7 +190,7 @@ def _fill(place: Path, values: Mapping[str, bytes]) -> None:
 
 
 def _remove_in_memory(place: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # The directory is already removed.
+    with contextlib.suppress(FileNotFoundError):  # Another process has already removed the directory.
         if _may_be_removed(place):
             shutil.rmtree(place, ignore_errors=True)
 

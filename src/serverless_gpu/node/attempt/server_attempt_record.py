@@ -4,10 +4,10 @@
                                            └▶ stale      the server gave the attempt up; the uplink sends no more
 
 The uplink writes the file before it starts anything. The file contains the attempt's own token and none of the caller's
-variables, in a directory of this user alone. It is not flushed to disk: a reboot ends the attempt anyway, and the
-server sees the new boot identifier. A disk that fails without a reboot may leave it empty. The uplink then recovers the
-attempt from its directory's name (`recovered`). It never launches a recovered attempt. It writes the attempt's ending
-once none of its processes is left, and gets a token for it with the next heartbeat.
+variables, in a directory of this user alone. The uplink does not flush the file to the disk: a reboot ends the attempt
+anyway, and the server sees the new boot identifier. A disk that fails without a reboot may leave the file empty. The
+uplink then recovers the attempt from its directory's name (`recovered`). It never launches a recovered attempt. It
+writes `stopped.json` once all processes of the attempt have ended, and gets a token with the next heartbeat.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from serverless_gpu.node.attempt.usage_account import write_text
 UNSENT_DAYS_MAX = 30
 _BYTES_MAX = 1 << 20
 _NO_TOKEN = "lost"
-"""Placeholder token; every server refuses it, so the node asks for another one."""
+"""Placeholder token; every server refuses it, so the uplink requests a valid token."""
 _GRACE_S = 900.0
 
 Standing = Literal["open", "settled", "stale"]
 
 
 class ServerAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that a server gave to this node."""
+    """An attempt of a server on this node."""
 
     run_id: str
     fence: int
@@ -44,11 +44,11 @@ class ServerAttempt(msgspec.Struct, frozen=True, kw_only=True):
     token: str  # The attempt's own token.
     gpu_type: str
     world_size: int  # Number of devices on this node.
-    partition_grace_s: float  # How long the attempt may run without an answer of the server, in seconds.
+    partition_grace_s: float  # Seconds for which the attempt may run without an answer from the server.
     standing: Standing = "open"
     owner: str = ""  # Principal that owns the run.
-    tariff: Tariff = UNPRICED  # Unpriced until known; after the launch, the attempt's own directory has the tariff.
-    recovered: bool = False  # The file was damaged, so it is unknown if the attempt began.
+    tariff: Tariff = UNPRICED  # Unpriced until the launch, which stores the tariff in the attempt's own directory.
+    recovered: bool = False  # True if `remote.json` was damaged, so it is unknown whether the attempt began.
 
     @property
     def gang(self) -> str:
@@ -66,7 +66,7 @@ def read_remote(directory: Path) -> ServerAttempt | None:
 
 
 def has_remote(directory: Path) -> bool:
-    """Return True if a server gave the attempt in a directory to this node; raises OSError if unknown."""
+    """Return True if the attempt in a directory belongs to a server; raises OSError if that is unknown."""
     try:
         (directory / REMOTE_FILE).stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -80,7 +80,7 @@ def write_remote(directory: Path, remote: ServerAttempt) -> None:
 
 
 def open_attempts(runs: Path, profile: str) -> Iterator[tuple[Path, ServerAttempt]]:
-    """Yield the attempts of one server that are not settled, with their directories."""
+    """Yield the unsettled attempts of one server, each with its directory."""
     for path in sorted(runs.glob(f"*/*/{REMOTE_FILE}")):
         remote = read_remote(path.parent) or _recovered(path, profile)
         if remote is not None and remote.profile == profile and remote.standing == "open":
@@ -88,10 +88,10 @@ def open_attempts(runs: Path, profile: str) -> Iterator[tuple[Path, ServerAttemp
 
 
 def _recovered(path: Path, profile: str) -> ServerAttempt | None:
-    """Return an attempt with a damaged file from its directory's name; None if the file is unreadable now.
+    """Return an attempt with a damaged record from its directory's name; None if it is unreadable now.
 
-    The attempt's server is unknown. A server that does not know the attempt answers so, and the uplink then leaves the
-    attempt alone.
+    The record does not identify the attempt's server. A server that does not know the attempt reports so, and the
+    uplink then ignores the attempt.
     """
     fence, run_id = path.parent.name, path.parent.parent.name
     try:
@@ -113,7 +113,7 @@ def _recovered(path: Path, profile: str) -> ServerAttempt | None:
 
 
 def is_unsent(run: Path, now_ns: int) -> bool:
-    """Return True while a server lacks data of a run, for at most a month."""
+    """Return True while a run has data that its server has not received, for at most a month."""
     with contextlib.suppress(OSError):
         for path in run.glob(f"*/{REMOTE_FILE}"):
             remote = read_remote(path.parent)

@@ -22,17 +22,17 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
 
     run_id: str
     fence: int
-    world_size: int  # Ranks on all nodes; 0 for a session.
+    world_size: int  # Number of ranks on all nodes; 0 for a session.
     spec: RunSpec
     version: str
     kind: Kind = "function"
     session: str = ""  # Session whose devices the run uses, or "".
-    gpu_type: str = ""  # "" if only the server knows it.
-    tariff: Tariff | None = None  # None if only the server knows it.
+    gpu_type: str = ""  # GPU type; "" if only the server knows the type.
+    tariff: Tariff | None = None  # None if only the server knows the tariff.
 
 
 def write_submission(message: protocol.Launch, version: str) -> None:
-    """Write `spec.json`, `environment.json` and, for a function, `_air.py`, without values of variables.
+    """Write `spec.json`, `environment.json` and, for a function, `_air.py`, without variables' values.
 
     Raises StorageError if the disk is full or the directory is missing.
     """
@@ -114,7 +114,7 @@ def air_program(
 ) -> str:
     """Return `_air.py`, the readable program with which `torchrun` reproduces a run."""
     paths = "[\n" + "".join(f"    {original(path)!r},\n" for path in context.sys_path) + "]"
-    # Escaped for a docstring, because a home may have any path.
+    # The path is inside a docstring, and a home may have any path, so quotes and backslashes are escaped.
     quoted = shlex.quote(str(directory / "_air.py")).replace("\\", "\\\\").replace('"', '\\"')
     return _AIR.format(
         run_id=run_id,

@@ -1,15 +1,15 @@
-"""Ends an attempt whose supervisor died: writes its last sign of life, its ending and its receipt.
+"""Settles an attempt whose supervisor died: writes its last activity, final state and receipt.
 
     facts.jsonl     + alive        until a process of the attempt was last seen
-    stopped.json    + ending       `model/lifecycle/attempt_lifecycle.py` decides who pays
+    stopped.json    + final state  `model/lifecycle/attempt_lifecycle.py` decides who pays
     receipt.json    + receipt      computed from the facts
 
 The first process that notices the loss calls this module: the agent, the uplink or a client. It must hold the attempt's
-lock. No supervisor runs then, and no other caller writes. The files are the same that a supervisor would have written.
+lock. No supervisor runs then, and no other caller writes. A supervisor would have written the same files.
 
-Failure cases: If no process watched the attempt, its newest output file is the last sign of life. If the machine has
-rebooted since, boottimes cannot be compared, so the last fact is the last sign of life. If the disk is full, the
-receipt counts the facts that are on it. An incomplete fact at the end of the file is cut off.
+Failure cases: If no process watched the attempt, its newest output file is the last observed activity. After a reboot,
+boottimes cannot be compared, so the last fact is the last observed activity. If the disk is full, the receipt counts
+the facts in the file. This module truncates an incomplete fact at the end of the file.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from serverless_gpu.node.attempt.usage_account import reckon, write_json
 from serverless_gpu.node.base import protocol
 from serverless_gpu.node.devices.kernel_log import KERNEL, KernelLog
 
-COUNTED = "time is counted up to the run's last sign of life; later use is unknown"
-_BEFORE_NS = 1_000_000_000  # Largest difference between the kernel's clock and this process's clock.
+COUNTED = "the receipt counts time up to the run's last observed activity; later use is unknown"
+_BEFORE_NS = 1_000_000_000  # Largest difference between the kernel's clock and this process's clock, in nanoseconds.
 _TAIL_BYTES = 64 << 10
 _LOOKS_MAX = 64  # Reads of 2,000 records each, more than the kernel keeps.
 _USING = frozenset({FactKind.EXEC, FactKind.HELD})
@@ -68,10 +68,10 @@ def settle_loss(
     stopped: protocol.Stopped | None = None,
     lost: LostAttempt | None = None,
 ) -> protocol.Stopped:
-    """Write the missing files of an attempt without a supervisor; return its ending.
+    """Write the missing files of an attempt without a supervisor; return its final state.
 
-    `seen_ns` is the boottime at which a process of the attempt was last seen; None if unwatched. `stopped` is the
-    ending if no file has one; None if the supervisor was lost.
+    `seen_ns` is the boottime at which a process of the attempt was last seen; None if no process watched the attempt.
+    `stopped` is the final state to write if no file contains one; None if the supervisor was lost.
     """
     is_settled = read_receipt(directory) is not None
     if not is_settled:
@@ -87,7 +87,7 @@ def settle_loss(
 
 
 def settle_here(directory: Path, clock: Clock, *, seen_ns: int | None = None) -> bool:
-    """Settle an attempt of this node under its lock; return True if that succeeded."""
+    """Settle an attempt of this node under the attempt's lock; return True on success."""
     try:
         if not first_facts(directory) or has_remote(directory):
             return False
@@ -106,7 +106,7 @@ def settle_here(directory: Path, clock: Clock, *, seen_ns: int | None = None) ->
 
 
 def lost_ending(directory: Path, clock: Clock) -> protocol.Stopped:
-    """Return the ending of an attempt whose supervisor died."""
+    """Return the final state of an attempt whose supervisor died."""
     facts = first_facts(directory)
     since_ns = clock.wall_ns() - max(0, clock.boottime_ns() - facts[0].boottime_ns) if facts else clock.wall_ns()
     reason, detail = judge_loss(
@@ -123,12 +123,12 @@ def lost_ending(directory: Path, clock: Clock) -> protocol.Stopped:
 
 
 def has_used_devices(directory: Path) -> bool:
-    """Return True if an attempt used its devices; earlier facts cost nothing."""
+    """Return True if an attempt used its devices; facts before the use cost nothing."""
     return any(fact.kind in _USING for fact in first_facts(directory))
 
 
 def note_life(directory: Path, clock: Clock, seen_ns: int | None = None) -> None:
-    """Record the last sign of life (boottime; None: newest output) if it is later than the last fact."""
+    """Record the last activity (boottime; None: newest output) if it is later than the last fact."""
     last = last_fact(directory)
     if last is None or last.boot_id != clock.boot_id() or last.kind in (FactKind.EXITED, FactKind.FREED):
         return
@@ -193,7 +193,7 @@ def _of_this_node(directory: Path) -> LostAttempt:
 
 
 def _kernel_lines(clock: Clock, since_ns: int) -> tuple[str, ...]:
-    """Return the kernel's messages since a time; empty if its log cannot be read."""
+    """Return the kernel's messages since a time; empty if the kernel's log cannot be read."""
     log = KernelLog(KERNEL, clock, past=True)
     found: list[str] = []
     try:
@@ -208,7 +208,7 @@ def _kernel_lines(clock: Clock, since_ns: int) -> tuple[str, ...]:
 
 
 def _cut_off_half_a_line(path: Path) -> None:
-    """Cut off an incomplete last line; raises OSError."""
+    """Truncate an incomplete last line; raises OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         size = os.fstat(fd).st_size

@@ -5,13 +5,13 @@
     <attempt>/.reserve/<number>    allocated, without content     ── the disk is full ─▶  overwritten, cut, renamed
     <attempt>/facts.jsonl          some space allocated behind its end, extended as the file grows
 
-The receipt's segments (queued, first line …) are finer than the facts and measured by this process. Freed disk space
-could be taken by the process that filled the disk, but a file overwritten in place keeps its space. An ending, a
-receipt, the facts and a rank's exception therefore survive a full disk.
+The receipt's segments (queued, first line …) are finer than the facts. The supervisor measures them. On a full disk,
+another process could take freed space at once, but a file that is overwritten in place keeps its space. A final state,
+a receipt, the facts and a rank's exception therefore survive a full disk.
 
 Failure cases: If the file system cannot allocate space in advance, or copies on write (btrfs, ZFS), a full disk loses
-these files. If the process that removes the reserve is killed, the reserve stays. The writer of the missing ending then
-uses it (`uplink/attempt_controller.py` or the agent).
+these files. If the process that removes the reserve is killed, the reserve stays. The process that later writes
+`stopped.json` uses the reserve (`uplink/attempt_controller.py` or the agent).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from serverless_gpu.model.receipt import Bill, DeviceUse, Receipt, Segments
 from serverless_gpu.node.base.protocol import Launch, Stopped
 from serverless_gpu.node.inside import linux
 
-if TYPE_CHECKING:  # Most importers of this module do not need devices.
+if TYPE_CHECKING:  # Most importers of this module use no devices.
     from serverless_gpu.node.devices.gpu_gate import Verdict
 
 ALIVE_S = 60.0
 """Longest time between two facts of a running attempt, in seconds."""
 RESERVE = ".reserve"
 RESERVE_SIZES = (256 << 10, 64 << 10, 64 << 10, 64 << 10)
-"""Sizes for an ending with output tails, a receipt, and a rank's exception as text and pickle."""
+"""Bytes reserved for a final state with output tails, a receipt, and a rank's exception as text and pickle."""
 FACTS_BYTES = 64 << 10
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -54,20 +54,21 @@ class AttemptAccount:
     """Facts and measurements of one attempt, and its receipt."""
 
     def __init__(self, launch: Launch, clock: Clock) -> None:
-        self.runs: int | None = None  # number of runs that used a session; None otherwise
+        self.runs: int | None = None  # Number of runs that used a session; None for other attempts.
         self._meter = Meter()
         self._written = 0
         self._fact_ns = 0
-        self._allocated = 0  # Allocated size of the facts file.
-        self.marks: dict[str, int] = {}  # First time of each event by name, boottime in nanoseconds.
-        self.peaks: dict[int, int] = {}  # Peak host memory by rank, in bytes.
+        self._allocated = 0  # Allocated size of the facts file, in bytes.
+        self.marks: dict[str, int] = {}  # First boottime of each event in nanoseconds, by event name.
+        self.peaks: dict[int, int] = {}  # Peak host memory in bytes, by rank.
         # Messages for the user.
         self.notes: list[str] = [launch.secrets.note] if launch.secrets and launch.secrets.note else []
         self.warm = (False, "no stem arrived")
         self.environment = ""
         self._uses: tuple[DeviceUse, ...] = ()
         self._tracked = ""
-        self.peak_bytes: int | None = None  # Peak memory of the whole attempt, if the memory controller knows it.
+        # Peak memory of the whole attempt in bytes, if the memory controller reports it.
+        self.peak_bytes: int | None = None
         self._launch = launch
         self._directory = Path(launch.directory)
         self._gang = f"{launch.run_id}:{launch.fence}"
@@ -76,7 +77,7 @@ class AttemptAccount:
         self.mark("called", launch.called_ns)
 
     def prepare(self) -> None:
-        """Reserve disk space for the attempt's last files."""
+        """Reserve disk space for the files that are written at the end of the attempt."""
         prepare_reserve(self._directory)
 
     def mark(self, name: str, at_ns: int | None = None) -> None:
@@ -86,7 +87,7 @@ class AttemptAccount:
     def fact(
         self, kind: FactKind, devices: Sequence[Device], at_ns: int | None = None, *, grace_ms: int | None = None
     ) -> None:
-        """Append a fact; `at_ns` is a boottime (None: now), `grace_ms` the time that ranks have to end."""
+        """Append a fact; `at_ns` is a boottime (None: now), `grace_ms` the grace period of the ranks."""
         now_ns = self._fact_ns = self._clock.boottime_ns()
         ago_ns = 0 if at_ns is None else now_ns - at_ns
         resources = self._launch.spec.resources
@@ -105,7 +106,7 @@ class AttemptAccount:
         )
         self._written += 1
         self._meter.add(fact)
-        # A full disk must not end a run. The receipt is computed from memory and states the number of facts.
+        # A full disk must not end a run. The supervisor computes the receipt from memory, with the number of facts.
         with contextlib.suppress(OSError):
             line = msgspec.json.encode(fact) + b"\n"
             self._allocated = append_fact(self._directory, line, self._allocated)
@@ -113,17 +114,17 @@ class AttemptAccount:
             faults.reach("after_exec_before_told")
 
     def alive(self, devices: Sequence[Device]) -> None:
-        """Append a sign of life if there was no fact for a while."""
+        """Append an `alive` fact if the last fact is older than `ALIVE_S`."""
         if self._clock.boottime_ns() - self._fact_ns > ALIVE_S * 1e9:
             self.fact(FactKind.ALIVE, devices)
 
     def starting(self, devices: Sequence[Device]) -> None:
-        """Record since when the environment is ready, which may be before the devices were."""
+        """Record the time at which the environment became ready, possibly before the devices were reserved."""
         ready_ns = self.marks.get(self._ready(), 0)
         self.fact(FactKind.STARTING, devices, max(ready_ns, self._fact_ns))  # Facts must be in chronological order.
 
     def stopping(self, attempt: Attempt, devices: Sequence[Device]) -> None:
-        """Record, once, that the ranks must end, and their grace period if they received SIGTERM."""
+        """Record once that the ranks must end, with their grace period if they received SIGTERM."""
         if "stopping" in self.marks:
             return
         self.mark("stopping")
@@ -132,11 +133,11 @@ class AttemptAccount:
             if attempt.phase is Phase.TERMINATING and attempt.reason in ASKED:
                 wake_ns, stop_ns = attempt.wake_ns, attempt.stop_ns
                 grace_ms = 0 if wake_ns is None or stop_ns is None else max(0, wake_ns - stop_ns) // 1_000_000
-            # The user does not pay for time after a device failure, as the following facts show.
+            # The following facts show that the user does not pay for time after a device failure.
             self.fact(FactKind.STOPPING, devices, attempt.fault_ns, grace_ms=grace_ms)
 
     def ended(self, stopped: Stopped) -> None:
-        """Write the ending of the attempt to `stopped.json`."""
+        """Write the final state of the attempt to `stopped.json`."""
         write_json(self._directory / "stopped.json", stopped)
         faults.reach("after_ending_before_told")
 
@@ -155,7 +156,7 @@ class AttemptAccount:
     ) -> Receipt:
         """Write and return the receipt of an ended attempt.
 
-        `gate` is the evidence as text if it is not in the verdicts.
+        `gate` is the evidence of the device check as text, if the verdicts do not contain it.
         """
         secrets = self._launch.secrets
         kind, gpu_type = self._launch.candidates[0].kind, self._launch.candidates[0].type
@@ -192,14 +193,14 @@ class AttemptAccount:
         )
         faults.reach("after_freed_before_receipt")
         write_json(self._directory / "receipt.json", receipt)
-        give_back_reserve(self._directory)  # No further file follows.
+        give_back_reserve(self._directory)  # The receipt is the last file that may need the reserve.
         return receipt
 
     def _segments(self) -> Segments:
         return Segments(
             queued_ms=self._between("asked", "reserved"),
             environment_ms=self._between("reserved", self._ready()),
-            # The environment may have been ready long before.
+            # The environment may have been ready long before the devices were reserved.
             start_ms=self._between(self._ready(), "exec", not_before="reserved"),
             first_line_ms=self._between("called" if self._launch.fence == 1 else "asked", "enter"),
             run_ms=self._between("exec", "stopping"),
@@ -208,7 +209,7 @@ class AttemptAccount:
         )
 
     def _ready(self) -> str:
-        """Return the mark at which the ranks could start: a stem was there and the environment confirmed."""
+        """Return the mark at which the ranks could start: with a stem and a confirmed environment."""
         last = max(("stem", "confirmed"), key=lambda name: self.marks.get(name, 0))
         return last if "stem" in self.marks else "stem"
 
@@ -220,14 +221,14 @@ class AttemptAccount:
 
 
 def reckon(meter: Meter, tariff: Tariff, reason: Reason | None) -> tuple[int, int | None, Bill]:
-    """Return an attempt's device-milliseconds, micros and price terms for its receipt."""
+    """Return device-milliseconds, price in millionths of the currency, and price terms of an attempt."""
     is_billed = reason is None or MEANINGS[reason].is_billed
     whole = sum_of(priced(meter.used(), tariff, is_billed=is_billed), tariff)
     return whole.gpu_ms, whole.micros, bill_of(whole, reason)
 
 
 def gate_text(devices: Sequence[Device], verdicts: Mapping[str, Verdict], kind: DeviceKind) -> str:
-    """Return the evidence of the hand-back as one sentence."""
+    """Return the evidence that the devices are free as one sentence."""
     if not devices:
         return "no device was reserved"
     noun = "CPU slot" if kind is DeviceKind.CPU else "GPU"
@@ -253,7 +254,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def prepare_reserve(directory: Path) -> None:
-    """Allocate the reserve of an attempt, if the file system can."""
+    """Allocate the reserve of an attempt, if the file system supports it."""
     with contextlib.suppress(OSError):
         place = directory / RESERVE
         place.mkdir(mode=0o700, exist_ok=True)
@@ -270,7 +271,7 @@ def give_back_reserve(directory: Path) -> None:
     shutil.rmtree(directory / RESERVE, ignore_errors=True)
     with contextlib.suppress(OSError):
         facts = directory / "facts.jsonl"
-        os.truncate(facts, facts.stat().st_size)  # Frees the space behind the end of the file.
+        os.truncate(facts, facts.stat().st_size)  # Frees the space that was allocated behind the end of the file.
 
 
 def write_bytes(path: Path, data: bytes, directory: Path) -> None:
@@ -302,7 +303,7 @@ def append_fact(directory: Path, line: bytes, allocated: int) -> int:
                 linux.allocate_behind(fd, size, FACTS_BYTES)
                 allocated = size + FACTS_BYTES
         if os.write(fd, line) < len(line):
-            os.ftruncate(fd, size)  # An incomplete line would also damage the next one.
+            os.ftruncate(fd, size)  # An incomplete line would also make the next line unreadable.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(fd)
@@ -310,7 +311,7 @@ def append_fact(directory: Path, line: bytes, allocated: int) -> int:
 
 
 def _write_in_place(path: Path, data: bytes, place: Path) -> bool:
-    """Turn the smallest reserve that is large enough into a file; return True if there was one."""
+    """Write data into the smallest sufficient reserve file and rename it; return False without one."""
     sizes = {}
     with contextlib.suppress(OSError):
         sizes = {entry: entry.stat().st_size for entry in place.iterdir()}

@@ -14,10 +14,10 @@ A100 = {dbu_per_gpu_hour = 4.5, usd_per_dbu = 0.70}    # or computed from DBUs
 days = 30
 gib = 20
 
-[xids]                                    # consequence of an Xid, if not the one in model/xid.py
+[xids]                                    # effect of an Xid, if it differs from model/xid.py
 63 = "other"
 
-[checkpoints]                             # on several nodes: a directory that all of them see under this path
+[checkpoints]                             # on several nodes: a shared directory with the same path on all nodes
 directory = "/shared/checkpoints"
 """
 
@@ -64,14 +64,14 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     """The user's configuration."""
 
     types: tuple[GpuType, ...] = ()  # The user's own GPU types.
-    prices: dict[str, Tariff] = {}  # Prices by type name.
+    prices: dict[str, Tariff] = {}  # GPU type → tariff
     retention: Policy = Policy()
     checkpoints: str = ""  # Directory of all runs' checkpoints; "" for the home's own directory.
-    xids: dict[int, XidKind] = {}  # Kinds by Xid number, if they differ from `model.xid.TABLE`.
+    xids: dict[int, XidKind] = {}  # Xid number → kind, where the kind differs from `model.xid.TABLE`.
 
 
 def read_configuration(home: Home) -> Configuration:
-    """Return the configuration, or the defaults without a file.
+    """Return the configuration; without a file, return the defaults.
 
     Raises InvalidValue, which names the file and the error.
     """
@@ -103,7 +103,7 @@ def read_configuration(home: Home) -> Configuration:
 def _types(tables: Mapping[str, object]) -> tuple[GpuType, ...]:
     types = _converted(tables, "types", dict[str, _OwnType])
     for name, own in types.items():
-        if not 0 < own.memory_gib < 1_000_000:  # NaN fails this test too.
+        if not 0 < own.memory_gib < 1_000_000:  # The comparison also rejects NaN.
             raise InvalidValue(f"table types: memory_gib of {name} must be a positive number, not {own.memory_gib}")
     return tuple(
         GpuType(name=name, memory_bytes=round(own.memory_gib * 2**30), products=own.products, aliases=own.aliases)
@@ -127,7 +127,7 @@ def _prices(tables: Mapping[str, object]) -> dict[str, Tariff]:
 def _retention(tables: Mapping[str, object]) -> Policy:
     own = _converted(tables, "retention", _Retention)
     for name, value in (("days", own.days), ("gib", own.gib)):
-        if not 0 <= value < 1_000_000:  # NaN fails this test too.
+        if not 0 <= value < 1_000_000:  # The comparison also rejects NaN.
             raise InvalidValue(f"table retention: {name} must be a number of at least 0, not {value}")
     return Policy(
         age_ns=round(own.days * DAY_NS) or None,
@@ -147,7 +147,7 @@ def _xids(tables: Mapping[str, object]) -> dict[int, XidKind]:
     kinds = _converted(tables, "xids", dict[str, str])
     for number, kind in kinds.items():
         if not number.isascii() or not number.isdigit():
-            raise InvalidValue(f"table xids: {number!r} is not the number of an Xid", hint='for example: 63 = "other"')
+            raise InvalidValue(f"table xids: {number!r} is not a valid Xid number", hint='for example: 63 = "other"')
         if kind not in tuple(XidKind):
             raise InvalidValue(
                 f"table xids: {number} is {kind!r}, which is not a valid kind", hint=f"one of {', '.join(XidKind)}"

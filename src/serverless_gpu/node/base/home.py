@@ -4,21 +4,21 @@
     ├── runs/<run>/<fence>/    one attempt: spec, payload, entrypoint, logs, results, failures, facts, receipt
     ├── remote/<run>/<fence>/  results of a server's runs, copied for their callers
     ├── locks/                 locks of fakes and CPU slots (real GPUs are locked machine-wide)
-    ├── environments/          captured environments (`store/`), restored ones, and data to recognize them
+    ├── environments/          captured environments (`store/`), restored environments, and their indexes
     ├── mlflow/<key>/          MLflow servers in front of this home's store and of callers' own stores
     ├── checkpoints/<run>/<fence>/   checkpoints of attempts; this package never deletes them
     ├── config.toml            own GPU types, prices
-    ├── instance               identity of this home for a server that it is a node of
+    ├── instance               identity of this home for the server that it joined
     ├── tracking/              attempts that are not delivered to MLflow yet
     └── agent.log, monitor.log
 
 Sockets are not in the home. A path of more than 107 bytes cannot be bound, and a home on a network file system cannot
 contain a socket. Sockets are in /tmp, in a directory that only this user can enter. If the home is not writable, local
-runs use a directory under the temporary directory instead, and `Home.note` reports it. A server, a login and secrets
-need the home itself (`find_durable_home`).
+runs use a directory under the temporary directory instead, and `Home.note` reports the replacement. A server, a login
+and secrets need the home itself (`find_durable_home`).
 
 A home's machine is in a Ray pool while a process locks server/ray/keeper.lock (`sgpu up --engine ray`) or
-ray/keeper.lock (`sgpu join`). Its ranks are fenced then.
+ray/keeper.lock (`sgpu join`). Ranks on such a machine are fenced.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Home:
 
     @property
     def checkpoints(self) -> Path:
-        """Return the directory of checkpoints, unless the configuration names another."""
+        """Return the directory of checkpoints, unless the configuration names another directory."""
         return self.root / "checkpoints"
 
     @property
@@ -93,9 +93,9 @@ class Home:
         return self.runs / run_id / str(fence)
 
     def sockets(self) -> Path:
-        """Return the private directory of this home's sockets, made if needed; raises StorageError."""
-        # Not $XDG_RUNTIME_DIR: it differs between a terminal, a notebook server and a cron job of one user, or is
-        # unset. The system empties it at the last logout, when runs may still be running.
+        """Return the private directory of this home's sockets, created if needed; raises StorageError."""
+        # $XDG_RUNTIME_DIR is unsuitable. It may be unset, and differs between a terminal, a notebook server and a cron
+        # job of one user. The system empties it at the user's last logout, when runs may still be running.
         parent = Path(os.environ.get("SERVERLESS_GPU_SOCKETS") or f"/tmp/serverless_gpu-{os.getuid()}")
         digest = hashlib.sha256(os.fsencode(self.root.resolve())).hexdigest()[:12]
         for directory in (parent, parent / digest):
@@ -110,12 +110,12 @@ class Home:
             if not _private_directory(directory):
                 raise StorageError(
                     f"{directory} belongs to another user or is a link",
-                    hint="remove it, or set SERVERLESS_GPU_SOCKETS to a directory of your own",
+                    hint="remove it, or set SERVERLESS_GPU_SOCKETS to a directory that you own",
                 )
         return parent / digest
 
     def make_attempt(self, run_id: str, fence: int) -> Path:
-        """Make the complete directory of one attempt, or nothing; raises StorageError."""
+        """Create the complete directory of one attempt, or nothing; raises StorageError."""
         directory = self.attempt(run_id, fence)
         try:
             directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -142,7 +142,7 @@ class Home:
 
 
 def remove_at_once(directory: Path) -> None:
-    """Remove the directory of a run to which another process may write; its writes fail from now on."""
+    """Remove the directory of a run at once; later writes of another process to the directory fail."""
     gone = directory.with_name(f".{directory.name}.removed")
     with contextlib.suppress(OSError):
         directory.rename(gone)
@@ -151,7 +151,7 @@ def remove_at_once(directory: Path) -> None:
 
 
 def find_home(environ: Mapping[str, str]) -> Home:
-    """Return the user's home directory for runs, made if needed; raises StorageError if none is writable."""
+    """Return the user's home directory for runs, created if needed; raises StorageError if that fails."""
     wanted = _asked(environ)
     problem = _make_private(wanted)
     if problem is None:
@@ -167,16 +167,16 @@ def find_home(environ: Mapping[str, str]) -> Home:
 
 
 def find_durable_home(environ: Mapping[str, str], why: str) -> Home:
-    """Return the requested home, made if needed, never a replacement; raises StorageError.
+    """Return the requested home, created if needed, never a replacement; raises StorageError.
 
-    `why` continues a sentence and says what needs the home: ``"the server keeps its database there"``.
+    `why` ends the error message and names what needs the home: ``"the server keeps its database there"``.
     """
     wanted = _asked(environ)
     problem = _make_private(wanted)
     if problem is not None:
         raise StorageError(
             f"{wanted} cannot be written to ({problem}), and {why}",
-            hint="make it writable, or set SERVERLESS_GPU_HOME to a directory you can write to",
+            hint="make the home writable, or set SERVERLESS_GPU_HOME to a directory you can write to",
         )
     return Home(wanted)
 
@@ -197,7 +197,7 @@ def storage_error(error: OSError, path: Path) -> StorageError:
     if error.errno in _FULL and lacks_inodes(path):
         return StorageError(
             f"no inodes left for {path}: its disk has space, but cannot store one more file",
-            hint="delete files there (`sgpu clean` removes old runs, `sgpu env gc` environments), or set "
+            hint="delete files on that disk (`sgpu clean` removes old runs, `sgpu env gc` environments), or set "
             "SERVERLESS_GPU_HOME to a directory on a disk with more inodes",
         )
     if error.errno in _FULL:
@@ -211,7 +211,7 @@ def storage_error(error: OSError, path: Path) -> StorageError:
 
 
 def _asked(environ: Mapping[str, str]) -> Path:
-    """Return the directory that the user wants as home; raises StorageError if its name is not UTF-8."""
+    """Return the home directory that the user requested; raises StorageError if its name is not UTF-8."""
     asked = environ.get("SERVERLESS_GPU_HOME")
     wanted = Path(asked).absolute() if asked else Path(os.path.expanduser("~/.serverless_gpu"))
     try:
@@ -222,7 +222,7 @@ def _asked(environ: Mapping[str, str]) -> Path:
 
 
 def _make_private(path: Path) -> str | None:
-    """Make a directory that only its owner can enter; return the error message, or None."""
+    """Create a directory that only its owner can enter; return the error message, or None."""
     try:
         path.mkdir(parents=True, mode=0o700, exist_ok=True)
         # A link to the user's own directory, for example on a larger disk, is accepted.
@@ -250,7 +250,7 @@ def _owned_directory(path: str) -> bool:
 
 
 def _private_directory(path: Path) -> bool:
-    """Return True for a directory of this user that is not a link; removes the access of other users."""
+    """Return True if a path is a directory of this user and not a link; removes the access of other users."""
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         return False
@@ -264,10 +264,10 @@ RAY_LOCK = "keeper.lock"
 
 
 def ray_keepers(home: Path) -> list[Path]:
-    """Return the directories in a home whose keeper runs a Ray cluster now."""
+    """Return the directories in a home whose keeper process is running a Ray cluster."""
     return [home / place for place in RAY_PLACES if held_note(home / place / RAY_LOCK) is not None]
 
 
 def in_pool(attempt: Path) -> bool:
-    """Return True if the home of ``<home>/runs/<run>/<fence>`` is in a pool now."""
+    """Return True if the home of ``<home>/runs/<run>/<fence>`` currently belongs to a Ray pool."""
     return bool(ray_keepers(attempt.parents[2])) if len(attempt.parents) > 2 else False

@@ -1,11 +1,11 @@
-"""Lock files in directories to which other users write as well: makes, opens, locks and tests them.
+"""Lock files in directories to which other users write as well: creates, opens, locks and tests them.
 
-A flock is held while its holder, or any process with its descriptor, runs. A test takes the lock, shared, for a moment.
-A process that needs a lock for good retries, or waits (`mutex`), so that a test does not make it fail. This module does
-not know the meaning of a lock.
+A flock is held while its holder, or any process with a copy of its descriptor, runs. A test takes the shared lock for a
+moment. A process that needs a long-lived lock retries, or waits (`mutex`), so that a test does not make it fail. This
+module does not know the meaning of a lock.
 
 Failure cases: A planted link, pipe or second hard link raises StorageError. If a holder stops for longer than a second,
-`mutex` continues without the lock. A file that cannot be tested counts as held, because callers may delete.
+`mutex` continues without the lock. A file that cannot be tested counts as held, because callers may delete free files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def is_held(path: Path) -> bool:
 
 
 def held_note(path: Path) -> bytes | None:
-    """Return the note that a lock's holder wrote into the file; None if it is free or unreadable."""
+    """Return the note of a lock's holder; None if the lock is free or the file is unreadable."""
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | OPEN)
         try:
@@ -60,7 +60,7 @@ def read_note(fd: int) -> bytes:
 
 
 def is_taken(fd: int) -> bool:
-    """Return True if another process locks an open file; closing it ends the test. Raises OSError."""
+    """Return True if another process locks an open file. Closing the file ends the test. Raises OSError."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -69,7 +69,7 @@ def is_taken(fd: int) -> bool:
 
 
 def is_named(directory: int, name: str, fd: int) -> bool:
-    """Return True if an open file still has its name, which a cleaner may have deleted."""
+    """Return True if the name still refers to the open file; a cleaner may have deleted the name."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=directory, follow_symlinks=False))
     except FileNotFoundError:
@@ -78,7 +78,7 @@ def is_named(directory: int, name: str, fd: int) -> bool:
 
 @contextlib.contextmanager
 def opened_directory(path: Path) -> Iterator[int]:
-    """Open the directory; an OSError inside the block becomes a StorageError that names the directory."""
+    """Open a lock directory; an OSError inside the block becomes a StorageError that names the directory."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -90,20 +90,20 @@ def opened_directory(path: Path) -> Iterator[int]:
         what = f" ({error.filename})" if error.filename not in (None, str(path)) else ""
         raise StorageError(
             f"The lock directory {path} cannot be used{what}: {error.strerror or error}.",
-            hint=f"let this user write there; check `ls -la {path}` and the free space of its disk",
+            hint=f"make the directory writable for this user; check `ls -la {path}` and the free space of its disk",
         ) from error
 
 
 def hold(path: Path, note: str) -> int | None:
-    """Lock a file, made if needed, for the lifetime of this process, and write a note; raises OSError.
+    """Lock a file, created if needed, for the lifetime of this process, and write a note; raises OSError.
 
-    Returns the descriptor that holds the lock, or None if another process holds it for longer than a second.
+    Returns the descriptor that holds the lock, or None if another process holds the lock for longer than a second.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     for _ in range(_MUTEX_TRIES):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # A process that tests the lock holds it for a moment.
+        except BlockingIOError:  # A process that tests the lock holds the lock for a moment.
             time.sleep(PAUSE_S)
             continue
         os.ftruncate(fd, 0)
@@ -115,7 +115,7 @@ def hold(path: Path, note: str) -> int | None:
 
 @contextlib.contextmanager
 def mutex(directory: int, name: str) -> Iterator[int]:
-    """Hold a lock for a moment; continue without it if another process holds it for longer than a second."""
+    """Hold a lock during the block; continue without it if another process holds it for over a second."""
     with opened(directory, name) as fd:
         for _ in range(_MUTEX_TRIES):
             try:
@@ -137,7 +137,7 @@ def opened(directory: int, name: str) -> Iterator[int]:
 
 
 def open_file(directory: int, name: str) -> int:
-    """Open a file for reading and writing, made if needed; refuse links and special files."""
+    """Open a file for reading and writing, created if needed; refuse links and special files."""
     fd = _open_or_create(directory, name)
     status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
@@ -149,7 +149,8 @@ def open_file(directory: int, name: str) -> int:
 def _open_or_create(directory: int, name: str) -> int:
     for _ in range(3):
         try:
-            # No O_CREAT: in a sticky directory the kernel refuses it for another user's file (fs.protected_regular).
+            # O_CREAT is missing: in a sticky directory, the kernel refuses it for another user's file
+            # (fs.protected_regular).
             return os.open(name, os.O_RDWR | OPEN, dir_fd=directory)
         except FileNotFoundError:
             with contextlib.suppress(FileExistsError):
@@ -162,16 +163,16 @@ def _open_or_create(directory: int, name: str) -> int:
 
 
 def create(directory: int, name: str) -> int:
-    """Make and open a file that every user may open; raises FileExistsError."""
+    """Create and open a file that every user may open; raises FileExistsError."""
     fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN, 0o666, dir_fd=directory)
-    # Some network file systems refuse the change; all users are the same there.
+    # Some network file systems refuse the change of mode; they treat all users alike.
     with contextlib.suppress(PermissionError):
-        os.fchmod(fd, 0o666)  # The umask removed the bits of other users.
+        os.fchmod(fd, 0o666)  # The umask removed the permission bits of other users.
     return fd
 
 
 def _planted(name: str) -> StorageError:
     return StorageError(
-        f"The lock file {name} is a link or not a plain file, so serverless-gpu did not make it.",
-        hint="find out who made it, then remove it",
+        f"The lock file {name} is a link or not a regular file, so serverless-gpu did not create it.",
+        hint="find the owner of the lock file with `ls -l`, then remove it",
     )

@@ -4,8 +4,8 @@
     /proc/net/if_inet6    IPv6 that is routed
 
 Link-local addresses are left out, because their users must also name an interface. Loopback is last, because only this
-machine reaches it. Bridges of containers come before it, because they are the same on every machine. Unreadable entries
-and interfaces with a comma in their name are left out. The search for addresses never fails.
+machine reaches it. Bridges of containers come before loopback, because they have the same addresses on every machine.
+Unreadable entries and interfaces with a comma in their name are left out. The search for addresses never fails.
 
 No other process can take the port before rank 0 listens on it. A bound socket that does not listen reserves the port.
 The kernel does not choose the port for another process, and refuses a bind without SO_REUSEADDR. The store of torch
@@ -30,7 +30,7 @@ _SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913
 _IFF_UP = 0x1
 _IFREQ_BYTES = 40 if struct.calcsize("P") == 8 else 32
 _INTERFACES_MAX = 512
-_NOT_USABLE = 0x20 | 0x40 | 0x08  # Deprecated, tentative or duplicate addresses.
+_NOT_USABLE = 0x20 | 0x40 | 0x08  # Flags of deprecated, tentative and duplicate addresses.
 _OF_CONTAINERS = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "podman", "lxc", "lxdbr")
 
 
@@ -45,7 +45,7 @@ def own_addresses() -> tuple[Address, ...]:
 
 
 def is_loopback(one: Address) -> bool:
-    """Return True if only this machine reaches an address."""
+    """Return True if an address is reachable only from this machine."""
     return kind_of(one.address).startswith("loopback")
 
 
@@ -82,9 +82,9 @@ class NoPort(Exception):
 
 
 def reserve_port(candidates: Iterable[int] = (0,) * _TRIES) -> socket.socket:
-    """Return a bound, non-listening socket for the first free candidate (0: any); closing it frees it.
+    """Return a bound, non-listening socket for the first free candidate port (0: any).
 
-    Raises NoPort, which names the candidates.
+    Closing the socket frees the port. Raises NoPort, which names the candidates.
     """
     tried: list[str] = []
     for port in candidates:
@@ -100,7 +100,7 @@ def reserve_port(candidates: Iterable[int] = (0,) * _TRIES) -> socket.socket:
 
 
 def _socket() -> socket.socket:
-    # torch's store binds the IPv6 wildcard address if possible, which covers IPv4 too. The reservation does the same.
+    # torch's store binds the IPv6 wildcard address if possible, which covers IPv4 too. This reservation does the same.
     try:
         sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

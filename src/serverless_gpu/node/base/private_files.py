@@ -30,9 +30,9 @@ NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
-    """Write a durable, complete file that only its owner can read; its directory is made if needed.
+    """Write a durable, complete file that only its owner can read; create its directory if needed.
 
-    Without `replace`, an existing file stays, even one that another process makes meanwhile.
+    Without `replace`, an existing file stays unchanged, even if another process creates it meanwhile.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -56,7 +56,7 @@ def write_private(path: Path, data: bytes, *, replace: bool = True) -> None:
 
 
 def readers(path: Path) -> str:
-    """Return which other users can read or change a file, or ""; raises OSError."""
+    """Describe which other users can read or change a file, or return ""; raises OSError."""
     status = path.stat()
     if status.st_uid not in (os.geteuid(), 0):
         return f"it belongs to another user (uid {status.st_uid})"
@@ -86,7 +86,7 @@ def replacing_file(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
 
 
 def _name_new(beside: Path, path: Path) -> None:
-    """Name a file unless the name exists."""
+    """Rename a temporary file to its final name unless that name exists."""
     try:
         os.link(beside, path)
     except FileExistsError:
@@ -96,7 +96,7 @@ def _name_new(beside: Path, path: Path) -> None:
             raise
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            # Held while another process names a file; released when that process ends.
+            # Held while a process renames its file; the kernel releases the lock when that process ends.
             fcntl.flock(directory, fcntl.LOCK_EX)
             if not os.path.lexists(path):
                 beside.rename(path)

@@ -10,7 +10,7 @@
 
 The agent hands the client's connection to the supervisor. The supervisor's own socket accepts the same messages. `sgpu
 attach` and a new agent find an attempt by that socket. Messages are JSON objects, one per packet (`inside/channel.py`).
-A peer with another `PROTOCOL` gets a refusal that names it.
+A peer with a different `PROTOCOL` gets a refusal that names this version.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from serverless_gpu.version import __version__
 PROTOCOL = 8
 UNKNOWN_OWNER = "?"
 """Owner of a run whose owner is unknown."""
-SESSION_DEVICES_MAX = 240  # A loan is one packet with one descriptor per device, and a packet carries at most 253.
+# A loan is one packet with one descriptor per device, and a packet carries at most 253 descriptors.
+SESSION_DEVICES_MAX = 240
 Kind = Literal["function", "session"]
 """Kind of an attempt: a function's run or a session."""
 Mode = Literal["", "overlay", "links"]
@@ -48,7 +49,7 @@ T = TypeVar("T")
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Base of all messages except `Stopped`, which readers of run directories need too."""
+    """Base of all messages except `Stopped`, which readers of run directories also use."""
 
 
 Sendable = Message | Stopped
@@ -65,10 +66,10 @@ class Context(Message, frozen=True, kw_only=True, tag="context"):
     argv: tuple[str, ...]
     sys_path: tuple[str, ...]
     descriptors_max: int = 1024  # Soft limit of open files.
-    # File of each module that a zygote may have loaded from elsewhere: preloaded modules, and modules beside the script
-    # that hide installed ones.
+    # Files by module name. The mapping has preloaded modules, which a zygote may have loaded from elsewhere. It also
+    # has modules beside the script that hide installed modules.
     packages: dict[str, str] = {}
-    copies: dict[str, str] = {}  # Captured code directories and their originals; empty if ranks use the originals.
+    copies: dict[str, str] = {}  # captured code directory → original directory; empty if ranks use the originals
 
 
 class EnvironmentRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +96,7 @@ class Greeting(Message, frozen=True, kw_only=True, tag="greeting"):
 
 
 class Prewarm(Message, frozen=True, kw_only=True, tag="prewarm"):
-    """Request to prepare a zygote with standby ranks, and the tracker of such a run."""
+    """Request to prepare a zygote with standby ranks, and the tracker that the next run will use."""
 
     context: Context
     ranks: int = 1
@@ -104,7 +105,7 @@ class Prewarm(Message, frozen=True, kw_only=True, tag="prewarm"):
 
 
 class Launch(Message, frozen=True, kw_only=True, tag="launch"):
-    """Request to run the call in a run directory or, for a session, to hold devices."""
+    """Request to run a function call in a run directory or, for a session, to hold devices."""
 
     run_id: str
     fence: int
@@ -117,21 +118,21 @@ class Launch(Message, frozen=True, kw_only=True, tag="launch"):
     called_ns: int
     tariff: Tariff = UNPRICED
     session: str = ""  # Session whose devices the run uses, or "".
-    idle_timeout_s: float | None = None  # A session ends after this time without a run.
-    environment: EnvironmentRequest | None = None  # None for the caller's unchanged files.
-    # If False, user code waits for `Confirm`. The client sends it once the environment matches its snapshot.
+    idle_timeout_s: float | None = None  # Seconds without a run after which a session ends.
+    environment: EnvironmentRequest | None = None  # None if ranks use the caller's own files.
+    # If False, user code waits for `Confirm`. The client sends `Confirm` once the environment matches its snapshot.
     confirmed: bool = True
     # Boottime at which a server's run stops itself unless a `Lease` arrives; None for a run of this node's own user.
     lease_ns: int | None = None
     secrets: DeliveredSecrets | None = None
-    crews: tuple[CrewPlace, ...] = ()  # Crews of a gang on several nodes, by number.
-    crew: int = 0  # This node's number among the crews.
-    nonce: str = ""  # Secret by which the crews of the gang recognize each other.
-    owner: str = ""  # Principal and server; "" for the user of this node.
+    crews: tuple[CrewPlace, ...] = ()  # Nodes of a gang on several nodes, by crew number.
+    crew: int = 0  # Crew number of this node.
+    nonce: str = ""  # Secret by which the nodes of the gang authenticate each other.
+    owner: str = ""  # Owner of the run, as principal and server; "" for the user of this node.
 
     @property
     def all_crews(self) -> tuple[CrewPlace, ...]:
-        """Return the crews of the gang, including a single one."""
+        """Return the places of all nodes of the gang; one place for a gang on one node."""
         return self.crews or (CrewPlace(number=0, node="", first_rank=0, gpus=self.world_size),)
 
     @property
@@ -145,14 +146,14 @@ class StatusRequest(Message, frozen=True, kw_only=True, tag="status_request"):
 
 
 class ZygoteStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """An interpreter that is kept warm, or that cannot be."""
+    """An interpreter that the agent keeps warm, or the reason why it cannot."""
 
     python: str
-    state: Literal["starting", "ready", "cold"]  # ``"cold"``: without a zygote, and the next run gets none.
+    state: Literal["starting", "ready", "cold"]  # ``"cold"``: the agent keeps no zygote for this interpreter.
     pid: int | None = None  # Pid of the zygote, if any.
     reason: str = ""
     environment: str = ""  # Snapshot address; "" for the caller's files.
-    owner: str = ""  # "" for the user of this node.
+    owner: str = ""  # Owner of the zygote; "" for the user of this node.
 
 
 class EnvironmentStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,20 +169,20 @@ class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A running attempt or session."""
 
     run_id: str
-    pid: int  # Pid of the supervisor; 0 while unknown.
+    pid: int  # Pid of the attempt's supervisor; 0 while unknown.
     kind: Kind
-    adopted: bool = False  # Started by an earlier agent.
-    environment: str = ""  # Snapshot address of its ranks, or "".
+    adopted: bool = False  # True if an earlier agent started the attempt.
+    environment: str = ""  # Snapshot address of the attempt's ranks, or "".
 
 
 class Status(Message, frozen=True, kw_only=True, tag="status"):
-    """State of the agent and of everything that it controls."""
+    """State of the agent and of all processes that it controls."""
 
     pid: int
     zygotes: tuple[ZygoteStatus, ...]
     attempts: tuple[AttemptStatus, ...]
     queued: tuple[str, ...]
-    cgroups: str  # directory of its runs' cgroups; "" if none is usable
+    cgroups: str  # Directory of the cgroups of this home's runs; "" if none is usable.
     cgroups_problem: str = ""
     environments: tuple[EnvironmentStatus, ...] = ()
 
@@ -191,7 +192,7 @@ class Retire(Message, frozen=True, kw_only=True, tag="retire"):
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):
-    """Answer that nothing was started."""
+    """Answer that the receiver started nothing."""
 
     code: str
     message: str
@@ -205,7 +206,7 @@ class Standby(Message, frozen=True, kw_only=True, tag="standby"):
 
 
 class Assign(Message, frozen=True, kw_only=True, tag="assign"):
-    """Assignment of an attempt to a supervisor by the agent."""
+    """The agent's assignment of an attempt to a supervisor."""
 
     launch: Launch
     asked_ns: int  # Boottime at which the launch arrived.
@@ -216,16 +217,16 @@ class Stem(Message, frozen=True, kw_only=True, tag="stem"):
     """The stem of an attempt with its attached socket, or the problem that prevented it."""
 
     pid: int = 0
-    warm: bool = False  # True if its zygote was already running.
+    warm: bool = False  # True if the zygote was already running.
     warm_reason: str = ""
     problem: str = ""  # Text for people; `reason` is for programs.
     reason: Reason = Reason.START_FAILED
-    context: Context | None = None  # Set if paths differ from the caller's, that is, in a restored environment.
-    environment: str = "live"  # Text for the receipt.
+    context: Context | None = None  # Set if paths differ from the caller's paths, as in a restored environment.
+    environment: str = "live"  # Line about the environment for the receipt.
 
 
 class PreparingNote(Message, frozen=True, kw_only=True, tag="preparing"):
-    """Progress of the preparation that a run needs before it gets its stem; sent repeatedly."""
+    """Progress of the environment that a run needs before it gets its stem; sent repeatedly."""
 
     sentence: str
 
@@ -240,9 +241,10 @@ class WaitingNote(Message, frozen=True, kw_only=True, tag="waiting"):
     """Reason why the run has not started yet or makes no progress."""
 
     sentence: str
-    passing: bool = False  # A progress message that is soon replaced.
-    lasting: bool = False  # A message of the run about itself that stays true after user code begins.
-    queued_ns: int | None = None  # Start of the wait for devices (since 1970); the next such message replaces this one.
+    passing: bool = False  # True for a progress message that the next message soon replaces.
+    lasting: bool = False  # True for a message about the run that stays true after user code begins.
+    # Start of the wait for devices, in nanoseconds since 1970; the next message with this field replaces this message.
+    queued_ns: int | None = None
 
 
 class SessionReady(Message, frozen=True, kw_only=True, tag="held"):
@@ -252,22 +254,22 @@ class SessionReady(Message, frozen=True, kw_only=True, tag="held"):
 
 
 class Borrow(Message, frozen=True, kw_only=True, tag="borrow"):
-    """Request of a supervisor for devices of a session; closing the connection returns them."""
+    """A supervisor's request for devices of a session; closing the connection returns the devices."""
 
     run_id: str
     count: int
 
 
 class Lent(Message, frozen=True, kw_only=True, tag="lent"):
-    """A session's loan, with attached lock descriptors and the pipe that shows who still has them."""
+    """A session's loan, with lock descriptors and the pipe that shows whether the devices are in use."""
 
     devices: tuple[Device, ...]
 
 
 class Returned(Message, frozen=True, kw_only=True, tag="returned"):
-    """State of borrowed devices after a run, as its supervisor found it."""
+    """State of the borrowed devices after a run, as the run's supervisor verified it."""
 
-    unfit: tuple[str, ...] = ()  # Devices in quarantine, because they were not proven free.
+    unfit: tuple[str, ...] = ()  # Devices in quarantine, because the supervisor could not verify that they are free.
 
 
 class Started(Message, frozen=True, kw_only=True, tag="started"):
@@ -277,9 +279,9 @@ class Started(Message, frozen=True, kw_only=True, tag="started"):
 
 
 class Tracked(Message, frozen=True, kw_only=True, tag="tracked"):
-    """Report that the run has a run in MLflow."""
+    """Report that MLflow has a run for this run."""
 
-    run_id: str  # MLflow's run id; "" if only the link is known.
+    run_id: str  # MLflow's run id; "" while only the link is known.
     url: str
 
 
@@ -292,7 +294,7 @@ class Output(Message, frozen=True, kw_only=True, tag="output"):
 
 
 class Skipped(Message, frozen=True, kw_only=True, tag="skipped"):
-    """Size of live output that is missing here; with `lost`, the rank's file lacks it too."""
+    """Bytes missing from the live output at this position; with `lost`, the rank's file lacks them too."""
 
     rank: int
     stream: str
@@ -301,19 +303,19 @@ class Skipped(Message, frozen=True, kw_only=True, tag="skipped"):
 
 
 class Finished(Message, frozen=True, kw_only=True, tag="finished"):
-    """Report that the devices were verified and released; the receipt is final."""
+    """Report that the supervisor verified and released the devices; the receipt is final."""
 
     receipt: Receipt
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
-    """Request to stop the run, or a session with its runs; a session knows no other reason."""
+    """Request to stop a run, or a session with its runs; a session accepts only this kind of stop."""
 
     reason: StopReason = StopReason.CANCEL
 
 
 class Lease(Message, frozen=True, kw_only=True, tag="lease"):
-    """Report that the server has answered: the run may continue until this boottime of the node."""
+    """Report that the server has answered: the run may continue until the given boottime of the node."""
 
     deadline_ns: int
 
@@ -323,20 +325,20 @@ class Confirm(Message, frozen=True, kw_only=True, tag="confirm"):
 
 
 class CrewNews(Message, frozen=True, kw_only=True, tag="crew_news"):
-    """State of a crew for the other crews of its gang; sent completely after each change."""
+    """State of this node's part of a gang, for the other nodes; sent completely after each change."""
 
-    offer: Offer | None = None  # Addresses of the crew, once it has devices and a stem.
-    reach: CrewReach | None = None  # Other crews that this crew reached.
-    returned: bool = False  # All of its ranks have returned and wait for the others.
-    halt: Halt | None = None  # Why the crew ends early.
-    silent: int = 0  # Number of the current silence of its ranks; 0 while they print.
+    offer: Offer | None = None  # Network addresses of the node, once it has devices and a stem.
+    reach: CrewReach | None = None  # Other nodes of the gang that this node reached.
+    returned: bool = False  # True once all ranks of this node have returned and wait for the ranks of other nodes.
+    halt: Halt | None = None  # Reason for which this node ends its ranks early.
+    silent: int = 0  # Number of the current silence of this node's ranks; 0 while the ranks print.
     silent_since_ns: int = 0  # boottime
-    seen: CrewObservation | None = None  # Its ranks at the last inspection.
-    idle: IdleVerdict = IdleVerdict.GO_ON  # Progress of its devices toward the idle limit.
+    seen: CrewObservation | None = None  # State of this node's ranks at the last inspection.
+    idle: IdleVerdict = IdleVerdict.GO_ON  # Progress of this node's devices toward the idle limit.
 
 
 class GangNews(Message, frozen=True, kw_only=True, tag="gang_news"):
-    """The server's state of the gang, as in `ReportAnswer`; sent repeatedly."""
+    """The server's state of a gang, as in `ReportAnswer`; the uplink sends it repeatedly."""
 
     offers: tuple[Offer, ...] = ()
     chosen: Chosen | None = None
@@ -360,7 +362,7 @@ class AttemptSnapshot(Message, frozen=True, kw_only=True, tag="snapshot"):
     crew: CrewNews | None = None
 
 
-# In the order of senders: client to agent, agent, client to supervisor, sessions, supervisor.
+# Ordered by sender: client to agent, agent, client to supervisor, sessions, supervisor.
 AnyMessage = (
     Prewarm
     | Launch
@@ -406,19 +408,19 @@ def portable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        return "\0" + os.fsencode(text).hex()  # No variable or path contains a NUL.
+        return "\0" + os.fsencode(text).hex()  # No environment variable or path contains a NUL.
     return text
 
 
 def original(text: str) -> str:
-    """Return the argument of `portable` from its result."""
+    """Return the text from which `portable` made its argument; the inverse of `portable`."""
     return os.fsdecode(bytes.fromhex(text[1:])) if text.startswith("\0") else text
 
 
 def send(channel: Channel, message: Sendable, fds: tuple[int, ...] = ()) -> None:
-    """Send a message with descriptors.
+    """Send a message with attached descriptors.
 
-    Raises OSError if the peer has closed, and BlockingIOError if it does not read.
+    Raises OSError if the peer has closed, and BlockingIOError if the peer does not read.
     """
     channel.send(_encoder.encode(message), fds)
 
@@ -430,7 +432,7 @@ def receive(channel: Channel) -> tuple[AnyMessage, tuple[int, ...]] | None:
 
 
 def decoded(decoder: msgspec.json.Decoder[T], received: tuple[bytes, tuple[int, ...]]) -> T:
-    """Return the message in a packet; on MsgspecError its descriptors are closed."""
+    """Return the message in a packet; on MsgspecError, close its descriptors."""
     try:
         return decoder.decode(received[0])
     except (msgspec.MsgspecError, RecursionError) as error:

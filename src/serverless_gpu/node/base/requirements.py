@@ -7,8 +7,8 @@
     pidfd           identifies processes, so that a wait or a kill never affects another process with the same
                     number; a machine without it cannot run anything
 
-An agent and an uplink check the requirements once before they start (`require_for_runs`). A lock test makes a file,
-tries the lock, and removes the file. If the file cannot be made, the error is that of any file that cannot be written.
+An agent and an uplink check the requirements once before they start (`require_for_runs`). A lock test creates a file,
+tries the lock, and removes the file. If the file cannot be created, the error is the same as for any other write error.
 
 Failure cases, each with a message and a remedy: The file system refuses a lock or link. Linux is older than 5.3. A
 container has an older seccomp profile. Python was built with older kernel headers.
@@ -27,14 +27,14 @@ from serverless_gpu.errors import HardwareError, StorageError
 from serverless_gpu.node.base.home import Home, storage_error
 
 OLDEST = "5.3"
-"""The first Linux version with all required features."""
+"""The first Linux version that has all features that runs require."""
 REFUSED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""Errors of a file system without locks."""
+"""Error numbers of a file system that does not support locks."""
 LOCAL_DISK = "set SERVERLESS_GPU_HOME to a directory on a local disk"
 _MEND = f"{LOCAL_DISK} (Lustre supports file locks if mounted with -o flock, NFS if its lock service runs)"
 _NEWER_KERNEL = (
-    f"Linux {OLDEST} or newer is needed; in a container, a runtime whose seccomp profile allows pidfd_open "
-    "(Docker 20.10 or newer, or --security-opt seccomp=unconfined)"
+    f"use Linux {OLDEST} or newer; in a container, use a runtime whose seccomp profile allows pidfd_open (Docker "
+    "20.10 or newer, or --security-opt seccomp=unconfined)"
 )
 _NEWER_BUILD = "use a Python that was built on a newer system: your distribution's, or a new one from conda-forge or uv"
 
@@ -47,32 +47,32 @@ def require_for_runs(home: Home) -> None:
 
 
 def pidfd_refusal() -> tuple[str, str]:
-    """Return why pidfd does not work here and the remedy; two empty strings if it works."""
+    """Return why pidfd does not work on this machine and the remedy; two empty strings if it works."""
     if not hasattr(os, "pidfd_open"):
         return "this build of Python has no os.pidfd_open", _NEWER_BUILD
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            return "", ""  # The kernel supports it.
+            return "", ""  # The kernel supports pidfd.
         return f"Linux {os.uname().release} refuses pidfd_open here: {error.strerror}", _NEWER_KERNEL
     return "", ""
 
 
 def require_pidfd() -> None:
-    """Raise HardwareError if processes cannot be followed by pidfd."""
+    """Raise HardwareError if this system does not support pidfd."""
     refusal, hint = pidfd_refusal()
     if refusal:
         raise HardwareError(f"this machine cannot run ranks: {refusal}", hint=hint)
 
 
 def flock_refusal(directory: Path) -> str:
-    """Return why flock fails for files in a directory, or ""; raises StorageError if none can be made."""
+    """Return why flock fails in a directory, or ""; raises StorageError if no file can be created."""
     return _ask(directory, lambda fd: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
 
 
 def record_lock_refusal(directory: Path) -> str:
-    """Return why SQLite cannot lock files in a directory, or ""; raises StorageError if none can be made."""
+    """Return why SQLite cannot lock files there, or ""; raises StorageError if no file can be created."""
     return _ask(directory, lambda fd: fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB))
 
 
@@ -115,14 +115,14 @@ def symlink_error(directory: Path, error: OSError, what: str) -> StorageError:
 
 
 def is_noexec(directory: Path) -> bool:
-    """Return True if a directory is mounted noexec, which overlays on it do not inherit; raises OSError."""
+    """Return True if a directory is mounted noexec, which overlays do not inherit; raises OSError."""
     return bool(os.statvfs(directory).f_flag & os.ST_NOEXEC)
 
 
 def lock_error(place: Path, refusal: str, *, is_home: bool = True) -> StorageError:
     """Return the user's error for a file system that refuses flock.
 
-    `is_home` is False if the user gave the path to a command.
+    `is_home` is False if the user passed the path to a command.
     """
     hint = _MEND if is_home else "give a path on a local disk"
     return StorageError(f"{place} cannot be used: its file system refuses file locks (flock: {refusal})", hint=hint)

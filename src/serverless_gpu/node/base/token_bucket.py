@@ -2,8 +2,8 @@
 
     level ──take──▶ empty: closed ──time──▶ level ≥ resume: open again
 
-An empty bucket stays closed until it contains `resume` tokens. Output therefore passes in long pieces, each after one
-notice about the missing output.
+An empty bucket stays closed until it contains `resume` tokens. Output therefore passes in long pieces, with one notice
+about the missing output before each piece.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _NS = 1_000_000_000
 
 
 class TokenBucket:
-    """Token bucket; begins full with `burst`, gains `per_s` per second, reopens at `resume`."""
+    """A token bucket that begins with `burst` tokens, gains `per_s` per second, and reopens at `resume`."""
 
     def __init__(self, *, per_s: int, burst: int, resume: int, now_ns: int) -> None:
         self._per_s = per_s
@@ -32,7 +32,7 @@ class TokenBucket:
         return not self._closed
 
     def take(self, wanted: int, now_ns: int) -> int:
-        """Return how much of `wanted` may pass now."""
+        """Remove up to `wanted` tokens from the bucket; return the number removed."""
         if not self.is_open(now_ns):
             return 0
         given = min(wanted, self._level // _NS)

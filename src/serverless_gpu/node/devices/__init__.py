@@ -1,5 +1,5 @@
 """Devices of a node: GPUs through NVML, locks and quarantine, the gate for free memory, kernel log.
 
-The supervisor reserves devices (`reservation.py`) and verifies them on return (`gpu_gate.py`). Start with
-`inventory.py`.
+The supervisor reserves devices (`reservation.py`) and verifies that they are free after the run (`gpu_gate.py`). To
+read the code, start with `inventory.py`.
 """

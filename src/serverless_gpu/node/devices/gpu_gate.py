@@ -1,11 +1,12 @@
 """The GPU gate: verifies that a device is as clean after a run as before, and free before a run.
 
-`judge` and `foreign` decide on values; `verify` reads them repeatedly. The caller lends and quarantines devices.
+`judge` and `foreign` decide on values; `verify` reads the values repeatedly. The caller lends and quarantines devices.
 
-A verdict states its evidence. If processes are visible, the gate checks processes and memory. If they are hidden, the
-gate checks memory alone and the message says so. An unknown state never passes. A display server or a browser that only
-draws and holds little memory belongs to a workstation's GPU. It neither blocks a run nor fails a hand-back, and its
-memory does not count. A process that was there before the attempt is not a leftover of the attempt.
+A verdict states its evidence. If processes are visible, the gate checks processes and memory. If processes are hidden,
+the gate checks memory alone and the message says so. An unknown state never passes. A display server or a browser that
+only draws and holds little memory is normal on a workstation's GPU. Such a process neither blocks a run nor fails the
+check after a run, and its memory does not count. A process that existed before the attempt is not a leftover of the
+attempt.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from serverless_gpu.node.devices.inventory import Provider
 from serverless_gpu.node.devices.nvml import IDLE_MEMORY_BYTES, MIB, GpuProcess, Usage, unknown_usage
 
 BASELINE_TOLERANCE_BYTES = 64 * MIB
-"""Tolerance between two readings of an idle GPU. The driver's own pages vary by a few MiB, while a CUDA
-context takes more than 100 MiB.
+"""Tolerance in bytes between two readings of an idle GPU. The driver's own pages vary by a few MiB, while a CUDA
+context uses more than 100 MiB.
 """
 
 DISPLAY_MEMORY_BYTES_MAX = 1024 * MIB
@@ -31,17 +32,17 @@ _PROCESSES_NAMED = 3
 
 
 class Verdict(Struct, frozen=True):
-    """Decision about lending a device again, with the message that proves or refuses it."""
+    """Decision about lending a device again, with the evidence for the decision."""
 
     ok: bool
     evidence: str
 
 
 class GatePolicy(Struct, frozen=True):
-    """Time for a device to become clean: pauses in seconds between two checks.
+    """Pauses in seconds between two checks of a device.
 
-    The driver frees memory some milliseconds after a process's end, rarely later. The first pauses are short, and all
-    of them add up to 15 s.
+    The driver usually frees memory milliseconds after a process has ended. The first pauses are therefore short, and
+    all pauses together take 15 s.
     """
 
     pauses_s: tuple[float, ...] = (0.05, 0.2, 0.75, 4.0, 10.0)
@@ -58,7 +59,7 @@ def verify(
     policy: GatePolicy,
     sleep: Callable[[float], None],
 ) -> dict[str, Verdict]:
-    """Return a verdict for every device; check devices that are not clean again after a pause.
+    """Return a verdict for every device; check unclean devices again after each pause.
 
     A device without an entry in `before` has an unknown earlier usage.
     """
@@ -78,16 +79,16 @@ def verify(
 
 
 def judge(before: Usage | None, after: Usage, *, kind: DeviceKind) -> Verdict:
-    """Decide if a device is as clean as before an attempt; `before` is None if unknown.
+    """Decide if a device is as clean as before an attempt; `before` is None for an unknown usage.
 
-    With an unknown `before`, memory must be at the idle level. CPU slots pass; fakes are judged like GPUs.
+    With an unknown `before`, memory must be at the idle level. CPU slots pass. Fakes follow the rules of GPUs.
     """
     if kind is DeviceKind.CPU:
         return Verdict(True, "CPU slot: nothing to verify")
     if after.problem:
         return Verdict(False, after.problem)
     known = {(process.pid, process.name) for process in before.processes} if before else set()
-    # These processes are not leftovers.
+    # Processes that existed before the attempt are not leftovers.
     stayed = tuple(process for process in after.processes if (process.pid, process.name) in known)
     left = [process for process in after.processes if not _is_display(process) and process not in stayed]
     if left:
@@ -99,9 +100,9 @@ def judge(before: Usage | None, after: Usage, *, kind: DeviceKind) -> Verdict:
 
 
 def foreign(usage: Usage) -> str | None:
-    """Describe the processes that use a device; return None if it is free.
+    """Describe the processes that use a device; return None if the device is free.
 
-    An unknown usage counts as in use.
+    A device with unknown usage counts as in use.
     """
     if usage.problem:
         return usage.problem
@@ -119,7 +120,7 @@ def _memory_is_back(before: Usage | None, after: Usage, stayed: Sequence[GpuProc
     ours = (after.memory_used_bytes or 0) - _held(p for p in after.processes if _is_display(p) or p in stayed)
     if before is None or before.memory_used_bytes is None:
         return ours <= IDLE_MEMORY_BYTES
-    # Only remaining processes are left out. The memory of a process that ended meanwhile must be free too.
+    # Only processes that still run are subtracted. The memory of a process that has ended meanwhile must be free too.
     still = {process.pid for process in stayed}
     others = _held(p for p in before.processes if _is_display(p) or p.pid in still)
     return ours <= before.memory_used_bytes - others + BASELINE_TOLERANCE_BYTES
@@ -160,7 +161,7 @@ def _name(process: GpuProcess) -> str:
 
 
 def _amount(count: int | None) -> str:
-    """Return bytes in the usual form for GPU memory: whole MiB, or GiB with one decimal from 1 GiB."""
+    """Return a number of bytes as GPU tools print it: whole MiB, or GiB with one decimal from 1 GiB."""
     if count is None:
         return "an unknown amount"
     return f"{count / (1024 * MIB):.1f} GiB" if count >= 1024 * MIB else f"{count / MIB:.0f} MiB"

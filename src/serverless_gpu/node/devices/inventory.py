@@ -7,9 +7,9 @@
                    loaded and unloaded. Callers declare fakes call by call (`offered`).
 
 This module only reads: `gpu_gate.py` judges and `locks.py` lends. No failure raises an exception. Without an NVIDIA
-driver there are no devices. `unavailable()` lists a GPU that fell off the bus, is not accessible, or is cut into MIG
-slices, with the reason. If the driver hangs, `nvml.py` waits 5 s for its helper process and returns a `Usage` with a
-`problem`. If another pid namespace hides processes, `pids_visible` is False and only memory counts.
+driver, the inventory has no GPUs. `unavailable()` lists each unusable GPU with the reason: it fell off the bus, is not
+accessible, or is cut into MIG slices. If the driver hangs, `nvml.py` waits 5 s for its helper process and returns a
+`Usage` with a `problem`. If another pid namespace hides processes, `pids_visible` is False and only memory counts.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Inventory:
 
     @property
     def silence(self) -> str:
-        """Return why the driver gave no answer at the last refresh, or ""."""
+        """Return why the driver did not answer at the last refresh, or ""."""
         return self._machine.silence
 
     @property
@@ -103,7 +103,7 @@ class Inventory:
         return Path(self._checkpoints) if self._checkpoints else self._home.checkpoints
 
     def refresh(self) -> None:
-        """Read devices again if the last read is old or the configuration changed; NVML may be slow."""
+        """Read the devices again if the last read is old or the configuration changed; NVML may be slow."""
         now_ns = self._clock.boottime_ns()
         written = 0
         with contextlib.suppress(OSError):
@@ -123,7 +123,8 @@ class Inventory:
         if types != self._types:
             self._types, self._machine = types, NvmlProvider(own=types)
         found = self._machine.devices()
-        if self._machine.silence:  # The GPUs still exist, but they are not lent while they cannot be verified.
+        # The GPUs still exist, but the agent does not lend them while their state is unknown.
+        if self._machine.silence:
             found = tuple(device for device in self._devices if device.kind is DeviceKind.GPU)
         self._unavailable = tuple(f"{gpu.name}: {gpu.reason}" for gpu in self._machine.unavailable())
         self._devices = (*found, *self._cpu.devices())
@@ -173,16 +174,16 @@ def providers(home: Path, environ: Mapping[str, str], own: Sequence[GpuType] = (
 
 
 class CpuProvider:
-    """Provides one slot per core that this process may use."""
+    """Provides one slot per CPU core that this process may use."""
 
     kind = DeviceKind.CPU
 
     def devices(self) -> tuple[Device, ...]:
-        """Return one slot per core of this process's affinity mask."""
+        """Return one slot per CPU core of this process's affinity mask."""
         return cpu_slots(len(os.sched_getaffinity(0)))
 
     def unavailable(self) -> tuple[Unavailable, ...]:
-        """Return an empty tuple, because cores do not fail."""
+        """Return an empty tuple, because CPU cores do not fail."""
         return ()
 
     def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
@@ -199,10 +200,10 @@ class _FakeUsage(Struct, frozen=True):
 
 
 class FakeProvider:
-    """Devices declared by a text like ``"H100:8"`` (else InvalidValue); the state file sets their usage.
+    """Devices declared by a text like ``"H100:8"`` (else InvalidValue); a state file sets their usage.
 
-    The file is JSON ``{uuid: {"memory_used_bytes": n, "processes": [{"pid": n, "memory_bytes": n, "name": s}]}}``;
-    ``"pids_visible"``, ``"problem"`` and ``"hangs"`` are possible keys too.
+    The state file is JSON ``{uuid: {"memory_used_bytes": n, "processes": [{"pid": n, "memory_bytes": n, "name":
+    s}]}}``; ``"pids_visible"``, ``"problem"`` and ``"hangs"`` are possible keys too.
     """
 
     kind = DeviceKind.FAKE
@@ -220,7 +221,7 @@ class FakeProvider:
         return ()
 
     def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
-        """Return the usage in the state file; with an unreadable file every answer is unknown."""
+        """Return the usage in the state file; if the file is unreadable, every usage is unknown."""
         try:
             state = self._state()
         except (OSError, msgspec.MsgspecError) as error:
@@ -228,7 +229,7 @@ class FakeProvider:
             return {uuid: unknown_usage(problem) for uuid in uuids}
         if any(fake.hangs for fake in state.values()):
             try:
-                _hanging(self._state_path).ask(uuids)  # Like a real driver, a fake one hangs in a helper process.
+                _hanging(self._state_path).ask(uuids)  # A fake driver hangs in a helper process, like a real driver.
             except NvmlTimeout as silent:
                 return {uuid: unknown_usage(str(silent), silent=True) for uuid in uuids}
         known = {device.uuid for device in self._devices}
@@ -258,10 +259,10 @@ class NvmlProvider:
     """The NVIDIA GPUs of this machine.
 
     `Device.index` is the position in PCI bus order among the usable GPUs. CUDA counts the same way with
-    `CUDA_DEVICE_ORDER=PCI_BUS_ID`, because it leaves out GPUs that it cannot open.
+    `CUDA_DEVICE_ORDER=PCI_BUS_ID`, because CUDA leaves out GPUs that it cannot open.
 
-    `nvml` replaces the helper process with a binding in this process. `forks` says that this process has one thread and
-    may fork the helper, which is faster.
+    A caller may pass `nvml` to replace the helper process with a binding in this process. `forks` is True if this
+    process has one thread and may therefore fork the helper, which is faster.
     """
 
     kind = DeviceKind.GPU
@@ -275,7 +276,7 @@ class NvmlProvider:
         pid_namespace: str | None = None,
         forks: bool = False,
     ) -> None:
-        self.silence = ""  # why the last question got no answer, or ""
+        self.silence = ""  # Reason why NVML did not answer the last question, or "".
         self._own = tuple(own)
         self._is_direct = nvml is not None
         self._asker: NvmlClient = NvmlProcess("", limit_s, forks=forks)
@@ -298,7 +299,7 @@ class NvmlProvider:
         )
 
     def unavailable(self) -> tuple[Unavailable, ...]:
-        """Return the GPUs that cannot be lent, or one entry for NVML itself if it does not work."""
+        """Return the GPUs that cannot be lent, or one entry for NVML itself if NVML does not work."""
         return self._scan().unavailable
 
     def usage(self, uuids: Sequence[str]) -> dict[str, Usage]:
@@ -309,7 +310,7 @@ class NvmlProvider:
             found = self._ask(uuids).usage
         except NvmlTimeout as silent:
             return {uuid: unknown_usage(str(silent), silent=True) for uuid in uuids}
-        return {uuid: found.get(uuid) or unknown_usage("NVML returned no usage for it") for uuid in uuids}
+        return {uuid: found.get(uuid) or unknown_usage("NVML returned no usage for this GPU") for uuid in uuids}
 
     def _scan(self) -> NvmlAnswer:
         if not self._has_driver():

@@ -4,11 +4,11 @@
     <home>/fake_kmsg      the same lines for declared GPUs; a test writes them (`testing.FakeGpus.xid`)
 
 Any process that may open `/dev/kmsg` may also write to it. The kernel marks such records with the writer's syslog
-facility, or with `user`. Only the kernel's own records have facility 0, and this module ignores all others.
+facility, or with `user`. Only the kernel's own records have facility 0, and this module ignores all other records.
 
 No failure raises an exception. If the log cannot be read, `problem` has the reason, and the state of the GPUs is
-unknown. If the kernel overwrote records before they were read, reading continues with the next ones. If there are more
-lines than one call returns, the next call returns the rest.
+unknown. If the kernel overwrites records before this module reads them, reading continues with the next record. If the
+log has more lines than one call returns, the next call returns the remaining lines.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from serverless_gpu.model.hardware import DeviceKind
 KERNEL = Path("/dev/kmsg")
 FAKE_FILE = "fake_kmsg"
 AGAIN_S = 0.25
-"""Interval between reads of a file that cannot be polled, in seconds."""
+"""Seconds between reads of a file that cannot be polled."""
 
 _LINES_MAX = 2000
-_RECORD_BYTES = 8192  # The kernel's own limit.
-_LEVELS = 8  # A record's prefix is facility * 8 + level.
+_RECORD_BYTES = 8192  # The kernel's own limit for one record.
+_LEVELS = 8  # The prefix of a record is facility * 8 + level.
 
 
 class KernelLogLine(NamedTuple):
-    """One line and its approximate time in nanoseconds since 1970."""
+    """One line of the kernel log and its approximate time in nanoseconds since 1970."""
 
     at_ns: int
     text: str
 
 
 class KernelLog:
-    """The log from now on or, with `past`, from its beginning."""
+    """The kernel log from now on or, with `past`, from its beginning."""
 
     def __init__(self, path: Path, clock: Clock, *, past: bool = False) -> None:
-        self.problem = ""  # why the log cannot be read, or ""
+        self.problem = ""  # Reason why the log cannot be read, or "".
         self._path = path
         self._clock = clock
         self._past = past
@@ -74,7 +74,7 @@ class KernelLog:
         try:
             self._fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError as error:
-            self._past = self._past or self._path != KERNEL  # All of a file that is made later is new.
+            self._past = self._past or self._path != KERNEL  # A file that appears later contains only new lines.
             self.problem = "" if self._path != KERNEL else f"{self._path}: {error.strerror}"
             return
         except OSError as error:
@@ -91,7 +91,7 @@ class KernelLog:
                 record = os.read(fd, _RECORD_BYTES)
             except BlockingIOError:
                 break
-            # The kernel overwrote the next record; reading continues with the oldest remaining one.
+            # The kernel overwrote the next record; reading continues with the oldest existing record.
             except BrokenPipeError:
                 continue
             except OSError as error:
@@ -118,12 +118,13 @@ class KernelLog:
             return None
         if not fields[0].isdigit() or int(fields[0]) >= _LEVELS:  # Only the kernel's own records have facility 0.
             return None
-        # The kernel counts from the boot, without time in suspend. After a suspend, the real time is a little later.
+        # The kernel's clock starts at the boot and stops in suspend. After a suspend, the real time is therefore a
+        # little later.
         ago_ns = self._clock.boottime_ns() - int(fields[2]) * 1000
         at_ns = self._clock.wall_ns() - max(0, ago_ns)
         return KernelLogLine(at_ns, text.partition(b"\n")[0].decode("utf-8", "replace"))
 
 
 def log_of(kind: DeviceKind, home: Path) -> Path:
-    """Return the log that reports faults of real GPUs, or of fakes."""
+    """Return the log that reports faults of real GPUs, or the log for fakes."""
     return KERNEL if kind is DeviceKind.GPU else home / FAKE_FILE

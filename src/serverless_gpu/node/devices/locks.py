@@ -5,8 +5,9 @@
     <directory>/<queue>.<number>.ticket  flock held = this waiter runs; the lowest number is first
     <directory>/*.mutex                  held for a few file operations, so that no two processes each lock half a set
 
-A flock belongs to the open file. The kernel releases it when the last copy of the descriptor is closed, so also when
-its holder is killed. It stays while a process with a copy runs (`LockedDevices.fds`). No crash needs cleanup.
+A flock belongs to the open file. The kernel releases the flock when the last copy of the descriptor is closed, so also
+when its holder is killed. The flock stays while a process with a copy runs (`LockedDevices.fds`). No crash needs
+cleanup.
 
 This module does not choose devices, wait, or call NVML.
 
@@ -14,15 +15,17 @@ Failure cases:
 
 Users of one machine share the locks of real GPUs. The directory is world-writable like /tmp, and its files have mode
 0666. Anything except an ordinary file (a planted link, hard link or pipe) raises StorageError. The locks are
-cooperative: a user can ignore them, as they could use the GPU without asking.
+cooperative: a user who ignores them can use any GPU.
 
 A cleaner of temporary directories could delete a held file and so allow a second holder. Locking therefore checks that
-the locked file still has its name. A flock on the directory, held as long as the lock, makes systemd-tmpfiles skip it.
+the locked file still has its name. A flock on the directory, held as long as the lock, makes systemd-tmpfiles skip the
+directory.
 
-A process waits at most a second for the mutex and then continues without it. Exclusion never depends on the mutex, only
-fairness does.
+A process waits at most a second for the mutex and then continues without it. Only fairness depends on the mutex;
+exclusion does not.
 
-Other users write the contents. Readers limit their size, check them, and never show control characters.
+Other users write the contents of lock files. Readers limit the size, check the content, and never print control
+characters.
 """
 
 from __future__ import annotations
@@ -83,18 +86,18 @@ class LockHolder(Struct, frozen=True):
 
 
 class Quarantine(Struct, frozen=True):
-    """Why a device must not be lent, and since when (nanoseconds since 1970)."""
+    """Reason why a device must not be lent, and its time (nanoseconds since 1970)."""
 
     reason: str
     since_wall_ns: int
-    # Processes that could not be ended; the quarantine stays while one of them runs.
+    # Processes that could not be ended; the quarantine stays while any of these processes runs.
     left: tuple[ProcessIdentity, ...] = ()
-    fault: str = ""  # A `model.xid.XidKind`, or "".
-    boot_id: str = ""  # Boot in which no check can lift the quarantine, or "".
+    fault: str = ""  # Kind of the fault, a `model.xid.XidKind`, or "".
+    boot_id: str = ""  # Boot identifier of the boot in which no check can lift the quarantine, or "".
 
 
 class Busy(Struct, frozen=True):
-    """Answer if too few devices were free: the holders of the others, and those in quarantine."""
+    """Result if too few devices were free: the holders of lent devices, and the quarantined devices."""
 
     holders: tuple[LockHolder, ...]
     quarantined: tuple[str, ...] = ()
@@ -104,7 +107,7 @@ class LockedDevices:
     """Devices locked until `release`, or until this process and all holders of `fds` have ended."""
 
     def __init__(self, uuids: tuple[str, ...], fds: tuple[int, ...], held: contextlib.ExitStack) -> None:
-        self.uuids = uuids  # In the order of the candidates.
+        self.uuids = uuids  # Ordered like the candidates.
         self.fds = fds  # One open lock file per device; a copy in another process keeps the device locked.
         self._held = held
 
@@ -139,7 +142,7 @@ class DeviceLocks:
         """
         candidates = tuple(dict.fromkeys(uuids))
         if not 1 <= count <= len(candidates):
-            raise InvalidValue(f"{count} devices cannot be taken from {len(candidates)} candidates.")
+            raise InvalidValue(f"{count} is not a valid number of devices for {len(candidates)} candidates.")
         taken: dict[str, int] = {}
         holders: list[LockHolder] = []
         quarantined: list[str] = []
@@ -159,18 +162,18 @@ class DeviceLocks:
                 return Busy(tuple(holders), tuple(quarantined))
             for uuid, fd in taken.items():
                 _write(fd, msgspec.structs.replace(holder, uuid=uuid))
-            # Keeps cleaners from deleting the files.
+            # This lock on the directory keeps cleaners from deleting the files.
             guard = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
             held.callback(os.close, guard)
-            # A cleaner holds the lock at this moment; `is_named` handles that.
+            # A cleaner holds the lock on the directory at this moment; `is_named` detects a deleted file.
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(guard, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return LockedDevices(tuple(taken), tuple(taken.values()), held.pop_all())
 
     def holders(self, uuids: Sequence[str]) -> tuple[LockHolder, ...]:
-        """Return the holders of these devices; free and quarantined devices are missing."""
+        """Return the holders of these devices; the result omits free and quarantined devices."""
         held: list[LockHolder] = []
-        # Under the mutex, so that no other process finds a device busy because of this test.
+        # Tested under the mutex, so that no other process finds a device busy because of this test.
         with opened_directory(self.directory) as directory, mutex(directory, _DEVICES):
             for uuid in dict.fromkeys(uuids):
                 found = _take(directory, uuid)
@@ -195,7 +198,7 @@ class DeviceLocks:
             _write(fd, note)
 
     def quarantined(self) -> dict[str, Quarantine]:
-        """Return the devices in quarantine; an unreadable note counts as one."""
+        """Return the devices in quarantine; a device with an unreadable note counts as quarantined."""
         with opened_directory(self.directory) as directory:
             names = sorted(name for name in os.listdir(directory) if name.endswith(".quarantine"))
             notes = {uuid: _read_quarantine(directory, uuid) for uuid in (name.rpartition(".")[0] for name in names)}
@@ -206,7 +209,7 @@ class DeviceLocks:
         return bool(note.boot_id) and note.boot_id == self._clock.boot_id()
 
     def noted_ns(self, uuid: str) -> int:
-        """Return when a device's note was last written or lifted, in nanoseconds since 1970; 0 for never."""
+        """Return when a device's note was last written or cleared, in nanoseconds since 1970; 0 if never."""
         try:
             return os.stat(self.directory / f"{_checked(uuid)}.quarantine", follow_symlinks=False).st_mtime_ns
         except OSError:
@@ -215,19 +218,21 @@ class DeviceLocks:
     def lift(self, uuid: str) -> None:
         """Lift the quarantine of a device, if any."""
         with opened_directory(self.directory) as directory, opened(directory, f"{_checked(uuid)}.quarantine") as fd:
-            # Emptied, not deleted: in a sticky directory only the file's owner may delete it, but any user may lift.
+            # The note is emptied, not deleted: in a sticky directory only the file's owner may delete it, but any user
+            # may lift a quarantine.
             os.ftruncate(fd, 0)
 
 
 class Ticket:
-    """A place in a first-come, first-served queue, kept while this object is open and its process runs.
+    """A position in a first-come, first-served queue, kept while this object is open and its process runs.
 
-    A context manager: entering takes the next number (or raises StorageError), leaving releases it.
+    A context manager: entering takes the next number (or raises StorageError), leaving releases the number.
     """
 
     def __init__(self, directory: Path, queue: str) -> None:
         self.directory = directory
-        self._queue = _NOT_QUEUE.sub("_", queue)  # Two names with the same result only share a queue.
+        # If two queue names have the same result, the queues are merged, which is harmless.
+        self._queue = _NOT_QUEUE.sub("_", queue)
         self._number = 0
         self._fd = -1
 
@@ -238,11 +243,12 @@ class Ticket:
                 self._number = max(from_json(read_note(counter), int), self._number, 0)
             while self._fd < 0:
                 self._number += 1
-                with contextlib.suppress(FileExistsError):  # Possible only if the mutex timed out.
+                # A ticket with this number can exist only if the mutex timed out.
+                with contextlib.suppress(FileExistsError):
                     self._fd = create(directory, self._name(self._number))
             with contextlib.ExitStack() as undo:
                 undo.callback(self._give_up)
-                # Locked before the mutex is released, so that no waiter treats this ticket as abandoned.
+                # The ticket is locked before the mutex is released, so that no waiter treats this ticket as abandoned.
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # No number is used twice, so that the removal of an abandoned ticket never removes a new one with its
                 # name.
@@ -256,14 +262,14 @@ class Ticket:
         self._give_up()
 
     def ahead(self) -> int:
-        """Return the number of earlier waiters; of all waiters if this ticket is not in the queue."""
+        """Return the number of earlier waiters; without a position in the queue, the number of all waiters."""
         with opened_directory(self.directory) as directory:
             numbers = [number for number in self._numbers(directory) if number < self._number or not self._number]
             return sum(_waits(directory, self._name(number)) for number in numbers)
 
     def _give_up(self) -> None:
         if self._fd >= 0:
-            # Closing the file ends the ticket; deleting it only keeps the directory small.
+            # Closing the file ends the ticket. Deleting the file only keeps the directory small.
             with contextlib.suppress(StorageError), opened_directory(self.directory) as directory:
                 os.unlink(self._name(self._number), dir_fd=directory)
             os.close(self._fd)
@@ -278,13 +284,13 @@ class Ticket:
 
 
 def lock_directory(kind: DeviceKind, home: Path, *, machine: Sequence[Path] = MACHINE_DIRECTORIES) -> Path:
-    """Return the directory of locks for this kind, made if needed: machine-wide for GPUs, else the home's.
+    """Return the lock directory of a device kind, created if needed; GPUs share a machine-wide directory.
 
     `machine` lists candidates for the machine-wide directory, best first. Raises StorageError if none can be used.
     """
     if kind is not DeviceKind.GPU:
         return home / "locks"
-    # An existing directory wins over a better missing one, because all users must use the same one.
+    # An existing directory has priority over a better missing directory, because all users must share one directory.
     for path in machine:
         if os.path.lexists(path):
             return _checked_shared(path)
@@ -292,26 +298,26 @@ def lock_directory(kind: DeviceKind, home: Path, *, machine: Sequence[Path] = MA
     for path in machine:
         try:
             os.mkdir(path, 0o700)
-            os.chmod(path, 0o1777)  # The umask reduces mkdir's own mode.
-        except FileExistsError:  # Another process made it first.
+            os.chmod(path, 0o1777)  # The umask removes bits from the mode of mkdir.
+        except FileExistsError:  # Another process has created the directory first.
             return _checked_shared(path)
         except OSError as error:
             refusals.append(f"{path}: {error.strerror}")
         else:
             return path
     raise StorageError(
-        f"Could not make a directory for the machine-wide GPU locks ({'; '.join(refusals)}).",
-        hint=f"make one that every user can write to: `sudo install -d -m 1777 {machine[0]}`",
+        f"Could not create a directory for the machine-wide GPU locks ({'; '.join(refusals)}).",
+        hint=f"create a directory that every user can write to: `sudo install -d -m 1777 {machine[0]}`",
     )
 
 
 def _checked_shared(path: Path) -> Path:
-    """Return `path` if it is a writable directory; wait briefly for one that another process is making."""
+    """Return `path` if it is a writable directory; wait briefly while another process creates it."""
     for _ in range(10):
         mode = os.lstat(path).st_mode
         if not stat.S_ISDIR(mode):
             raise StorageError(
-                f"{path} must be a directory for GPU locks, but is something else.",
+                f"{path} must be a directory for GPU locks, but is not a directory.",
                 hint=f"inspect it with `ls -ld {path}`, then remove it",
             )
         if os.access(path, os.R_OK | os.W_OK | os.X_OK):
@@ -319,12 +325,12 @@ def _checked_shared(path: Path) -> Path:
         time.sleep(PAUSE_S)
     raise StorageError(
         f"This user cannot write to the directory for GPU locks, {path}.",
-        hint=f"open it for all users: `sudo chmod 1777 {path}`",
+        hint=f"make the directory writable for all users: `sudo chmod 1777 {path}`",
     )
 
 
 def _take(directory: int, uuid: str) -> int | LockHolder | Quarantine:
-    """Return an open, locked file, or the holder of the device, or its quarantine."""
+    """Return the open, locked file of a device, or the device's holder, or its quarantine."""
     name = f"{_checked(uuid)}.lock"
     for _ in range(3):
         with contextlib.ExitStack() as opened:
@@ -336,7 +342,7 @@ def _take(directory: int, uuid: str) -> int | LockHolder | Quarantine:
                 return _read_holder(fd, uuid)
             if not is_named(directory, name, fd):
                 continue
-            # Read after locking, because the previous holder writes its note before it unlocks.
+            # The note is read after locking, because the previous holder writes the note before it unlocks.
             note = _read_quarantine(directory, uuid)
             if note is not None:
                 return note
@@ -369,13 +375,14 @@ def _checked(uuid: str) -> str:
 
 def _write(fd: int, content: LockHolder | Quarantine | int) -> None:
     text = msgspec.json.encode(content)
-    # Written before it is cut, so that the file is never empty, which would mean "no quarantine".
+    # The text is written before the file is truncated, so that the file is never empty. Empty would mean "no
+    # quarantine".
     os.pwrite(fd, text, 0)
     os.ftruncate(fd, len(text))
 
 
 def holder_run_id(note: bytes) -> str:
-    """Return the run of a lock's note, or "" for an invalid note."""
+    """Return the run id in the note of a lock, or "" for an invalid note."""
     try:
         return from_json(note, LockHolder).run_id
     except msgspec.MsgspecError:
@@ -385,7 +392,7 @@ def holder_run_id(note: bytes) -> str:
 def _read_holder(fd: int, uuid: str) -> LockHolder:
     try:
         holder = from_json(read_note(fd), LockHolder)
-    except msgspec.MsgspecError:  # The lock was just taken and has no note yet, or another program wrote the note.
+    except msgspec.MsgspecError:  # The holder has not written its note yet, or another program wrote the note.
         return LockHolder(uuid=uuid, run_id="", user="", pid=0, since_wall_ns=0)
     return msgspec.structs.replace(holder, uuid=uuid, run_id=_plain(holder.run_id), user=_plain(holder.user))
 

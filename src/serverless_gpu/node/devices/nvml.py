@@ -5,10 +5,10 @@
 
 `inventory.py` and the monitor use this module; `gpu_gate.py` judges the `Usage` of a GPU.
 
-Failure cases: Without an answer in time, `ask` raises NvmlTimeout, and every later question fails at once until one is
-answered. After half a minute without an answer, the client kills the helper and starts another one, unless a few could
-not be killed. If the helper dies, another one starts, once per question. If the client exits, the helper reads end of
-file and exits.
+Failure cases: Without an answer in time, `ask` raises NvmlTimeout, and every later question fails at once until the
+helper answers. After half a minute without an answer, the client kills the helper and starts another helper. It stops
+doing so after it failed to kill a few helpers. If the helper dies, another helper starts, once per question. If the
+client exits, the helper reads end of file and exits.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from serverless_gpu.node.processes.spawn import clean_process
 MIB = 1024 * 1024
 IDLE_MEMORY_BYTES = 256 * MIB
 """Memory that an idle GPU may show. NVML's version 2 figure leaves out the driver's own reserve (0.9 GB on an
-A100), so an idle card of any size shows some MiB (8 MB on that A100). The limit leaves space for resident services
-and is smaller than the bare CUDA context of a data-center card.
+A100), so an idle card of any size shows some MiB (8 MB on that A100). The limit allows for resident services and is
+smaller than the bare CUDA context of a data-center card.
 """
-NO_DRIVER = "there is no NVIDIA driver to ask"
+NO_DRIVER = "no NVIDIA driver is loaded on this machine"
 _PROCESS_NAME_MAX = 64
 # Fixed inode number of the kernel's first pid namespace; in any other namespace NVML may hide processes.
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
@@ -52,7 +52,7 @@ _STUCK_PAUSE_S = 0.05
 
 
 class GpuProcess(Struct, frozen=True):
-    """A process that has a GPU open; `graphics` means that it only draws (a display server, a browser)."""
+    """A process that has a GPU open; `graphics` is True if it only draws (display server, browser)."""
 
     pid: int
     memory_bytes: int | None
@@ -61,17 +61,17 @@ class GpuProcess(Struct, frozen=True):
 
 
 class Usage(Struct, frozen=True):
-    """Usage of one device; `problem` says why it is unknown, and then no other field counts."""
+    """Usage of one device; `problem` is the reason of an unknown usage, and then no other field counts."""
 
     processes: tuple[GpuProcess, ...]
     memory_used_bytes: int | None
     pids_visible: bool
     problem: str = ""
-    silent: bool = False  # The driver does not answer.
+    silent: bool = False  # True if the driver does not answer.
 
 
 class Unavailable(Struct, frozen=True):
-    """A device that exists but cannot be lent."""
+    """A device that exists but cannot be lent, with the reason."""
 
     name: str
     reason: str
@@ -87,7 +87,7 @@ class VisibleGpu(Struct, frozen=True):
 
 
 def unknown_usage(problem: str, *, silent: bool = False) -> Usage:
-    """Return the usage of a device that gave no answer; `silent` if the driver does not answer."""
+    """Return the usage of a device that gave no answer; `silent` is True if the driver does not answer."""
     return Usage(processes=(), memory_used_bytes=None, pids_visible=False, problem=problem, silent=silent)
 
 
@@ -99,7 +99,7 @@ class NvmlQuestion(Struct, frozen=True):
 
 
 class NvmlAnswer(Struct, frozen=True):
-    """Answer to the question with this number."""
+    """Answer to the question with the same number."""
 
     seq: int
     seen: tuple[VisibleGpu, ...] = ()
@@ -128,7 +128,7 @@ class NvmlClient(Protocol):
 class NvmlProcess:
     """An `NvmlClient` that calls NVML in a helper process.
 
-    `forks` says that this process has one thread, so that it may fork the helper, which is faster.
+    `forks` is True if this process has one thread and may therefore fork the helper, which is faster.
     """
 
     def __init__(self, source: str, limit_s: float, *, forks: bool = False, clock: Clock | None = None) -> None:
@@ -138,7 +138,7 @@ class NvmlProcess:
         self._clock = clock or SystemClock()
         self._turn = threading.Lock()
         self._seq = 0
-        # The last helper gets the questions; earlier ones were killed but still exist.
+        # The client sends questions to the last helper. Earlier helpers were killed but have not ended.
         self._helpers: list[_Helper] = []
         self._silent_ns: int | None = None
         weakref.finalize(self, _end, self._helpers)
@@ -146,7 +146,7 @@ class NvmlProcess:
     def ask(self, uuids: Sequence[str] | None) -> NvmlAnswer:
         """Return the existing GPUs if `uuids` is None, else their usage.
 
-        Raises NvmlTimeout if this question, or an earlier one, got no answer in time.
+        Raises NvmlTimeout if this question, or an earlier question, got no answer in time.
         """
         if not self._turn.acquire(timeout=self._limit_s):
             raise NvmlTimeout(self._limit_s)
@@ -165,7 +165,7 @@ class NvmlProcess:
             self._turn.release()
 
     def _answered(self, uuids: Sequence[str] | None) -> NvmlAnswer | None:
-        """Return the answer; None if the helper died."""
+        """Return the helper's answer; None if the helper died."""
         if not self._send(uuids):
             return None
         deadline_ns = self._clock.boottime_ns() + int(self._limit_s * 1e9)
@@ -179,7 +179,7 @@ class NvmlProcess:
         raise NvmlTimeout(self._limit_s)
 
     def _look_again(self, uuids: Sequence[str] | None) -> None:
-        """Return if the helper answered or ended since the timeout; else raise NvmlTimeout."""
+        """Return if the helper answered or ended since the timeout; otherwise raise NvmlTimeout."""
         now_ns = self._clock.boottime_ns()
         if self._helpers and self._is_readable(0.0):
             self._silent_ns = None
@@ -246,7 +246,7 @@ class _Helper:
         self.channel.sock.setblocking(False)
 
     def kill(self) -> None:
-        """Send SIGKILL; a helper that hangs in the kernel survives it."""
+        """Send SIGKILL; a helper that hangs in the kernel survives the signal."""
         self.channel.close()
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGKILL)  # The helper is an unreaped child, so its pid cannot be reused.
@@ -266,7 +266,7 @@ def _end(helpers: list[_Helper]) -> None:
     for helper in helpers:
         helper.kill()
         if not helper.is_gone(_END_S) and helper.process is not None:
-            helper.process.returncode = 0  # A hanging helper is not waited for.
+            helper.process.returncode = 0  # The finalizer must not wait for a hanging helper.
 
 
 def _started(theirs: Channel, source: str) -> subprocess.Popen[bytes]:
@@ -306,20 +306,20 @@ def main(fd: int, source: str) -> NoReturn:
 
 
 class _StuckReader:
-    """A driver of fakes that does nothing but hang."""
+    """A fake driver that only hangs."""
 
     def __init__(self, state: Path) -> None:
         self._state = state
 
     def answer(self, question: NvmlQuestion) -> NvmlAnswer:
-        with contextlib.suppress(OSError):  # Without a state file it does not hang.
+        with contextlib.suppress(OSError):  # Without a state file, the fake driver does not hang.
             while b'"hangs":true' in self._state.read_bytes():
                 time.sleep(_STUCK_PAUSE_S)
         return NvmlAnswer(question.seq)
 
 
 class NvmlThread:
-    """An `NvmlClient` that calls NVML in a thread; a hanging driver blocks the thread for good."""
+    """An `NvmlClient` that calls NVML in a thread; a hanging driver blocks the thread permanently."""
 
     def __init__(self, reader: NvmlReader, limit_s: float) -> None:
         self._reader = reader
@@ -347,7 +347,7 @@ class NvmlThread:
             value = answer.result(timeout=self._limit_s)
         except TimeoutError:
             raise NvmlTimeout(self._limit_s) from None
-        self._thread.join(timeout=self._limit_s)  # The thread has nothing left to do but exit.
+        self._thread.join(timeout=self._limit_s)  # The thread has finished its work and only has to exit.
         return value
 
 
@@ -398,7 +398,7 @@ class Nvml(Protocol):
 
 
 class NvmlReader:
-    """Calls NVML, initialized once per process; `given` replaces `pynvml`."""
+    """Calls NVML, initialized once per process; a test may pass `given` to replace `pynvml`."""
 
     def __init__(self, given: Nvml | None = None, pid_namespace: str | None = None) -> None:
         self._given = given
@@ -443,11 +443,11 @@ class NvmlReader:
 
 
 class NvmlBroken(Exception):
-    """Raised if there is a driver but NVML does not work with it."""
+    """Raised if a driver is loaded but NVML does not work with it."""
 
 
 def initialised_nvml(given: Nvml | None) -> Nvml | None:
-    """Return initialized NVML; None without a driver. Raises NvmlBroken if it does not work."""
+    """Return initialized NVML; None without a driver. Raises NvmlBroken if NVML does not work."""
     try:
         nvml = given if given is not None else cast(Nvml, importlib.import_module("pynvml"))
     except ImportError as error:
@@ -458,7 +458,7 @@ def initialised_nvml(given: Nvml | None) -> Nvml | None:
         absent = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
         if getattr(error, "value", None) in absent:
             return None
-        # Usually the driver's packages were updated while the old kernel module is still loaded.
+        # The usual cause is an update of the driver's packages while the old kernel module is still loaded.
         raise NvmlBroken(f"NVML does not work with the loaded driver: {error}; reload the driver or reboot") from error
     return nvml
 
@@ -497,7 +497,8 @@ def _usage_of(nvml: Nvml, uuid: str, sees_all_pids: bool) -> Usage:
     except nvml_errors(nvml):
         return Usage(processes=(), memory_used_bytes=memory_used, pids_visible=False)
     merged: dict[int, GpuProcess] = {}
-    for draws, infos in ((True, graphics), (False, compute)):  # A process that computes and draws counts as computing.
+    # A process that both computes and draws counts as a computing process.
+    for draws, infos in ((True, graphics), (False, compute)):
         for info in infos:
             merged[info.pid] = GpuProcess(info.pid, info.usedGpuMemory, _process_name(nvml, info.pid), draws)
     processes = tuple(merged[pid] for pid in sorted(merged))
@@ -514,12 +515,12 @@ def _process_name(nvml: Nvml, pid: int) -> str:
     except nvml_errors(nvml):  # The process has ended, or is not visible to this user.
         return ""
     program = command.partition(" ")[0].rpartition("/")[2]
-    # Any process chooses its own name, and the name is shown on terminals.
+    # Any process chooses its own name, and terminals print the name.
     return "".join(letter for letter in program if letter.isprintable())[:_PROCESS_NAME_MAX]
 
 
 def sees_all_pids(pid_namespace: str | None = None) -> bool:
-    """Return True if NVML's pids are all visible and have the same numbers in this pid namespace."""
+    """Return True if this pid namespace shows every process of NVML under the same pid."""
     if pid_namespace is None:
         try:
             pid_namespace = os.readlink("/proc/self/ns/pid")

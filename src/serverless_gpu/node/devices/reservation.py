@@ -2,7 +2,7 @@
 
 An attempt calls its `DeviceReservation` repeatedly until it has its devices. It must be first among the waiters for the
 same type, and it takes all devices or none. The reservation checks quarantined devices again and uses them once they
-are clean. It skips a device that other processes use, unless `ignore_busy=True`. `BorrowedDevices` is its counterpart
+are clean. It skips a device that other processes use, unless `ignore_busy=True`. `BorrowedDevices` is the counterpart
 for a run in a session:
 
     supervisor ──Borrow──▶ session          the connection is the place in its queue, then the loan
@@ -11,8 +11,8 @@ for a run in a session:
 The lock descriptors keep the devices locked if the session's process is killed. The pipe tells the session when the
 loan ends: its end of file means that this supervisor and its stem have both ended.
 
-Failure cases: The locks of a killed holder are free once its last descriptor is closed, and its stem keeps a copy until
-every rank has ended. A killed waiter loses its ticket in the same way.
+Failure cases: The locks of a killed holder are free once its last descriptor is closed. The holder's stem keeps a copy
+until every rank has ended. A killed waiter loses its ticket in the same way.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.processes.process_tree import ProcessIdentity
 
 _NAMED_MAX = 4
-# An answer usually takes less than a millisecond. Without one, the supervisor continues and asks again.
+# Seconds to wait for the session's answer, which usually takes less than a millisecond. Without an answer, the
+# supervisor continues and tries again.
 _ANSWER_S = 0.05
 
 
@@ -60,7 +61,7 @@ class DeviceReservation:
         kind = launch.candidates[0].kind
         self.devices: tuple[Device, ...] = ()  # In LOCAL_RANK order; empty until `try_take` succeeded.
         self.before: Mapping[str, Usage] = {}  # Usage when the devices were reserved.
-        self.ahead = 0  # Runs ahead of this one in the queue.
+        self.ahead = 0  # Number of runs ahead of this run in the queue.
         self.provider = find_provider(kind, launch.context.environ, home, machine)
         self._launch = launch
         self._clock = clock
@@ -75,7 +76,7 @@ class DeviceReservation:
         return self._locked.fds if self._locked else ()
 
     def try_take(self) -> str | None:
-        """Reserve the devices now, or return why that is not possible yet; raises StorageError."""
+        """Reserve the devices now, or return the reason why the run must wait; raises StorageError."""
         ahead = self.ahead = self._ticket.ahead()
         uuids = [device.uuid for device in self._launch.candidates]
         if ahead:
@@ -85,7 +86,7 @@ class DeviceReservation:
         usage = self.provider.usage(uuids)
         free: list[str] = []
         for uuid in uuids:
-            used_by = foreign(usage.get(uuid, unknown_usage("it did not answer")))
+            used_by = foreign(usage.get(uuid, unknown_usage("the driver returned no usage for this device")))
             if uuid in busy:
                 continue
             if used_by is not None and not self._launch.spec.resources.ignore_busy:
@@ -108,7 +109,7 @@ class DeviceReservation:
         return None
 
     def give_back(self, verdicts: Mapping[str, Verdict], left: tuple[ProcessIdentity, ...] = ()) -> tuple[str, ...]:
-        """Release the devices and quarantine unproven ones; return the uuids of the latter.
+        """Release the devices. Quarantine the devices that are not verified free, and return their uuids.
 
         `left` contains processes of the run that could not be ended.
         """
@@ -127,12 +128,12 @@ class DeviceReservation:
         return tuple(fd for device, fd in zip(self.devices, self.fds, strict=True) if device.uuid in uuids)
 
     def retest_quarantined(self) -> dict[str, str]:
-        """Lift quarantines without a remaining cause; return the others with their reasons."""
+        """Lift quarantines without a remaining cause; return the remaining quarantines with their reasons."""
         notes = retest_quarantined(self._locks, self.provider, [device.uuid for device in self._launch.candidates])
         return {uuid: f"in quarantine {note.reason}" for uuid, note in notes.items()}
 
     def _holders(self, uuids: list[str]) -> tuple[LockHolder, ...]:
-        """Return the holders of devices by trying to lock all of them, which fails while any is held."""
+        """Return the holders of devices by a test lock of all devices, which fails if any device is held."""
         probe = self._locks.try_lock(uuids, len(uuids), LockHolder("", self._launch.run_id, "", os.getpid(), 0))
         if isinstance(probe, Busy):
             return probe.holders
@@ -164,15 +165,15 @@ class BorrowedDevices:
         self.provider = find_provider(kind, launch.context.environ, home, machine)
         self._locks = DeviceLocks(lock_directory(kind, home.root))
         self._launch = launch
-        self._sentence = f"waiting for session {launch.session} to answer"
+        self._sentence = f"waiting for an answer from session {launch.session}"
         self._path = str(sockets / f"{launch.session}.sock")
         self._channel = Channel(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         self._asked = False
 
     def try_take(self) -> str | None:
-        """Take the devices if the session has lent them, or return what this run waits for.
+        """Take the devices if the session has lent them; otherwise return the reason why this run waits.
 
-        Raises SessionEnded if the session ended first, and AgentUnavailable if it has too many connections.
+        Raises SessionEnded if the session ended first, and AgentUnavailable if the session has too many connections.
         """
         try:
             if not self._asked:
@@ -191,7 +192,7 @@ class BorrowedDevices:
         return None
 
     def give_back(self, verdicts: Mapping[str, Verdict], left: tuple[ProcessIdentity, ...] = ()) -> tuple[str, ...]:
-        """Return the devices with their verdicts and remaining processes; return the uuids in quarantine."""
+        """Return the devices to the session after their check; return the uuids of quarantined devices."""
         bad = quarantine(self._locks, verdicts, self._launch.run_id, left)
         with contextlib.suppress(OSError):  # If the session's process has ended, only the quarantine notes count.
             protocol.send(self._channel, protocol.Returned(unfit=bad))
@@ -208,7 +209,7 @@ class BorrowedDevices:
     def _ask(self) -> None:
         self._channel.sock.setblocking(False)
         self._channel.sock.connect(self._path)
-        # The session closed the connection at once; its last message gives the reason.
+        # If the session has already closed the connection, its last message gives the reason.
         with contextlib.suppress(BrokenPipeError):
             protocol.send(self._channel, protocol.Borrow(run_id=self._launch.run_id, count=self._launch.world_size))
         self._asked = True
@@ -219,7 +220,8 @@ class BorrowedDevices:
             self.devices, self.fds = message.devices, fds
         elif isinstance(message, protocol.WaitingNote):
             self._sentence = message.sentence
-            self._channel.sock.setblocking(False)  # The first answer arrives at once, later ones only after a change.
+            # The session sends its first answer at once, and later answers only after a change.
+            self._channel.sock.setblocking(False)
         elif isinstance(message, protocol.Refused):
             self._channel.close()
             raise AgentUnavailable(message.message, hint=message.hint)
@@ -228,18 +230,18 @@ class BorrowedDevices:
         self._channel.close()
         return SessionEnded(
             f"session {self._launch.session} has ended, so run {self._launch.run_id} cannot use its devices",
-            hint="open another with serverless_gpu.session(...)",
+            hint="open another session with serverless_gpu.session(...)",
         )
 
 
 def retest_quarantined(locks: DeviceLocks, provider: Provider, uuids: Collection[str]) -> dict[str, Quarantine]:
-    """Lift quarantines without a remaining cause; return the others. Raises StorageError."""
+    """Lift quarantines without a remaining cause; return the remaining ones by uuid. Raises StorageError."""
     notes = {uuid: note for uuid, note in locks.quarantined().items() if uuid in uuids}
     if not notes:
         return {}
     usage = provider.usage(list(notes))
     for uuid, note in list(notes.items()):
-        used = usage.get(uuid, unknown_usage("it did not answer"))
+        used = usage.get(uuid, unknown_usage("the driver returned no usage for this device"))
         if locks.is_settled(note):
             continue
         if not any(left.is_there() for left in note.left) and judge(None, used, kind=provider.kind).ok:
@@ -251,7 +253,7 @@ def retest_quarantined(locks: DeviceLocks, provider: Provider, uuids: Collection
 def quarantine(
     locks: DeviceLocks, verdicts: Mapping[str, Verdict], run_id: str, left: tuple[ProcessIdentity, ...] = ()
 ) -> tuple[str, ...]:
-    """Quarantine the devices that a run did not leave free, under their locks; return their uuids."""
+    """Under their locks, quarantine the devices that a run did not leave free; return their uuids."""
     bad = tuple(uuid for uuid, verdict in verdicts.items() if not verdict.ok)
     noted: Mapping[str, Quarantine] = {}
     with contextlib.suppress(StorageError):
@@ -260,14 +262,14 @@ def quarantine(
         fault = noted[uuid].fault if uuid in noted and locks.is_settled(noted[uuid]) else ""
         if fault and not left:
             continue  # The driver's report is stronger evidence than this check.
-        # Without a note, the next check still refuses the device, and this receipt names it.
+        # If the note cannot be written, the next check still refuses the device, and this receipt names the device.
         with contextlib.suppress(StorageError):
             locks.quarantine(uuid, f"after run {run_id}: {verdicts[uuid].evidence}", left, fault=fault)
     return bad
 
 
 def _held_text(held: Sequence[LockHolder]) -> str:
-    """Describe the common holder of some devices."""
+    """Describe the holder that some devices have in common."""
     first = held[0]
     names = ", ".join(holder.uuid for holder in held[:_NAMED_MAX])
     if len(held) > _NAMED_MAX:
@@ -275,7 +277,7 @@ def _held_text(held: Sequence[LockHolder]) -> str:
     are = f"{names} {'is' if len(held) == 1 else 'are'} held"
     if not first.run_id:
         return are
-    # A time, not a duration, because the message is sent again whenever it changes.
+    # The message names a time instead of a duration, because it is sent again whenever it changes.
     since = format_clock(first.since_wall_ns)
     what = "session" if first.session else "run"
     return f"{are} by {what} {first.run_id} of {first.user} (pid {first.pid}, since {since})"
@@ -285,7 +287,7 @@ def user_name() -> str:
     """Return the name of this process's user, or its uid."""
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # A container's user may have no entry in any database.
+    except (KeyError, OSError):  # In a container, the user may have no entry in the user database.
         return f"uid {os.getuid()}"
 
 

@@ -13,7 +13,6 @@ import socket
 from collections.abc import Iterable
 
 # The kernel refuses a packet above the socket's send buffer: 212,992 bytes by default, less the kernel's bookkeeping.
-# bookkeeping).
 PACKET_BYTES_MAX = 60_000
 BODY_BYTES_MAX = 64 << 20
 _FDS_MAX = 250  # The kernel's limit is 253 (SCM_MAX_FD).

@@ -4,5 +4,6 @@
                                               free       ─▶ start a keeper, a clean process of this package
     `sgpu up --mlflow` ─────── keeper, ended with it       └─▶ `mlflow server`, in the caller's interpreter
 
-`server.py` starts, queries and ends servers, and knows their files. `keeper.py` is the process that runs one server.
+`server.py` starts, queries and ends MLflow servers, and defines the paths of their files. `keeper.py` is the process
+that runs one MLflow server.
 """

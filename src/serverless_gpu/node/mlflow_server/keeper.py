@@ -5,8 +5,8 @@
       └── pause ◀── server ended, or silent for two minutes ◀──────────────────┘ checked every 30 s
     SIGTERM, owner's end, 8 h without use ─▶ SIGTERM to the server, 5 s, SIGKILL to it and all descendants
 
-A server is in use while clients touch its `used` file, or while a connection to it is open (a browser that shows a
-page).
+A server is in use while clients touch its `used` file. An open connection also counts as use, such as a browser that
+shows a page.
 
 Failure cases:
 
@@ -14,17 +14,18 @@ If MLflow is missing, incomplete, or its database has another version, the keepe
 pause, the next request starts another keeper. A keeper with an owner, or whose server has answered before, retries by
 itself.
 
-If the server dies or hangs, the keeper starts it again on the same port, with growing pauses.
+If the server dies or hangs, the keeper starts it again on the same port, with exponential backoff.
 
 If the keeper is killed, the kernel ends the server. The next keeper ends the server's remaining children.
 
-If the last port is taken, the keeper chooses another one and reports it; old links then break.
+If another process has taken the server's last port, the keeper chooses another port and reports it. Old links then
+break.
 
 If the disk is full, the record is out of date, and readers treat the keeper as one without a report.
 
-The server is `mlflow server` in the caller's interpreter. MLflow's command imports everything, starts a second process
-that imports everything again, and waits for it: 260 MB each. The keeper's program becomes the second process itself, if
-MLflow still starts it in the known way. The kernel ends the server when the keeper exits.
+The server is `mlflow server` in the caller's interpreter. MLflow's command imports everything and starts a second
+process, which imports everything again. Each process needs 260 MB. The keeper's program becomes the second process
+itself, if MLflow still starts that process in the known way. The kernel ends the server when the keeper exits.
 """
 
 from __future__ import annotations
@@ -76,17 +77,18 @@ _LAST_WORDS_BYTES = 16_000
 class KeeperLimits(NamedTuple):
     """Time limits of a keeper, in seconds."""
 
-    start_s: float = 180.0  # Until a server answers; a busy machine may need a minute, an idle one five seconds.
-    watch_s: float = 30.0  # Between two checks of a running server.
-    answer_s: float = 5.0  # For one answer.
-    idle_s: float = 8 * 3600.0  # Time without use after which the server ends.
+    # Seconds until a server must answer; a busy machine may need a minute, an idle machine five seconds.
+    start_s: float = 180.0
+    watch_s: float = 30.0  # Seconds between two checks of a running server.
+    answer_s: float = 5.0  # Timeout of one answer.
+    idle_s: float = 8 * 3600.0  # Seconds without use after which the keeper ends the server.
 
 
 LIMITS = KeeperLimits()
 
 
 class ServerStart(NamedTuple):
-    """Parameters of a server's start: interpreter, the caller's variables, and further host names."""
+    """Parameters of a server's start: interpreter, the caller's variables, and additional host names."""
 
     python: str
     environ: Mapping[str, str]
@@ -103,7 +105,7 @@ class End(StrEnum):
 
 
 class MlflowChild(NamedTuple):
-    """A started server, and a descriptor that shows its end."""
+    """A started server, and a descriptor that becomes readable when the server ends."""
 
     process: subprocess.Popen[bytes]
     pidfd: int
@@ -111,7 +113,7 @@ class MlflowChild(NamedTuple):
 
 
 def main(directory: str, python: str, environ: dict[str, str], owner: int, hosts: str) -> NoReturn:
-    """Keep a server running until it is not needed; arguments as for `start_keeper`."""
+    """Keep a server running until no client needs it; arguments as for `start_keeper`."""
     named = tuple(name for name in hosts.split(",") if name)
     starting = ServerStart(python, {**os.environ, **environ}, named)
     keep(open_place(Path(directory)), starting, owner=owner)
@@ -120,7 +122,7 @@ def main(directory: str, python: str, environ: dict[str, str], owner: int, hosts
 
 
 def keep(place: ServerFiles, starting: ServerStart, *, owner: int = -1, limits: KeeperLimits = LIMITS) -> None:
-    """Keep a server running in this process until it is not needed, unless another process does."""
+    """Keep a server running in this process until no client needs it, unless another keeper runs."""
     linux.set_name("sgpu-mlflow")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lock = hold(place.lock, str(os.getpid()))
@@ -182,7 +184,7 @@ class MlflowKeeper:
                     return
 
     def _once(self) -> tuple[End, float | None]:
-        """Run the server once; return why it ended, and for how many seconds it answered, if at all."""
+        """Run the server once; return why it ended, and for how many seconds it answered (None: never)."""
         self._note(stage="starting", server=0)
         child = self._start()
         if child is None:
@@ -230,7 +232,7 @@ class MlflowKeeper:
             return None
 
     def _until_ready(self, child: MlflowChild) -> End | None:
-        """Wait until the server answers; return the reason if it does not, else None."""
+        """Wait until the server answers; return None then, else the reason why the wait ended."""
         deadline_ns = self._clock.boottime_ns() + int(self._limits.start_s * 1e9)
         while self._clock.boottime_ns() < deadline_ns:
             if self._get("/health") is not None:
@@ -241,12 +243,12 @@ class MlflowKeeper:
                     self._note(problem=self._why(child))
                 return end
         self._note(
-            problem=f"MLflow's server did not answer within {self._limits.start_s:.0f} s; see its log {self._place.log}"
+            problem=f"MLflow's server did not answer within {self._limits.start_s:.0f} s; see the log {self._place.log}"
         )
         return End.SILENT
 
     def _watch(self, child: MlflowChild) -> End:
-        """Watch a server that answers; return why the watch ended."""
+        """Check the server periodically; return why the keeper no longer watches the server."""
         silent = 0
         while True:
             end = self._wait(self._limits.watch_s, child)
@@ -272,11 +274,11 @@ class MlflowKeeper:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
             select.select([], [], [], _LOCK_PAUSE_S)
-        child.process.returncode = 0  # Already reaped above, with its orphans.
+        child.process.returncode = 0  # The loop above has already reaped the server and its orphans.
         os.close(child.pidfd)
 
     def _wait(self, seconds: float, child: MlflowChild | None = None) -> End | None:
-        """Wait; return the event that happened meanwhile, or None."""
+        """Wait up to `seconds`; return the event that ended the wait, or None."""
         fds = [self._wake, *((child.pidfd,) if child else ()), *((self._owner,) if self._owner >= 0 else ())]
         deadline_ns = self._clock.boottime_ns() + int(seconds * 1e9)
         while True:
@@ -313,7 +315,7 @@ class MlflowKeeper:
         return held
 
     def _get(self, path: str) -> bytes | None:
-        """Return the beginning of the server's answer, or None."""
+        """Return the beginning of the server's answer to a request, or None."""
         connection = http.client.HTTPConnection(HOST, self._noted.port, timeout=self._limits.answer_s)
         try:
             connection.request("GET", path)
@@ -344,14 +346,14 @@ class MlflowKeeper:
         self._is_asked = True
 
     def _end_leftover(self, before: ServerRecord) -> None:
-        """End the remaining processes of a killed keeper's server: those of its session and directory."""
+        """End the remaining processes of a killed keeper's server, identified by session and directory."""
         if not before.server or before.boot_id != self._clock.boot_id() or before.machine != machine():
             return
         for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
             with contextlib.suppress(OSError):
                 is_its = os.getsid(pid) == before.server
                 if is_its and os.readlink(f"/proc/{pid}/cwd") == os.path.realpath(self._place.directory):
-                    daemon.end(pid, _STOP_S, signals=(signal.SIGKILL,))  # The kill also releases the port.
+                    daemon.end(pid, _STOP_S, signals=(signal.SIGKILL,))  # SIGKILL also releases the port.
 
 
 def has_connection(port: int) -> bool:
@@ -400,10 +402,10 @@ def server_program(parent: int, port: int) -> str:
 
 
 def server_variables(backing: ServerStore, starting: ServerStart) -> dict[str, str]:
-    """Return the server's variables, without the caller's MLflow variables, which configure a client.
+    """Return the environment variables of the server, without the caller's MLflow client variables.
 
-    Variables are used instead of options, because an older MLflow ignores unknown ones. A process list also shows no
-    password then.
+    The keeper passes variables instead of options, because an older MLflow ignores unknown variables. A process list
+    also shows no password then.
     """
     environ = starting.environ
     names = [name for host in (*_HOSTS, *starting.hosts) for name in (host, f"{host}:*")]
@@ -418,7 +420,7 @@ def server_variables(backing: ServerStore, starting: ServerStart) -> dict[str, s
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(names),
     }
-    if not backing.is_own:  # As without a server: later users of the store find files in the expected place.
+    if not backing.is_own:  # Files get the default location, so later users of the store find them without this server.
         variables["MLFLOW_DEFAULT_ARTIFACT_ROOT"] = backing.artifacts
     if backing.is_files:
         variables["MLFLOW_ALLOW_FILE_STORE"] = "true"

@@ -2,7 +2,7 @@
 
     ensure_server ──▶ lock held     ─▶ the record of its keeper
                       free          ─▶ start a keeper (a few milliseconds; the lock decides between two)
-                      failed lately ─▶ the problem, until the next try is due: 5 s, 10 s, … 10 min
+                      failed lately ─▶ the problem, until the pause ends: 5 s, 10 s, … 10 min
     stop_server ────▶ SIGTERM to the keeper, which ends the server; after a timeout SIGKILL, and the kernel ends it
 
     $SERVERLESS_GPU_HOME/mlflow/<key>/     key: "default", or the key of a caller's own store
@@ -15,11 +15,11 @@
 
 The monitor, `sgpu mlflow` and the server call this module. No function waits for MLflow, which takes seconds to start.
 A server keeps its port over restarts, so that links stay valid. The first port is computed from the directory's name.
-It is therefore the same if `server.json` is lost, and it is below the kernel's ephemeral ports.
+The port is therefore the same if `server.json` is lost, and it is below the kernel's ephemeral ports.
 
 Failure cases: If the keeper cannot start, or no file can be written, the result contains a problem; no exception is
-raised. If the home is on a network file system and another machine's keeper holds the lock, the result reports that and
-nothing starts. Two servers would write to one database.
+raised. A keeper on another machine may hold the lock of a home on a network file system. The result then reports that,
+and no server starts. Two servers would write to one database.
 """
 
 from __future__ import annotations
@@ -60,18 +60,19 @@ _PORT_TRIES = 20
 _NOTE_BYTES_MAX = 1 << 16
 _PAUSE_S, _PAUSE_S_MAX = 5.0, 600.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-# Keepers started by this process, which may not hold their lock yet.
+# Keepers that this process has started and that may not hold their lock yet.
 _started: list[tuple[Path, subprocess.Popen[bytes]]] = []
 
 
 class Serving(NamedTuple):
     """Address and state of an MLflow server."""
 
-    uri: str  # Present or future address.
+    uri: str  # Present or future address of the MLflow server.
     ready: bool  # True if the server answers.
-    problem: str = ""  # Why the server does not answer; "" during its first start, or if it answers.
-    is_restarting: bool = False  # The server died and its keeper starts it again, so `problem` is temporary.
-    failures: int = 0  # Consecutive failed starts, without a try that may be in progress.
+    problem: str = ""  # Reason why the server does not answer; "" during its first start, or if the server answers.
+    # True if the server died and its keeper is starting it again, so `problem` is temporary.
+    is_restarting: bool = False
+    failures: int = 0  # Number of consecutive failed starts, without a start that is in progress.
 
 
 class MlflowServer(NamedTuple):
@@ -79,15 +80,15 @@ class MlflowServer(NamedTuple):
 
     place: ServerFiles
     uri: str
-    store: str  # "" for the home's own store.
+    store: str  # Address of the caller's store; "" for the home's own store.
     stage: Stage  # ``"none"`` before the first start.
-    pid: int | None = None  # None if it does not run.
+    pid: int | None = None  # Pid of the server; None if the server does not run.
     version: str = ""
     python: str = ""
     served_by: str = ""
     problem: str = ""
-    memory_bytes: int = 0  # Memory of the server and its children.
-    used_s: float = 0.0  # Seconds since its last use.
+    memory_bytes: int = 0  # Memory of the server and its children, in bytes.
+    used_s: float = 0.0  # Seconds since the last use of the server.
 
 
 def ensure_server(
@@ -95,9 +96,9 @@ def ensure_server(
 ) -> Serving:
     """Start a server for a store if needed, and mark it as used; returns at once.
 
-    `python` has the MLflow of a new server. `store` is "" for the home's own. The server gets from `environ` the
-    variables by which Python finds modules. With `now`, the call tries again after a recent failure, and waits at most
-    a second for the failed keeper to exit.
+    `python` is the interpreter whose MLflow a new server uses. `store` is "" for the home's own store. The server gets
+    from `environ` the variables by which Python finds modules. With `now`, the call tries again after a recent failure,
+    and waits at most a second for the failed keeper to exit.
     """
     place, clock = place_of(home, store), SystemClock()
     try:
@@ -106,11 +107,12 @@ def ensure_server(
     except OSError as error:
         return Serving("", False, f"cannot write to {place.directory}: {error.strerror or error}")
     holder = _ending(place) if now else _holder(place)
-    noted = place.noted()  # Read after the lock, so that the last record of a keeper that has just exited is included.
+    # The record is read after the lock, so that it includes the last report of a keeper that has just exited.
+    noted = place.noted()
     if holder is not None:
         return _kept(place, noted, holder)
     _started[:] = [each for each in _started if each[1].poll() is None]
-    # The new keeper is about to lock.
+    # A keeper that this process started does not hold its lock yet.
     if any(path == place.lock and child.pid != noted.keeper for path, child in _started):
         return Serving(place.uri(noted), False, failures=noted.failures)
     if not now and _is_too_soon(noted, python, clock):
@@ -124,7 +126,7 @@ def ensure_server(
 
 
 def kept(place: ServerFiles) -> Serving | None:
-    """Return a server's state from its keeper; None without a keeper, or before its first report."""
+    """Return a server's state from its keeper; None without a keeper, or before the keeper's first report."""
     holder, noted = _holder(place), place.noted()
     return _kept(place, noted, holder) if holder and noted.keeper == holder else None
 
@@ -134,7 +136,7 @@ def look(place: ServerFiles, clock: Clock) -> MlflowServer:
     holder, noted = _holder(place), place.noted()
     stage, problem = noted.stage, noted.problem
     if holder is None and stage in ("starting", "ready"):
-        stage, problem = "stopped", ""  # The keeper was killed, and no process starts the server again.
+        stage, problem = "stopped", ""  # The keeper was killed, and no other process starts the server again.
     serving = _kept(place, noted, holder) if holder is not None else Serving(place.uri(noted), False, problem)
     pid = noted.server if holder is not None and noted.machine == machine() and noted.server else None
     memory_bytes = 0
@@ -166,7 +168,7 @@ def servers(home: Home) -> list[MlflowServer]:
 
 
 def stop_server(place: ServerFiles) -> bool:
-    """End a server and wait for its end; return True if it ran.
+    """End a server and wait until it has ended; return True if it ran.
 
     Raises AgentUnavailable if the server does not end, or runs on another machine.
     """
@@ -175,14 +177,16 @@ def stop_server(place: ServerFiles) -> bool:
         return False
     noted = place.noted()
     if noted.machine not in ("", machine()):
-        raise AgentUnavailable(f"the MLflow server of this home runs on {noted.host}", hint="end it on that machine")
+        raise AgentUnavailable(
+            f"the MLflow server of this home runs on {noted.host}", hint="end the MLflow server on that machine"
+        )
     if holder and not daemon.end(holder, _END_S):
         raise AgentUnavailable(f"the keeper of the MLflow server (pid {holder}) did not end after it was killed")
     return True
 
 
 def stop_servers(home: Home) -> int:
-    """End all MLflow servers of a home and return how many ran; raises AgentUnavailable if one stays."""
+    """End all MLflow servers of a home and return how many ran; raises AgentUnavailable on failure."""
     return sum(stop_server(place) for place in places(home))
 
 
@@ -191,8 +195,8 @@ def start_keeper(
 ) -> subprocess.Popen[bytes]:
     """Start and return a keeper for existing files; it exits if another keeper has the lock.
 
-    With `owner`, a descriptor (-1: none), the keeper ends when all other copies of it are closed, and not for lack of
-    use. `hosts` lists further host names of the server, separated by commas. Raises OSError.
+    With the descriptor `owner` (-1: none), the keeper ends when all other copies of the descriptor are closed, and not
+    for lack of use. `hosts` lists additional host names of the server, separated by commas. Raises OSError.
     """
     passed = {name: environ[name] for name in PASSED_ON if name in environ}
     child = daemon.start(
@@ -213,7 +217,7 @@ def _kept(place: ServerFiles, noted: ServerRecord, holder: int) -> Serving:
             "MLFLOW_TRACKING_URI to a server that all machines reach"
         )
         return Serving("", False, problem)
-    is_its = noted.keeper == holder  # Otherwise the record is that of an earlier keeper.
+    is_its = noted.keeper == holder  # If the pids differ, an earlier keeper wrote the record.
     if not is_its:
         return Serving(place.uri(noted), False, failures=noted.failures)
     is_restarting = noted.stage == "starting" and bool(noted.problem)
@@ -225,14 +229,14 @@ def _is_too_soon(noted: ServerRecord, python: str, clock: Clock) -> bool:
         return False
     whole_s = pause_s(noted.failures)
     left_s = (noted.retry_wall_ns - clock.wall_ns()) / 1e9
-    # Another interpreter may have what the failed one lacked, so only the shortest pause applies.
+    # Another interpreter may have the module that the failed interpreter lacked, so only the shortest pause applies.
     if python != noted.python:
         left_s -= whole_s - pause_s(1)
-    return 0 < left_s <= whole_s  # Other values mean that the clock was set.
+    return 0 < left_s <= whole_s  # Other values mean that the wall clock has changed.
 
 
 def _holder(place: ServerFiles) -> int | None:
-    """Return the pid of a server's keeper: 0 before it has written its pid, None without a keeper."""
+    """Return the pid of a server's keeper: 0 before the keeper has written its pid, None without a keeper."""
     note = held_note(place.lock)
     if note is None:
         return None
@@ -260,29 +264,29 @@ class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
     stage: Stage = "none"
     port: int = 0
     keeper: int = 0  # pid
-    server: int = 0  # Pid of the server, which leads its session.
-    boot_id: str = ""  # Boot in which these pids are valid.
-    machine: str = ""  # `ambient.machine()` of keeper and server; `host` is its name for people.
+    server: int = 0  # Pid of the server, which is a session leader.
+    boot_id: str = ""  # Boot identifier of the boot in which these pids are valid.
+    machine: str = ""  # `ambient.machine()` of keeper and server; `host` is the printable name.
     host: str = ""
     python: str = ""  # Interpreter whose MLflow is used.
-    served_by: str = ""  # Interpreter whose MLflow last answered.
+    served_by: str = ""  # Interpreter of the MLflow server that last answered.
     version: str = ""  # Version that the server reports.
-    problem: str = ""  # Why the server does not answer.
-    failures: int = 0  # Consecutive failed starts.
+    problem: str = ""  # Reason why the server does not answer.
+    failures: int = 0  # Number of consecutive failed starts.
     retry_wall_ns: int = 0  # Earliest time of the next start.
 
 
 class ServerStore(NamedTuple):
-    """A server's store, as the server's options describe it."""
+    """The store of a server, in the form of the server's options."""
 
-    uri: str  # In MLflow's own form.
-    artifacts: str  # Directory of files sent through the server, and of files that clients write themselves.
-    is_files: bool  # A directory of files, which newer MLflow versions must be configured to accept.
-    is_own: bool  # The home's own store: every file goes through the server.
+    uri: str  # Address of the store in MLflow's own form.
+    artifacts: str  # Directory of files that are sent through the server, and of files that clients write themselves.
+    is_files: bool  # True for a directory of files, which newer MLflow versions must be configured to accept.
+    is_own: bool  # True for the home's own store, whose files all go through the server.
 
 
 class ServerFiles:
-    """The files of one server, in a directory made with the first file; `store` is "" for the home's own."""
+    """The files of one server; the first write creates the directory; `store` is "" for the home's own."""
 
     def __init__(self, directory: Path, store: str = "") -> None:
         self.directory, self.store = directory, store
@@ -303,7 +307,7 @@ class ServerFiles:
         return self.directory / "used"
 
     def make(self) -> None:
-        """Make the directory and record its store; raises OSError."""
+        """Create the directory and record its store; raises OSError."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _read(self.directory / "store") != self.store.encode():
             self._write("store", self.store.encode())
@@ -318,7 +322,7 @@ class ServerFiles:
         self._write("server.json", msgspec.json.encode(noted))
 
     def noted(self) -> ServerRecord:
-        """Return the server's record; a default record if there is no valid one."""
+        """Return the server's record; a default record if no valid record exists."""
         with contextlib.suppress(msgspec.MsgspecError):
             return from_json(_read(self.directory / "server.json"), ServerRecord)
         return ServerRecord()
@@ -328,7 +332,7 @@ class ServerFiles:
         return f"http://{HOST}:{noted.port or next(self.ports(noted))}"
 
     def ports(self, noted: ServerRecord) -> Iterator[int]:
-        """Yield the ports to try in order; the last one is 0, any port."""
+        """Yield the ports to try in order; the last port is 0, which means any port."""
         if noted.port:
             yield noted.port
         start = int.from_bytes(hashlib.sha256(os.fsencode(self.directory.resolve())).digest()[:4])
@@ -364,7 +368,7 @@ class ServerFiles:
 def place_of(home: Home, store: str = "") -> ServerFiles:
     """Return the files of the server of a store.
 
-    A caller's store is ``sqlite:////…``, ``file:///…`` or a directory; "" is the home's own.
+    A caller's store is ``sqlite:////…``, ``file:///…`` or a directory; "" is the home's own store.
     """
     if not store:
         return ServerFiles(home.root / "mlflow" / DEFAULT)
@@ -397,7 +401,7 @@ def local_path(store: str) -> Path | None:
 
 
 def held_port(place: ServerFiles, noted: ServerRecord) -> socket.socket:
-    """Return a bound, non-listening socket for the server's port; raises OSError if none is free.
+    """Return a bound, non-listening socket for the server's port; raises OSError if no port is free.
 
     The kernel gives such a port only to a process that requests it with SO_REUSEADDR. MLflow's server does so and can
     bind beside this socket. No other process gets the port during a restart.
@@ -422,7 +426,7 @@ def _read(path: Path) -> bytes:
 
 
 class StartAttempt(NamedTuple):
-    """Parameters of a failed start for a message: interpreter, store without password, path of the log."""
+    """Parameters of a failed start for its message: interpreter, store without password, log path."""
 
     python: str
     store: str
@@ -438,24 +442,29 @@ _KNOWN: tuple[tuple[str, Callable[[StartAttempt], str]], ...] = (
     (
         "Detected out-of-date database schema",  # MLflow prints this for newer schemas too.
         lambda tried: (
-            f"{tried.store} {OTHER_VERSION}; serve it with that one, or upgrade it, after a "
-            f"backup: {shlex.quote(tried.python)} -m mlflow db upgrade {shlex.quote(tried.store)}"
+            f"{tried.store} {OTHER_VERSION}; serve the store with that version, or back it up and upgrade it: "
+            f"{shlex.quote(tried.python)} -m mlflow db upgrade {shlex.quote(tried.store)}"
         ),
     ),
     (
         "Can't locate revision",
-        lambda tried: f"{tried.store} was written by a newer MLflow than that of {tried.python}; upgrade it there",
+        lambda tried: (
+            f"{tried.store} was written by a newer MLflow than that of {tried.python}; upgrade MLflow "
+            "in that interpreter"
+        ),
     ),
-    ("ddress already in use", lambda tried: "its port was taken by another process while it started"),
+    ("ddress already in use", lambda tried: "another process took the port of the MLflow server during its start"),
     (
         "unable to open database file",
-        lambda tried: f"cannot open {tried.store}: it does not exist, or you may not write to it",
+        lambda tried: f"cannot open {tried.store}: the file does not exist, or you may not write to it",
     ),
     ("attempt to write a readonly database", lambda tried: f"{tried.store} cannot be written to"),
     ("database is locked", lambda tried: f"{tried.store} is locked by another process"),
     (
         "file is not a database",
-        lambda tried: f"{tried.store} {NO_DATABASE}; once that file is moved away a new one is made",
+        lambda tried: (
+            f"{tried.store} {NO_DATABASE}; move the file elsewhere, and the next start creates a new database"
+        ),
     ),
     ("No space left on device", lambda tried: f"no space left for {tried.store}"),
     ("database or disk is full", lambda tried: f"no space left for {tried.store}"),
@@ -465,7 +474,7 @@ _KNOWN: tuple[tuple[str, Callable[[StartAttempt], str]], ...] = (
 def failure_sentence(written: str, ending: str, tried: StartAttempt) -> str:
     """Return why a server did not start, or ended.
 
-    `written` is the end of its output. `ending` is the fallback, such as "exit code 1".
+    `written` is the end of the server's output. `ending` is the fallback, such as "exit code 1".
     """
     for words, say in _KNOWN:
         if words in written:
@@ -478,7 +487,7 @@ def failure_sentence(written: str, ending: str, tried: StartAttempt) -> str:
         return f"{tried.python} has only a part of MLflow ({what}); pip install mlflow"
     errors = _ERROR.findall(written)
     last = errors[-1].strip()[:_LINE_MAX] if errors else ""
-    return f"MLflow's server ended ({ending}){': ' + last if last else ''}; see its log {tried.log}"
+    return f"MLflow's server ended ({ending}){': ' + last if last else ''}; see the log {tried.log}"
 
 
 def without_password(store: str) -> str:

@@ -1,5 +1,5 @@
 """The monitor: one process per home that samples the node and delivers runs to MLflow.
 
-The agent starts it (`start_stop.py`); supervisors and `sgpu top` connect to it (`messages.py`). Start with
-`process.py`: its docstring has the picture and the failure cases.
+The agent starts the monitor (`start_stop.py`); supervisors and `sgpu top` connect to it (`messages.py`). To read the
+code, start with `process.py`: its docstring has an overview and the failure cases.
 """

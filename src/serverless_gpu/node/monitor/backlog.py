@@ -2,13 +2,14 @@
 
     <home>/tracking/<run>.<fence>.<node rank>.json     one attempt; deleted once everything has arrived
 
-The monitor writes the file when an attempt begins. The supervisor writes it if the attempt ended before any monitor
-ran. The delivering monitor locks the file, so that no two monitors deliver the same attempt. The file contains no
-secrets: the caller's credentials stay in memory. A monitor without credentials for a tracker waits for the next run
-that brings them.
+The monitor writes the file when an attempt begins. The supervisor writes the file if the attempt ended before any
+monitor ran. The delivering monitor locks the file, so that no two monitors deliver the same attempt. The file contains
+no secrets: the caller's credentials stay in memory. A monitor without credentials for a tracker waits for the next run
+with those credentials.
 
-Failure cases: On a full or read-only disk, the attempt is tracked while this monitor runs. A file that is incomplete or
-of another version is skipped, and deleted after a week. If there are too many files, the oldest are given up.
+Failure cases: On a full or read-only disk, the attempt is tracked while this monitor runs. The monitor skips a file
+that is incomplete or of another version, and deletes it after a week. If there are too many files, the monitor discards
+the oldest.
 """
 
 from __future__ import annotations
@@ -52,38 +53,38 @@ _SECRET = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACK
 class BacklogAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt with data to deliver."""
 
-    observe: Observe  # Its supervisor's message, without possible secrets.
+    observe: Observe  # The supervisor's message, without variables that may contain secrets.
     origin_ns: int  # Time of the call, in nanoseconds since 1970.
     has_secrets: bool = False  # True if the tracker requires the caller's credentials.
 
 
 class ClaimedAttempt(msgspec.Struct):
-    """A kept attempt that this process delivers."""
+    """An attempt in the backlog that this process delivers."""
 
     path: Path
     fd: int
 
     def drop(self) -> None:
-        """Delete the file, because everything was delivered or never will be."""
+        """Delete the attempt's file, because the delivery is complete or impossible."""
         self.path.unlink(missing_ok=True)
         self.leave()
 
     def leave(self) -> None:
-        """Leave the file to the next monitor."""
+        """Release the attempt's file for the next monitor."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class Backlog:
-    """The undelivered attempts of one home; makes `directory` with the first one."""
+    """The undelivered attempts of one home; the first attempt creates `directory`."""
 
     def __init__(self, directory: Path, clock: Clock) -> None:
         self._directory = directory
         self._clock = clock
 
     def keep(self, observe: Observe, origin_ns: int) -> ClaimedAttempt | None:
-        """Write and lock an attempt's file; None if that fails or another process has it."""
+        """Write and lock an attempt's file; return None if that fails or another process has locked the file."""
         path = self._directory / f"{key_of(observe)}.json"
         try:
             held = hold_kept(path)
@@ -108,7 +109,7 @@ class Backlog:
     ) -> Iterator[tuple[BacklogAttempt, ClaimedAttempt]]:
         """Yield and lock up to `limit` unclaimed attempts that are `ready`, oldest first.
 
-        Attempts in `known` are skipped, because others deliver them or because they wait for credentials.
+        Attempts in `known` are skipped: another recorder delivers them, or they wait for credentials.
         """
         names: list[str] = []  # Names begin with the run's time, so the oldest run is first.
         with contextlib.suppress(OSError):
@@ -117,7 +118,9 @@ class Backlog:
         for name in names[:too_many]:
             (self._directory / name).unlink(missing_ok=True)
         if too_many:
-            print(f"gave up {too_many} attempts: more than {KEPT_MAX} wait for delivery to MLflow", flush=True)
+            print(
+                f"discarded {too_many} attempts: more than {KEPT_MAX} attempts wait for delivery to MLflow", flush=True
+            )
         for name in names[too_many:]:
             if limit <= 0:
                 return
@@ -143,7 +146,7 @@ class Backlog:
             return None
         if Path(kept.observe.directory).is_dir():
             return kept
-        held.path.unlink(missing_ok=True)  # The attempt's directory was deleted, so nothing can be sent.
+        held.path.unlink(missing_ok=True)  # The attempt's directory was deleted, so the monitor has no data to send.
         return None
 
 
@@ -177,7 +180,7 @@ def _public(observe: Observe) -> Observe:
 
 
 def hold_kept(path: Path) -> ClaimedAttempt | None:
-    """Lock a file; return None if it is missing or another process has it. Raises OSError."""
+    """Lock an attempt's file; return None if it is missing or already locked. Raises OSError."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -187,7 +190,7 @@ def hold_kept(path: Path) -> ClaimedAttempt | None:
     except BlockingIOError:
         os.close(fd)
         return None
-    if not os.path.exists(path):  # Its previous holder has just delivered everything.
+    if not os.path.exists(path):  # The previous holder of the file has just delivered everything.
         os.close(fd)
         return None
     return ClaimedAttempt(path, fd)

@@ -9,8 +9,8 @@ The file contains no credentials, because ranks already have the caller's `MLFLO
 "pending", the monitor touches the file every few seconds, so that ranks see a running delivery. "away" means that
 MLflow does not answer now, and ranks need not wait. While the home's own server starts, the state is "pending".
 
-Failure cases: If the file cannot be written, ranks that started with the variables have them, and the others do
-without. If the thread fails because of a bug, the monitor logs it and stops tracking the attempt; everything else
+Failure cases: If the file cannot be written, only ranks that started with the variables have them. If the thread fails
+because of a bug, the monitor logs the exception and stops tracking the attempt. All other work of the monitor
 continues.
 """
 
@@ -41,7 +41,7 @@ from serverless_gpu.tracking.mlflow import MlflowTracker
 
 _NOTE_BYTES_MAX = 64 << 10
 _STARTING = "the home's MLflow server is starting"
-_TRIED = "the home's MLflow server could not start and is being tried again; run `sgpu status` to see why"
+_TRIED = "the home's MLflow server could not start, and its keeper tries again; run `sgpu status` to see why"
 _AGAIN = "the home's MLflow server ended unexpectedly and is starting again"
 
 
@@ -49,17 +49,17 @@ class TrackingNote(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of `tracking.json`."""
 
     state: Literal["pending", "away", "ready", "failed"] = "pending"
-    environ: dict[str, str] = {}  # Variables with which an MLflow in a rank finds the run.
+    environ: dict[str, str] = {}  # Variables with which MLflow in a rank finds the run.
     run_id: str = ""
     url: str = ""
-    sentence: str = ""  # why the run is not known, or ""
+    sentence: str = ""  # Reason why the MLflow run is unknown, or "".
 
 
 class AttemptDelivery:
     """The delivery of one attempt.
 
     `environ` contains the caller's variables that configure MLflow, including credentials. The thread calls `wake`
-    after news.
+    after it has queued news.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class AttemptDelivery:
         wake: Callable[[], None],
     ) -> None:
         observe = self._observe = kept.observe
-        self.status: messages.TrackedNote | messages.Untracked | None = None  # None while unknown.
+        self.status: messages.TrackedNote | messages.Untracked | None = None  # None until the tracker has answered.
         self.held = held  # The attempt's file in the backlog, if any.
         self._answer: messages.TrackedNote | messages.Untracked | None = None
         self._environ = environ
@@ -99,12 +99,12 @@ class AttemptDelivery:
 
     @property
     def is_done(self) -> bool:
-        """Return True if this process sends nothing more."""
+        """Return True if this process has no more data to send."""
         return not self._thread.is_alive()
 
     @property
     def over(self) -> str:
-        """Return why no process has anything left to send, or ""."""
+        """Return why no process has data left to send, or ""."""
         return self._delivery.over
 
     def start(self) -> None:
@@ -117,19 +117,19 @@ class AttemptDelivery:
         self._thread.start()
 
     def ending(self, state: State, reason: Reason, sentence: str) -> None:
-        """Report that the attempt has ended and its logs and failures are on disk."""
+        """Inform the delivery that the attempt has ended and its logs and failures are on disk."""
         self._delivery.ending(state, reason, sentence)
 
     def settled(self) -> None:
-        """Report that the receipt is on disk too, or never will be."""
+        """Inform the delivery that the receipt is on disk too, or never will be."""
         self._delivery.settled()
 
     def stop(self) -> None:
-        """Stop the thread soon; this or another process may continue later."""
+        """Stop the thread soon; any monitor may continue the delivery later."""
         self._delivery.stop()
 
     def take_answer(self) -> messages.TrackedNote | messages.Untracked | None:
-        """Return the tracker's last answer or failure, once."""
+        """Return the tracker's latest answer or failure, and forget it."""
         answer, self._answer = self._answer, None
         return answer
 
@@ -138,13 +138,13 @@ class AttemptDelivery:
         self._delivery.wake()
 
     def tend(self) -> None:
-        """Show ranks that the delivery runs; retry at once after the home's server has started."""
+        """Show ranks that the delivery is running; retry at once after the home's server has started."""
         if isinstance(self.status, messages.TrackedNote) or self.is_done:
             return
         with contextlib.suppress(OSError):
             os.utime(self._path)
         with contextlib.suppress(OSError):
-            os.unlink(self._asked)  # A rank has seen that MLflow answers.
+            os.unlink(self._asked)  # A rank created this file because MLflow answers.
             self._delivery.wake()
         tracker = self._observe.spec.tracker
         if isinstance(self.status, messages.Untracked) and tracker is not None and not tracker.uri:
@@ -153,12 +153,12 @@ class AttemptDelivery:
                 self._delivery.wake()
 
     def news(self) -> Iterator[messages.MonitorMessage]:
-        """Yield each new message once."""
+        """Yield and remove each queued message."""
         with contextlib.suppress(queue.Empty):
             while True:
                 yield self._news.get_nowait()
 
-    # --- the delivery's thread -----------------------------------------------------------------------------------
+    # --- delivery thread -----------------------------------------------------------------------------------------
 
     def tracked(self, tracked: TrackerRun) -> None:
         """Record the MLflow run of the attempt."""
@@ -175,7 +175,7 @@ class AttemptDelivery:
         self._tell(messages.Untracked(sentence=sentence, final=final, is_starting=is_starting))
 
     def said(self, sentence: str, *, note: bool) -> None:
-        """Pass on a message for the user."""
+        """Queue a message for the user."""
         self._tell(messages.UserSentence(sentence=sentence, note=note))
 
     def _run(self) -> None:
@@ -183,7 +183,7 @@ class AttemptDelivery:
             self._delivery.run()
         except Exception:  # noqa: BLE001 - one attempt's delivery must not end those of the others
             traceback.print_exc()
-            self._delivery.abandon("failed")  # Otherwise it would fail again for ever.
+            self._delivery.abandon("failed")  # Without this call, the delivery would fail again and again.
             self.untracked("the delivery to MLflow failed; see the node's monitor.log", final=True)
         self._wake()
 
@@ -193,7 +193,7 @@ class AttemptDelivery:
         self._news.put(message)
         self._wake()
 
-    # --- where to ------------------------------------------------------------------------------------------------
+    # --- tracker address -----------------------------------------------------------------------------------------
 
     def _tracker(self) -> MlflowTracker:
         tracking = self._observe.spec.tracker
@@ -221,7 +221,7 @@ def address_of(home: Home, observe: messages.Observe, environ: Mapping[str, str]
     store = observe.spec.tracker.store if observe.spec.tracker is not None else ""
     serving = ensure_server(home, observe.python, store, environ=environ)
     if not serving.ready:
-        # Ranks do not wait for a server that could not start before, although its keeper tries again.
+        # Ranks do not wait for a server that failed to start before, although the server's keeper tries again.
         starting = _TRIED if serving.failures else _STARTING
         raise TrackerAway(_AGAIN if serving.is_restarting else serving.problem or starting)
     return serving.uri

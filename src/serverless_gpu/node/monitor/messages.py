@@ -1,13 +1,13 @@
 """Messages to and from the monitor, one JSON object per packet (`inside/channel.py`).
 
-    supervisor ──Observe, Ranks, EndingNote, Settled──▶ monitor      end of file: the attempt is over
+    supervisor ──Observe, Ranks, EndingNote, Settled──▶ monitor      end of file: the attempt has ended
     supervisor ◀──TrackedNote, Untracked, AttemptSample, UserSentence─── monitor
     agent ──────Prepare──▶ monitor                               prepares for a likely run
     top ────────WatchNode──▶ monitor ──NodeFrame──▶ top              while it runs
     `sgpu stop` ──RetireMonitor──▶ monitor                        exits, or answers why not yet
 
 Every supervisor, agent and `sgpu top` has its own connection to the socket `monitor-<PROTOCOL>-<version>.sock`. `Peer`
-queues messages, up to a bound, while the other side does not read. Only two steps wait for the monitor: the start of
+queues messages, up to a bound, while the peer process does not read. Only two steps wait for the monitor: the start of
 programs, and for 200 ms the receipt of a very short run.
 """
 
@@ -46,7 +46,7 @@ _REACHING = frozenset(
 
 
 class MonitorMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Base of all messages."""
+    """Base of all monitor messages."""
 
 
 class Prepare(MonitorMessage, frozen=True, kw_only=True, tag="prepare"):
@@ -54,7 +54,7 @@ class Prepare(MonitorMessage, frozen=True, kw_only=True, tag="prepare"):
 
     tracker: Tracking
     python: str  # The caller's interpreter, whose MLflow serves the home's store.
-    environ: dict[str, str]  # As in `Observe`.
+    environ: dict[str, str]  # The caller's MLflow variables, as in `Observe`.
 
 
 class Observe(MonitorMessage, frozen=True, kw_only=True, tag="observe"):
@@ -65,24 +65,24 @@ class Observe(MonitorMessage, frozen=True, kw_only=True, tag="observe"):
     directory: str
     spec: RunSpec
     world_size: int
-    node_rank: int = 0  # number of this node in the gang
+    node_rank: int = 0  # Number of this node in the gang.
     num_nodes: int = 1
     python: str
-    environ: dict[str, str]  # The caller's ``MLFLOW_…`` variables, and those for proxies and certificates.
+    environ: dict[str, str]  # The caller's ``MLFLOW_…`` variables, and variables for proxies and certificates.
     environment: str = ""  # Description of the ranks' environment.
-    called_ns: int  # Boottime from which the steps of system metrics count seconds.
+    called_ns: int  # Boottime that is step 0 of the system metrics; steps are seconds.
 
 
 class Ranks(MonitorMessage, frozen=True, kw_only=True, tag="ranks"):
-    """Report that ranks run: devices in order of local rank, processes by global rank."""
+    """Report that ranks run, with devices by local rank and processes by global rank."""
 
     devices: tuple[Device, ...]
     pids: dict[int, int]
-    cgroup: str = ""  # directory of the attempt's cgroup, or ""
+    cgroup: str = ""  # Directory of the attempt's cgroup, or "".
 
 
 class EndingNote(MonitorMessage, frozen=True, kw_only=True, tag="ending"):
-    """Report that no rank runs any more; `stopped.json`, logs and failures are in the attempt's directory."""
+    """Report that all ranks have ended; `stopped.json`, logs and failures are in the attempt's directory."""
 
     state: State
     reason: Reason
@@ -90,15 +90,15 @@ class EndingNote(MonitorMessage, frozen=True, kw_only=True, tag="ending"):
 
 
 class Settled(MonitorMessage, frozen=True, kw_only=True, tag="settled"):
-    """Report that `receipt.json` is written; the last message."""
+    """Report that `receipt.json` is written; the supervisor's last message."""
 
 
 class TrackedNote(MonitorMessage, frozen=True, kw_only=True, tag="tracked"):
-    """Report that the run is tracked."""
+    """Report that MLflow has a run for the attempt."""
 
     run_id: str  # MLflow's
     url: str
-    environ: dict[str, str]  # Variables with which an MLflow in a rank finds the run.
+    environ: dict[str, str]  # Variables with which MLflow in a rank finds the run.
 
 
 class Untracked(MonitorMessage, frozen=True, kw_only=True, tag="untracked"):
@@ -112,12 +112,12 @@ class Untracked(MonitorMessage, frozen=True, kw_only=True, tag="untracked"):
 class AttemptSample(MonitorMessage, frozen=True, kw_only=True, tag="seen"):
     """Telemetry of the attempt so far; sent after every sample."""
 
-    uses: tuple[DeviceUse, ...]  # Use of its devices, from its first to its last sample.
-    busy: bool  # True if a device, or on CPU slots a rank, was busy since the last sample.
+    uses: tuple[DeviceUse, ...]  # Use of the attempt's devices, from the first to the latest sample.
+    busy: bool  # True if a device (or, on CPU slots, a rank) was busy since the previous sample.
 
 
 class UserSentence(MonitorMessage, frozen=True, kw_only=True, tag="said"):
-    """Message for attached clients and, with `note`, for the receipt."""
+    """Message for attached clients; with `note`, the receipt contains it too."""
 
     sentence: str
     note: bool = False
@@ -130,11 +130,11 @@ class WatchNode(MonitorMessage, frozen=True, kw_only=True, tag="watch"):
 
 
 class RetireMonitor(MonitorMessage, frozen=True, kw_only=True, tag="retire"):
-    """Request to exit after the last attempt; the answer is a `UserSentence` while one runs."""
+    """Request to exit after the last attempt; the monitor answers `UserSentence` if an attempt runs."""
 
 
 class WatchedAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt in a frame; `devices` by uuid, `pids` by global rank."""
+    """One attempt in a frame, with `devices` by uuid and `pids` by global rank."""
 
     run_id: str
     fence: int
@@ -142,12 +142,12 @@ class WatchedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     devices: tuple[str, ...]
     pids: dict[int, int]
-    began_ns: int  # Start of its ranks in nanoseconds since 1970; 0 before.
-    tracked: str = ""  # Link for people, or "".
+    began_ns: int  # Start of the attempt's ranks in nanoseconds since 1970; 0 before the start.
+    tracked: str = ""  # Printable link to the run in MLflow, or "".
 
 
 class NodeFrame(MonitorMessage, frozen=True, kw_only=True, tag="frame"):
-    """State of the node: `sample` has all devices and all attempts' ranks, in the order of `attempts`."""
+    """State of the node: `sample` has all devices and all ranks, in the order of `attempts`."""
 
     devices: tuple[Device, ...]
     sample: Sample
@@ -187,15 +187,15 @@ def monitor_socket(sockets: Path) -> Path:
 
 
 def send(channel: Channel, message: MonitorMessage) -> None:
-    """Send a message; raises OSError if the peer has closed, BlockingIOError if it does not read."""
+    """Send a message; raises OSError if the peer has closed, BlockingIOError if the peer does not read."""
     channel.send(_encoder.encode(message), ())
 
 
 def receive(channel: Channel) -> AnyMonitorMessage | None:
     """Return the next message, or None at end of file.
 
-    Raises MsgspecError for another protocol, OSError for a broken connection, and BlockingIOError if no message is
-    there.
+    Raises MsgspecError for another protocol, OSError for a broken connection, and BlockingIOError without a pending
+    message.
     """
     received = channel.receive()
     if received is None:
@@ -206,7 +206,7 @@ def receive(channel: Channel) -> AnyMonitorMessage | None:
 
 
 class Peer:
-    """The connection to a supervisor, an agent or `sgpu top`; makes its channel non-blocking."""
+    """The connection to a supervisor, an agent or `sgpu top`; it makes its channel non-blocking."""
 
     def __init__(self, channel: Channel) -> None:
         channel.sock.setblocking(False)
@@ -222,7 +222,7 @@ class Peer:
     def send(self, message: MonitorMessage, *, passing: bool = False) -> None:
         """Send or queue a message; raises OSError if the peer has closed.
 
-        A `passing` message is dropped while another one is queued.
+        A `passing` message is dropped while another message is queued.
         """
         if passing and self._pending:
             return
@@ -230,7 +230,7 @@ class Peer:
         self.flush(keep=not passing)
 
     def flush(self, *, keep: bool = True) -> None:
-        """Send queued messages while the peer reads; without `keep`, drop the unsent one. Raises OSError."""
+        """Send queued messages while the peer reads; without `keep`, drop the unsent messages. Raises OSError."""
         while self._pending:
             try:
                 send(self.channel, self._pending[0])

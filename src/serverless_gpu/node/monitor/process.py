@@ -5,34 +5,34 @@
                                          │ MlflowDeliveries                    │ ──▶ AttemptDelivery (a thread each)
                                          └─────────────────────────────────────┘                 ─▶ MLflow
 
-One detached process per home. The agent starts it on demand and connects to it, which also shows its end. The monitor
-decides nothing about a run, and only the start of programs waits for it.
+One detached process per home. The agent starts the monitor on demand and connects to it. The connection also shows the
+monitor's end. The monitor decides nothing about a run, and only the start of programs waits for it.
 
     Observe ─▶ Backlog.keep ─▶ AttemptDelivery ─▶ delivered, refused, given up ─▶ ClaimedAttempt.drop
     every 15 s, with free threads: Backlog.take ─▶ Recorder without a supervisor ─▶ AttemptDelivery ─▶ …
 
 The monitor runs one thread per running attempt, and at most 32 for attempts that have ended. If MLflow is unreachable
-for hours, other attempts wait on disk (`backlog.py`). Credentials are in memory only, by tracker, as runs bring them.
-An attempt that needs missing credentials waits.
+for hours, the other attempts wait on disk (`backlog.py`). The monitor stores credentials in memory only, by tracker, as
+runs send them. An attempt waits until the monitor has the credentials for its tracker.
 
 Failure cases:
 
-If the monitor is killed, runs continue. The agent starts another one, supervisors connect to it and send their messages
-again. The backlog on disk contains the undelivered data.
+If the monitor is killed, runs continue. The agent starts another monitor. Supervisors connect to the new monitor and
+send their messages again. The backlog on disk contains the undelivered data.
 
-If MLflow refuses, hangs or fails, its threads wait and samples stay on disk until it answers.
+If MLflow refuses, hangs or fails, the delivery threads wait and samples stay on disk until MLflow answers.
 
-If two monitors start at once, only one gets the lock and the other one exits.
+If two monitors start at once, only one gets the lock and the second monitor exits.
 
 If a driver hangs, its samples stop (`sampler.py`), but the monitor still reads messages.
 
-If a peer does not read, the monitor drops passing messages and queues the others, up to a bound.
+If a peer does not read, the monitor drops passing messages and queues other messages, up to a bound.
 
 If the home or its socket is deleted, the monitor exits.
 
 An idle monitor exits a few seconds after the last connection, once everything has been delivered to MLflow.
 
-After `sgpu stop`, undelivered writes get three seconds; the next monitor delivers the rest.
+After `sgpu stop`, undelivered writes get three seconds; the next monitor delivers the remaining data.
 """
 
 from __future__ import annotations
@@ -72,18 +72,18 @@ ENDED_MAX = 32
 IDLE_S = 5.0
 GRACE_S = 3.0
 _EVERY_NS = 10**9
-_FIRST_NS = _EVERY_NS // 4  # Ranks that just started need the cores.
+_FIRST_NS = _EVERY_NS // 4  # Delay of the first sample, because ranks that just started need the CPU cores.
 _LOOK_NS = 15 * 10**9
 _SECRETS_MAX = 64
 _TURN_S = 5.0
-_LOOK_S = 0.25  # Interval while deliveries are in progress.
+_LOOK_S = 0.25  # Seconds between two checks while deliveries are in progress.
 _BREATH_S = 0.05
 
 
 def main(home: str, sockets: str, ready_fd: int) -> NoReturn:
-    """Run the monitor until it is idle; `ready_fd` is closed once any monitor accepts connections."""
+    """Run the monitor until it is idle; it closes `ready_fd` once any monitor accepts connections."""
     if os.fork():
-        os._exit(0)  # The process is reparented, because its starter may exit first and need not reap it.
+        os._exit(0)  # The process is reparented, because its starter may exit first and need not reap the process.
     linux.set_name("sgpu-monitor")
     linux.be_ordinary()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -94,15 +94,15 @@ def main(home: str, sockets: str, ready_fd: int) -> NoReturn:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))
     monitor = Monitor(Home(Path(home)), path, SystemClock())
     os.close(ready_fd)
-    # Prepared early, because the first run may be over soon.
+    # A thread prepares the delivery code early, because the first run may end soon.
     threading.Thread(target=make_ready, name="make ready", daemon=True).start()
     monitor.serve()
     sys.stdout.flush()
-    os._exit(0)  # Threads that wait for a driver need no join.
+    os._exit(0)  # Threads that wait for a driver are not joined.
 
 
 class Monitor:
-    """The monitor's event loop; listens at `path`."""
+    """The monitor's event loop; listens on the socket at `path`."""
 
     def __init__(self, home: Home, path: Path, clock: Clock) -> None:
         self._home = home
@@ -185,7 +185,9 @@ class Monitor:
                 self._retiring_ns = self._clock.boottime_ns()
                 if self._is_observing():
                     with contextlib.suppress(OSError):
-                        peer.send(messages.UserSentence(sentence="the monitor ends after the last running attempt"))
+                        peer.send(
+                            messages.UserSentence(sentence="the monitor exits after the last running attempt has ended")
+                        )
             case messages.Ranks() | messages.EndingNote() | messages.Settled() if peer in self._of_peer:
                 if not self._is_needed():
                     self._due_ns = self._clock.boottime_ns() + _FIRST_NS
@@ -212,11 +214,11 @@ class Monitor:
         self._of_peer[peer] = recorder
         recorder.join(peer)
 
-    # --- every turn ----------------------------------------------------------------------------------------------
+    # --- event loop tasks ----------------------------------------------------------------------------------------
 
     def _tend(self) -> None:
         for peer in [peer for peer in self._peers.values() if peer.behind]:
-            with contextlib.suppress(OSError):  # The closed connection is read next.
+            with contextlib.suppress(OSError):  # The loop reads the closed connection next.
                 peer.flush()
         sample = self._sampler.take()
         if sample is not None:
@@ -262,7 +264,7 @@ class Monitor:
             with contextlib.suppress(OSError):
                 peer.send(frame, passing=True)
 
-    # --- small things --------------------------------------------------------------------------------------------
+    # --- helpers -------------------------------------------------------------------------------------------------
 
     def _is_observing(self) -> bool:
         return any(recorder.is_observed for recorder in self._recorders.values())
@@ -284,7 +286,7 @@ class Monitor:
 
 
 class MlflowDeliveries:
-    """Running and waiting deliveries."""
+    """The running deliveries and the attempts that wait for a delivery."""
 
     def __init__(self, home: Home, clock: Clock, wake: Callable[[], None]) -> None:
         self._home = home
@@ -293,11 +295,11 @@ class MlflowDeliveries:
         self._backlog = Backlog(home.tracking, clock)
         self._away: dict[str, messages.Untracked] = {}
         self._secrets: dict[str, Mapping[str, str]] = {}
-        self._waiting: dict[str, str] = {}  # By attempt, the tracker whose credentials it waits for.
+        self._waiting: dict[str, str] = {}  # attempt → tracker whose credentials the attempt waits for
         self._looked_ns: int | None = None
 
     def prepare(self, message: messages.Prepare) -> None:
-        """Start the home's MLflow server if a run is going to need it."""
+        """Start the home's MLflow server if the next run will need it."""
         if not message.tracker.uri:
             ensure_server(self._home, message.python, message.tracker.store, environ=message.environ)
         self._remember(message.tracker.uri, message.environ)
@@ -311,7 +313,8 @@ class MlflowDeliveries:
         kept = BacklogAttempt(observe=observe, origin_ns=recorder.origin_ns)
         held = self._backlog.keep(observe, recorder.origin_ns)
         delivery = recorder.delivery = AttemptDelivery(self._home, kept, observe.environ, held, self._wake)
-        # With a known answer, ranks need not wait for the tracker. Their file shows it after the next try.
+        # If the tracker's state is known, ranks need not wait for the tracker. Their file shows the state after the
+        # next try.
         delivery.status = self._away.get(delivery.target)
         delivery.start()
 
@@ -346,7 +349,7 @@ class MlflowDeliveries:
             yield recorder
 
     def _is_ready(self, kept: BacklogAttempt) -> bool:
-        """Return True if an attempt can be delivered; one without its credentials waits."""
+        """Return True if an attempt can be delivered; an attempt without its credentials waits."""
         key, target = key_of(kept.observe), target_of(kept.observe)
         self._waiting.pop(key, None)
         if kept.has_secrets and target not in self._secrets:
@@ -357,7 +360,7 @@ class MlflowDeliveries:
         return not is_live(Path(kept.observe.directory))
 
     def _note(self, delivery: AttemptDelivery) -> bool:
-        """Record if a tracker answers; return True if it answers again after a failure."""
+        """Record whether a tracker answers; return True if the tracker answers again after a failure."""
         match delivery.take_answer():
             case messages.TrackedNote():
                 return self._away.pop(delivery.target, None) is not None
@@ -368,7 +371,7 @@ class MlflowDeliveries:
         return False
 
     def _recover(self, target: str, recorders: Mapping[str, Recorder]) -> None:
-        """Continue all deliveries that wait for a tracker, which answers again."""
+        """Continue all deliveries that wait for a tracker that answers again."""
         self._looked_ns = None
         for recorder in recorders.values():
             if recorder.delivery is not None and recorder.delivery.target == target:

@@ -1,6 +1,6 @@
 """Records one attempt in the monitor: samples go to its telemetry file, sums to its supervisor.
 
-    Observe ─▶ known │ Ranks ─▶ sampled, once a second │ EndingNote ─▶ no more samples │ Settled, end of file ─▶ over
+    Observe ─▶ known │ Ranks ─▶ sampled, once a second │ EndingNote ─▶ no more samples │ Settled, end of file ─▶ end
        │                    └─ with the latest metrics of its Ray cluster, if any (`RayFile`)
        └─▶ AttemptDelivery (`delivery.py`), if it is tracked; its messages go to the supervisor too
 
@@ -10,15 +10,16 @@ The interval between rows grows with the duration of a run.
 
 Failure cases:
 
-If the supervisor's connection ends without `Settled`, the recorder reads the attempt's files until they show its end.
+If the supervisor's connection ends without `Settled`, the recorder reads the attempt's files until they show that the
+attempt has ended.
 
 On a full disk the row is lost and counted. The recorder reports the loss once and tries the next row.
 
-If the run's directory is deleted, nothing more is written.
+If the run's directory is deleted, the recorder writes no more rows.
 
-If a writer was killed in the middle of a line, the next writer ends the line, and readers skip it.
+If a writer was killed while it wrote a line, the next writer ends the line, and readers skip it.
 
-If the wall clock was set back, a row is due at once.
+If the wall clock moves back, the recorder writes a row at once.
 """
 
 from __future__ import annotations
@@ -58,15 +59,15 @@ _LOST_NS = 10 * 10**9
 
 
 class Recorder:
-    """One attempt; `origin_ns` is the time of the call, in nanoseconds since 1970."""
+    """The record of one attempt; `origin_ns` is the time of the call, in nanoseconds since 1970."""
 
     def __init__(self, observe: messages.Observe, origin_ns: int, clock: Clock) -> None:
         self.observe = observe
         self.origin_ns = origin_ns
-        self.peer: Peer | None = None  # The attempt's supervisor; None after it disconnected.
-        self.delivery: AttemptDelivery | None = None  # None if it is not tracked.
+        self.peer: Peer | None = None  # Connection to the attempt's supervisor; None after it disconnected.
+        self.delivery: AttemptDelivery | None = None  # None if the attempt is not tracked.
         self.state = State.QUEUED
-        self.ranks: messages.Ranks | None = None  # Its processes and devices; None before they run.
+        self.ranks: messages.Ranks | None = None  # Processes and devices of the attempt; None before they run.
         self._clock = clock
         self._began_ns = 0
         self._lost_ns = clock.boottime_ns()
@@ -87,12 +88,12 @@ class Recorder:
 
     @property
     def is_observed(self) -> bool:
-        """Return True while its supervisor may send more messages."""
+        """Return True while the attempt's supervisor may send more messages."""
         return self.peer is not None and not self._has_settled
 
     @property
     def is_sampled(self) -> bool:
-        """Return True while its ranks run."""
+        """Return True while the attempt's ranks run."""
         return self.ranks is not None and self.is_observed and not self._has_ended
 
     @property
@@ -102,10 +103,10 @@ class Recorder:
             return False
         return self.delivery is None or (self.delivery.is_done and self.delivery.held is None)
 
-    # --- what its supervisor says --------------------------------------------------------------------------------
+    # --- supervisor messages -------------------------------------------------------------------------------------
 
     def join(self, peer: Peer) -> None:
-        """Use a connection as its supervisor's; after a reconnect, the supervisor sends everything again."""
+        """Use a connection as the supervisor's; after a reconnect, the supervisor sends all messages again."""
         self.peer = peer
         if self.delivery is None:
             self.send(messages.Untracked(sentence="", final=True))
@@ -113,7 +114,7 @@ class Recorder:
             self.send(self.delivery.status)
 
     def receive(self, message: messages.AnyMonitorMessage) -> None:
-        """Process a message of its supervisor."""
+        """Process a message of the attempt's supervisor."""
         match message:
             case messages.Ranks():
                 self._begin(message)
@@ -125,21 +126,21 @@ class Recorder:
                 pass
 
     def lose(self) -> None:
-        """Handle the end of its supervisor's connection."""
+        """Handle the end of the supervisor's connection."""
         self.peer = None
         self._lost_ns = self._clock.boottime_ns()
         self._close()
 
     def send(self, message: messages.MonitorMessage, *, passing: bool = False) -> None:
-        """Send a message to its supervisor, if connected."""
+        """Send a message to the attempt's supervisor, if connected."""
         if self.peer is not None:
-            with contextlib.suppress(OSError):  # The end of file that follows shows the same.
+            with contextlib.suppress(OSError):  # The event loop then reads end of file and handles the lost connection.
                 self.peer.send(message, passing=passing)
 
-    # --- what its delivery says, and its files -------------------------------------------------------------------
+    # --- delivery messages and files -----------------------------------------------------------------------------
 
     def tend(self) -> None:
-        """Pass on news of its tracking; without a supervisor, read its files."""
+        """Forward messages of the delivery to the supervisor; without a supervisor, read the attempt's files."""
         if self.delivery is None:
             return
         for message in self.delivery.news():
@@ -149,14 +150,14 @@ class Recorder:
             self._follow()
 
     def _follow(self) -> None:
-        """Read the attempt's ending from its files once no process controls it."""
+        """Read the attempt's final state from its files once no process controls the attempt."""
         if is_live(self.directory):
-            return  # Its supervisor will connect again.
+            return  # The attempt's supervisor will connect again.
         stopped = read_ending(self.directory)
         if stopped is not None:
             self._end(stopped.state, stopped.reason, "")
         elif self._clock.boottime_ns() - self._lost_ns < _LOST_NS:
-            return  # The agent is about to write the ending.
+            return  # The agent will soon write the final state.
         else:
             reason = Reason.SUPERVISOR_KILLED
             self._end(MEANINGS[reason].state, reason, MEANINGS[reason].sentence)
@@ -192,7 +193,7 @@ class Recorder:
         self._recording.describe(header)
 
     def record(self, node: NodeSample) -> None:
-        """Keep the attempt's part of a node sample, and send the sums to its supervisor."""
+        """Record the attempt's part of a node sample, and send the sums to its supervisor."""
         recording = self._recording
         if recording is None or not self.is_sampled:
             return
@@ -212,7 +213,7 @@ class Recorder:
                 self._send_once(f"the state of the GPUs is unknown: {problem}")
 
     def used_by(self) -> dict[str, tuple[str, int]]:
-        """Return attempt and rank per device: one device per rank, or all devices for a single process."""
+        """Return attempt and rank for each device: one device per rank, or all devices for a single process."""
         ranks = sorted(self.ranks.pids) if self.ranks is not None else []
         if len(ranks) == 1:
             ranks *= len(self.devices)
@@ -220,11 +221,11 @@ class Recorder:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Return its devices in the order of its ranks."""
+        """Return the attempt's devices in the order of its ranks."""
         return self.ranks.devices if self.ranks is not None else ()
 
     def watched(self) -> messages.WatchedAttempt:
-        """Return the attempt in the form that a frame shows."""
+        """Return the attempt in the form that frames use."""
         status = self.delivery.status if self.delivery is not None else None
         return messages.WatchedAttempt(
             run_id=self.observe.run_id,
@@ -260,8 +261,8 @@ def sample_of(node: NodeSample, devices: tuple[Device, ...], *keys: str) -> Samp
 class RayFile:
     """Reads the metrics of a Ray cluster on this node, written by `inside/raycluster/metrics.py`.
 
-    The file is opened again only after a new write. There are no metrics without a file, or if the file is old because
-    Ray hangs or has ended. Files of another kind are ignored (a pipe, a directory, a gigabyte).
+    The reader opens the file again only after a new write. The result is empty without a file, or if the file is old
+    because Ray hangs or has ended. The reader ignores unexpected files (a pipe, a directory, a gigabyte).
     """
 
     def __init__(self, directory: Path, node_rank: int) -> None:
@@ -275,7 +276,7 @@ class RayFile:
             found = os.stat(self._path)
             seen = (found.st_ino, found.st_mtime_ns)
             if seen != self._seen:
-                # A pipe is empty and does not block. One byte above the limit shows that the file is too large.
+                # Opening or reading a pipe must not block. One byte above the limit shows that the file is too large.
                 fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
                 try:
                     self._data = os.read(fd, RAY_BYTES_MAX + 1)

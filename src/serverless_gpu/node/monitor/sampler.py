@@ -7,12 +7,12 @@
     NvmlSampler ─────┤      └─ waits at most 50 ms for its thread's reading, else uses the previous one
     fake_gpus.json ──┘
 
-One sample serves all attempts. Only one request is active at a time, and further requests are dropped until it is
-answered. A call for PCIe throughput measures for 20 ms, so each sample measures only two GPUs, in turn.
+One sample serves all attempts. Only one request is active at a time, and further requests are dropped until the thread
+has answered. A call for PCIe throughput measures for 20 ms, so each sample measures only two GPUs, in turn.
 
 No failure raises an exception:
 
-A figure that cannot be read is None. `NodeSample.problems` has the reason, so that it is reported once.
+A figure that cannot be read is None. `NodeSample.problems` has the reason, so that the receiver reports it once.
 
 A failed sample is left out, and a repeated failure is logged once.
 
@@ -21,7 +21,8 @@ list of GPUs (`sgpu top`) waits for the driver.
 
 If a GPU fell off the bus or the binding fails otherwise, the sample is empty, and the problem names the GPU.
 
-A process that ends during the sample does not count. Its parent has its CPU time by then, if the parent waited for it.
+A process that ends during the sample does not count. If its parent has waited for it, the parent's CPU time includes
+it.
 
 Shared memory is counted in each process, as in any process list.
 """
@@ -63,28 +64,29 @@ _FAKE_STATE_BYTES_MAX = 1 << 20
 _ALL_LINKS = 0xFFFFFFFF
 _KIB = 1024
 
-# NVML's own numbers, from nvml.h.
+# Constants of NVML, from nvml.h.
 TEMPERATURE_GPU = 0
 CLOCK_SM, CLOCK_MEMORY = 1, 2
 PCIE_TRANSMIT, PCIE_RECEIVE = 0, 1
 UNCORRECTED, SINCE_DRIVER_LOADED = 1, 0
-NVLINK_TRANSMIT, NVLINK_RECEIVE = 138, 139  # Fields in KiB over all links.
+NVLINK_TRANSMIT, NVLINK_RECEIVE = 138, 139  # NVML fields in KiB, summed over all links.
 
 RankKey = tuple[str, int]
-"""An attempt and one of its global ranks."""
+"""Key of a rank: an attempt and a global rank."""
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Devices and ranks to sample."""
 
-    devices: tuple[Device, ...] = ()  # Devices of all attempts, each once.
-    ranks: Mapping[str, Mapping[int, int]] = {}  # Pids by global rank, by key of the attempt.
-    used_by: Mapping[str, tuple[str, int]] = {}  # Attempt and global rank by device.
-    fakes: str | None = None  # Devices declared by `sgpu top` instead of the node's own; None while it does not run.
+    devices: tuple[Device, ...] = ()  # Devices of all attempts, without duplicates.
+    ranks: Mapping[str, Mapping[int, int]] = {}  # Pids by global rank, for each attempt key.
+    used_by: Mapping[str, tuple[str, int]] = {}  # Attempt key and global rank, by device uuid.
+    # Devices that `sgpu top` declares instead of the node's own devices; None while `sgpu top` does not run.
+    fakes: str | None = None
 
 
 class NodeSample(msgspec.Struct, frozen=True, kw_only=True):
-    """The node at one time: devices by uuid, ranks by attempt."""
+    """State of the node at one time: devices by uuid, ranks by attempt."""
 
     at_ns: int  # Nanoseconds since 1970.
     devices: tuple[Device, ...]
@@ -103,7 +105,7 @@ class NodeReader(Protocol):
 
 
 class SamplerThread:
-    """The sampling thread; calls `machine` and `wake` in the thread, so that no start-up delays a loop."""
+    """The sampling thread; calls `machine` and `wake` itself, so that no start delays an event loop."""
 
     def __init__(self, machine: Callable[[], NodeReader], clock: Clock, wake: Callable[[], None]) -> None:
         self._make = machine
@@ -115,7 +117,7 @@ class SamplerThread:
         self._thread: threading.Thread | None = None
 
     def ask(self, wanted: SampleRequest) -> bool:
-        """Request a sample; return False while the previous one is not finished."""
+        """Request a sample; return False while the previous request is not finished."""
         if self._busy:
             return False
         if self._thread is None:
@@ -126,7 +128,7 @@ class SamplerThread:
         return True
 
     def take(self) -> NodeSample | None:
-        """Return the requested sample, once; None if it is not finished or failed."""
+        """Return the requested sample once; None if the request is not finished or failed."""
         try:
             sample = self._samples.get_nowait()
         except queue.Empty:
@@ -168,7 +170,7 @@ class WakeupEvent:
 
 
 class MachineSampler:
-    """Samples this machine, from one thread; makes its own NVML sampler if `nvml` is None."""
+    """Samples this machine, from one thread; creates its own NVML sampler if `nvml` is None."""
 
     def __init__(self, home: Path, *, nvml: NvmlSampler | None = None, clock: Clock | None = None) -> None:
         self._home = home
@@ -180,7 +182,7 @@ class MachineSampler:
         self._sources: tuple[str, tuple[GpuType, ...], tuple[Provider, ...]] | None = None
 
     def sample(self, wanted: SampleRequest, at_ns: int) -> NodeSample:
-        """Return a sample; `at_ns` is nanoseconds since 1970. An unused fake device is idle."""
+        """Return a sample; `at_ns` is nanoseconds since 1970. A fake device without a rank is idle."""
         boottime_ns = self._clock.boottime_ns()
         own, problem = ((), "") if wanted.fakes is None else self._list(wanted.fakes, boottime_ns)
         devices = {device.uuid: device for device in (*own, *wanted.devices)}
@@ -203,7 +205,7 @@ class MachineSampler:
         )
 
     def _list(self, fakes: str, now_ns: int) -> tuple[tuple[Device, ...], str]:
-        """Return this node's devices and the problem with the list; CPU slots if there is no GPU."""
+        """Return this node's devices and the reason if the list is incomplete; without GPUs, return CPU slots."""
         if self._listed is None or self._listed[0] != fakes or now_ns - self._listed[1] >= _LIST_EVERY_NS:
             devices: tuple[Device, ...] = ()
             problem = ""
@@ -250,20 +252,21 @@ def _ranks(
 
 
 class HostSampler:
-    """Samples CPU, memory, disk and network; CPU use needs two samples, so it is None in the first one.
+    """Samples CPU, memory, disk and network; CPU use needs two samples, so the first sample has None.
 
-    The disk is queried every ten seconds only. On a network file system, each query is a request to its server.
+    The sampler queries the disk only every ten seconds. On a network file system, each query is a request to its
+    server.
     """
 
     def __init__(self, home: Path, networks: Path = _NETWORKS) -> None:
         self._home = home
         self._networks = networks
-        self._cpu: tuple[float, float] | None = None  # Busy and total time, in seconds.
+        self._cpu: tuple[float, float] | None = None  # Busy and total CPU time, in seconds.
         self._disk: tuple[int | None, int | None] = (None, None)
         self._disk_ns: int | None = None
 
     def sample(self, at_ns: int) -> HostSample:
-        """Return a sample of the machine; `at_ns` is of any clock."""
+        """Return a sample of the machine; any clock can supply `at_ns`."""
         if self._disk_ns is None or not 0 <= at_ns - self._disk_ns < _DISK_EVERY_NS:
             self._disk, self._disk_ns = _disk(self._home), at_ns
         memory = psutil.virtual_memory()
@@ -281,7 +284,7 @@ class HostSampler:
     def _cpu_percent(self) -> float | None:
         times = psutil.cpu_times()
         idle: float = times.idle + times.iowait
-        # A guest's time is already part of its host process's user time.
+        # A virtual machine's guest time is already part of its host process's user time.
         total: float = sum(times) - times.guest - times.guest_nice
         before, self._cpu = self._cpu, (total - idle, total)
         if before is None or total <= before[1]:
@@ -290,10 +293,10 @@ class HostSampler:
         return round(min(100.0, max(0.0, share * 100)), 1)
 
     def _network(self) -> tuple[int | None, int | None]:
-        """Return the bytes received and sent.
+        """Return the bytes received and sent on all network interfaces that count.
 
-        Bridges, bonds and container interfaces forward traffic of a network card. If there are cards, only they count.
-        A container has no cards, so all interfaces except loopback count.
+        Bridges, bonds and container interfaces forward traffic of a network card. If the machine has cards, only cards
+        count. A container has no cards, so all interfaces except loopback count.
         """
         try:
             counters = psutil.net_io_counters(pernic=True)
@@ -309,12 +312,12 @@ def _disk(path: Path) -> tuple[int | None, int | None]:
     with contextlib.suppress(OSError):
         disk = os.statvfs(path)
         used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
-        return used, used + disk.f_bavail * disk.f_frsize  # Space reserved for root does not count.
+        return used, used + disk.f_bavail * disk.f_frsize  # The total excludes space reserved for root.
     return None, None
 
 
 class RankUsage(NamedTuple):
-    """One rank with its children at one time; CPU use since the previous sample, None in the first."""
+    """Usage of one rank and its children; CPU use since the previous sample (first sample: None)."""
 
     cpu_percent: float | None
     memory_bytes: int
@@ -334,8 +337,8 @@ class RankSampler:
 
         /proc ─ every pid once ─▶ which rank's descendant? ─▶ for those of ranks, every second: stat
 
-    The sampler assigns a process to a rank when it first sees it. Reading every process of a large machine every second
-    would cost too much. A process whose parent has ended stays with its rank.
+    The sampler assigns a process to a rank when it first sees the process. Reading every process of a large machine
+    every second would cost too much. A process whose parent has ended stays assigned to its rank.
     """
 
     def __init__(self) -> None:
@@ -346,7 +349,7 @@ class RankSampler:
     def sample(self, at_ns: int, roots: Mapping[int, RankKey]) -> dict[RankKey, RankUsage]:
         """Return the usage of each rank.
 
-        `at_ns` is of a clock that does not jump; `roots` maps pids to ranks.
+        `at_ns` is a monotonic time; `roots` maps pids to ranks.
         """
         if roots != self._roots:
             # Processes were assigned before these ranks were known, so their children may be assigned to other ranks.
@@ -397,15 +400,15 @@ class RankSampler:
 def read_stat(pid: int) -> ProcessStat | None:
     """Return the parent, CPU time and memory of a process, or None if it has ended."""
     with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()  # A program may have any name.
-        # A process also has the time of ended children that it waited for.
+        fields = file.read().rpartition(b")")[2].split()  # The name of a program may contain spaces and parentheses.
+        # The CPU time includes ended children that the process has waited for.
         ticks = sum(int(field) for field in fields[11:15])
         return ProcessStat(int(fields[1]), ticks * _TICK_S, int(fields[21]) * _PAGE_BYTES)
     return None
 
 
 class GpuReading(NamedTuple):
-    """GPUs at one time, by uuid, and memory by process; None if that is hidden."""
+    """Readings of GPUs at one time, by uuid, and memory by process; None if that memory is hidden."""
 
     gpus: dict[str, GpuSample]
     memory_by_pid: dict[int, int] | None
@@ -415,7 +418,7 @@ class GpuReading(NamedTuple):
 class NvmlSampler:
     """Samples NVIDIA GPUs in a thread; waits at most `wait_s` for a fresh reading.
 
-    `pids_visible` says that NVML's pids are those of this process's namespace; None detects it.
+    `pids_visible` is True if NVML reports pids of this process's namespace; None detects that.
     """
 
     def __init__(
@@ -437,7 +440,7 @@ class NvmlSampler:
         self._thread: threading.Thread | None = None
 
     def sample(self, uuids: Sequence[str]) -> GpuReading:
-        """Return the latest reading of these GPUs quickly: one entry per uuid, never an exception."""
+        """Return the latest reading of these GPUs without a long wait: one entry per uuid, never an exception."""
         now_ns = self._clock.boottime_ns()
         with self._condition:
             before = self._readings
@@ -458,7 +461,7 @@ class NvmlSampler:
         return GpuReading(gpus, latest.memory_by_pid, latest.problem)
 
     def _waits(self) -> bool:
-        """Return True while a request has no answer; a method, because the other thread changes the attribute."""
+        """Return True while a request has no answer; a method, because another thread changes the attribute."""
         return self._asked is not None
 
     def _serve(self) -> None:
@@ -493,7 +496,7 @@ class _NvmlReader:
         except NvmlBroken as broken:
             return _empty(uuids, str(broken))
         if self._nvml is None:
-            return _empty(uuids, "there is no NVIDIA driver to ask")
+            return _empty(uuids, "no NVIDIA driver is loaded on this machine")
         gpus: dict[str, GpuSample] = {}
         memory: dict[int, int] = {}
         problem = ""
@@ -533,7 +536,7 @@ class _NvmlReader:
         )
 
     def _link_rate(self, uuid: str, handle: object, field: int, at_ns: int) -> float | None:
-        """Return bytes per second since the previous reading; the card counts KiB."""
+        """Return bytes per second since the previous reading; the GPU counts KiB."""
         values = self._ask("DeviceGetFieldValues", handle, [(field, _ALL_LINKS)])
         if values is None or values[0].nvmlReturn != 0:
             return None
@@ -554,27 +557,27 @@ class _NvmlReader:
         self._turn += _PCIE_AT_ONCE
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """Return NVML's answer; None without an answer, or if the first argument is None."""
+        """Return the result of an NVML call; None if the call fails or its first argument is None."""
         if arguments[0] is None:
             return None
         try:
             return getattr(self._nvml, f"nvml{function}")(*arguments)
-        except AttributeError:  # The binding does not have this function yet, or no longer has it.
+        except AttributeError:  # The installed binding does not have this function.
             return None
         except nvml_errors(self._nvml):
             return None
 
 
 class FakeGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A fake's entry in the state file; the fake's rank supplies the other values."""
+    """A fake GPU's entry in the state file; the rank that uses the fake supplies the other values."""
 
-    memory_used_bytes: int | None = None  # The value for the GPU gate.
-    problem: str = ""  # Why the device gives no answer, or "".
-    sampled: dict[str, int | float | None] = {}  # Figures by the names of `GpuSample`.
+    memory_used_bytes: int | None = None  # Memory in use, as the GPU gate reads it.
+    problem: str = ""  # Reason why the device does not answer, or "".
+    sampled: dict[str, int | float | None] = {}  # Figures, with the field names of `GpuSample`.
 
 
 def fake_state(home: Path) -> dict[str, FakeGpu]:
-    """Return the state file of fakes, by uuid; empty if it is missing or unreadable."""
+    """Return the entries of the state file of fakes, by uuid; empty if the file is missing or unreadable."""
     try:
         with (home / FAKE_STATE_FILE).open("rb") as file:
             return from_json(file.read(_FAKE_STATE_BYTES_MAX), dict[str, FakeGpu])
@@ -583,7 +586,7 @@ def fake_state(home: Path) -> dict[str, FakeGpu]:
 
 
 def from_rank(device: Device, rank: RankSample | None, share: int, state: Mapping[str, FakeGpu]) -> GpuSample:
-    """Return the sample of a fake or CPU slot from its rank, if any; the rank has `share` devices."""
+    """Return the sample of a fake or CPU slot, computed from its rank, which has `share` devices."""
     busy = 0.0 if rank is None else rank.cpu_percent
     memory = 0 if rank is None else rank.memory_bytes
     derived = GpuSample(

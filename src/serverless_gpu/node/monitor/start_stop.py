@@ -3,11 +3,10 @@
     agent ──want()──▶ connected? ─▶ nothing
                       no ─▶ the socket of a running monitor answers? ─▶ connected
                             no ─▶ start one, detached; its pipe shows when it listens ─▶ connected
-                      its end of file ─▶ start it again, with growing pauses, if a run or undelivered data
+                      its end of file ─▶ start it again, with exponential backoff, if a run or undelivered data
                       needs it
 
-The agent never waits for the monitor. A monitor that does not start costs samples and tracking, but does not affect a
-run.
+The agent never waits for the monitor. Without a monitor, runs continue but lose samples and tracking.
 """
 
 from __future__ import annotations
@@ -59,12 +58,12 @@ class MonitorConnection:
         self._again_ns = 0
 
     def want(self, prepare: messages.Prepare | None = None) -> None:
-        """Request a monitor soon, prepared for a likely run."""
+        """Request a running monitor that prepares for a likely run."""
         self._wanted = True
         self._preparation = prepare if prepare is not None else self._preparation
 
     def tend(self, *, busy: bool) -> None:
-        """Start a requested monitor that does not run; with `busy`, also restart a lost one."""
+        """Start a monitor that was requested and does not run; with `busy`, also restart a lost monitor."""
         if self._process is not None and self._process.poll() is not None:
             self._process = None
         if self._peer is not None:
@@ -73,7 +72,7 @@ class MonitorConnection:
             self._reach()
 
     def close(self) -> None:
-        """Disconnect; without an agent, the monitor exits once it is not needed."""
+        """Disconnect; without an agent, the monitor exits once no client needs it."""
         if self._peer is not None:
             self._lose(self._peer)
 
@@ -85,11 +84,11 @@ class MonitorConnection:
         try:
             self._process, self._ready_fd = start(self._home, self._sockets, self._environ)
         except OSError:
-            return  # No process can start now; the agent tries again after the pause.
+            return  # If no process can start now, the agent tries again after the pause.
         self._selector.register(self._ready_fd, selectors.EVENT_READ, self._started)
 
     def _started(self) -> None:
-        """Handle the pipe's end: the monitor listens or has ended."""
+        """Handle the end of the pipe: the monitor listens or has ended."""
         self._selector.unregister(self._ready_fd)
         os.close(self._ready_fd)
         self._ready_fd = -1
@@ -142,7 +141,7 @@ def preparation(tracker: Tracking | None, context: Context) -> messages.Prepare 
 
 
 def start(home: Home, sockets: Path, environ: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a monitor, which detaches itself; it exits if one runs already. Raises OSError.
+    """Start a monitor, which detaches itself; it exits if another monitor runs. Raises OSError.
 
     Returns the process to reap, and a descriptor that becomes readable once a monitor listens or has failed.
     """
@@ -172,7 +171,7 @@ def connect(sockets: Path) -> Channel | None:
 
 
 def ensure(home: Home, environ: Mapping[str, str]) -> Channel:
-    """Return a connection to the monitor of a home, after starting it if needed.
+    """Return a connection to the monitor of a home; start the monitor if needed.
 
     Raises AgentUnavailable if the monitor does not start, and StorageError if the sockets' directory is not usable.
     """
@@ -193,7 +192,7 @@ def ensure(home: Home, environ: Mapping[str, str]) -> Channel:
         if SystemClock().boottime_ns() > deadline_ns:
             raise AgentUnavailable(
                 f"the monitor of this node did not come up within {_START_S:.0f} s",
-                hint=f"see its log {home.monitor_log}",
+                hint=f"see the monitor's log {home.monitor_log}",
             )
         select.select([], [], [], 0.05)
     channel.sock.setblocking(True)
@@ -201,9 +200,10 @@ def ensure(home: Home, environ: Mapping[str, str]) -> Channel:
 
 
 def stop(home: Home) -> int:
-    """End the idle monitors of a home and return their number; others end with their last attempt.
+    """End the idle monitors of a home and return their number; busy ones exit after their last attempt.
 
-    Undelivered writes to MLflow get a few seconds; the next monitor delivers the rest. Raises AgentUnavailable.
+    Undelivered writes to MLflow get a few seconds; the next monitor delivers the remaining data. Raises
+    AgentUnavailable.
     """
     count = 0
     for path in home.sockets().glob("monitor-*.lock"):
@@ -215,7 +215,7 @@ def stop(home: Home) -> int:
 
 
 def _end(path: Path, pid: int) -> bool:
-    """Make a monitor exit, with SIGKILL if necessary; return False if attempts still need it."""
+    """Make a monitor exit, with SIGKILL if necessary; return False if attempts still need the monitor."""
     with daemon.opened(pid) as process, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         if process is None:
             return False
@@ -230,11 +230,11 @@ def _end(path: Path, pid: int) -> bool:
         except TimeoutError:
             limit_s = 0
         except OSError:
-            pass  # The monitor already exits.
+            pass  # The monitor is already exiting.
         if select.select([process], [], [], limit_s)[0]:
             return True
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(process, signal.SIGKILL)  # The monitor hangs; runs are not affected.
+            signal.pidfd_send_signal(process, signal.SIGKILL)  # The monitor hangs. Runs do not depend on the monitor.
         if not select.select([process], [], [], END_S)[0]:
             raise AgentUnavailable(f"the monitor (pid {pid}) did not end after it was killed")
     return True

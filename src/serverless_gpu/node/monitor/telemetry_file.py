@@ -4,9 +4,9 @@
 
 The interval between rows grows with the duration of a run.
 
-Failure cases: If the disk is full or the directory missing, the row is lost and counted, and the next one is tried. If
-the writer was killed in the middle of a line, the next writer ends the line, and readers skip it. If the wall clock was
-set back, a row is due at once.
+Failure cases: If the disk is full or the directory missing, the row is lost and counted, and the writer tries the next
+row. If the writer was killed while it wrote a line, the next writer ends the line, and readers skip it. If the wall
+clock moves back, the writer appends a row at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from serverless_gpu.model.telemetry import (
 )
 from serverless_gpu.tracking.metric_points import SampleReader
 
-_EARLY_NS = SECOND_NS // 2  # The seconds of a sampler are not exact.
+_EARLY_NS = SECOND_NS // 2  # Tolerance for samples that arrive early, because a sampler's seconds are not exact.
 
 
 class TelemetryFile:
@@ -38,7 +38,7 @@ class TelemetryFile:
     def __init__(self, path: Path, header: Header) -> None:
         self.rows = 0  # Number of rows in the file.
         self.lost = 0  # Number of rows that could not be written.
-        self.uses: dict[str, DeviceTotals] = {}  # Sums per device.
+        self.uses: dict[str, DeviceTotals] = {}  # Sums of the samples, by device.
         self._path = path
         self._header = header
         self._headed = False
@@ -54,13 +54,13 @@ class TelemetryFile:
         return self._header
 
     def describe(self, header: Header) -> None:
-        """Set the description of the following samples, whose devices have become known."""
+        """Set the description of the following samples, once their devices are known."""
         if header != self._header:
             self.flush()
             self._header, self._headed = header, False
 
     def append(self, sample: Sample) -> bool:
-        """Add a sample; return True if that wrote a row. Later in a run, several samples form one row."""
+        """Add a sample; return True if that wrote a row. Later in a run, each row combines several samples."""
         self._pending.append(self._counted(sample))
         self.uses = add(self.uses, self._header, sample)
         if self._last is not None:
@@ -70,7 +70,7 @@ class TelemetryFile:
         return self.flush()
 
     def flush(self) -> bool:
-        """Write the samples since the last row; return True if there were any and the write succeeded."""
+        """Write the samples since the last row; return True if any were written."""
         if not self._pending:
             return False
         row = merged(self._pending)
@@ -115,7 +115,7 @@ class TelemetryFile:
         self._torn = samples.backlog > 0
 
     def _counted(self, sample: Sample) -> Sample:
-        """Return the sample with the network traffic since the first sample of the file."""
+        """Return the sample with network traffic counted from the first sample of the file."""
         host = sample.host
         if host.network_receive_bytes is None or host.network_transmit_bytes is None:
             return sample

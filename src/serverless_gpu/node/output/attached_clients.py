@@ -4,9 +4,9 @@
     attach ────────┼──▶ Watchers ──▶ one Watcher each ──▶ its Outbox
     a new agent ───┘    (listens on <sockets>/<run>.sock)
 
-A client that does not read loses output only. Messages queue up to a bound, and output is left out first. All other
-messages are kept, because they are few. When a client disconnects, the supervisor forgets it and the run continues. The
-supervisor refuses a client over the limit with a message.
+A client that does not read loses output only. Messages queue up to a bound, and output is left out first. The queue
+keeps all other messages, because they are few. When a client disconnects, the supervisor removes the client and the run
+continues. The supervisor refuses a client over the limit with a message.
 
     put  ──────────────────────────▶ ┌───────────────────────────────┐
     show ──▶ below the share?  yes ─▶ │ Started · rank 0 · rank 1 · … │ ──▶ first, sent
@@ -38,13 +38,13 @@ from serverless_gpu.node.inside.channel import Channel, close_all
 
 WATCHERS_MAX = 64
 QUEUED_CHARACTERS_MAX = 16 << 20
-# A pager, a stopped terminal or a slow connection: enough for minutes of ordinary output.
+# Characters for a client that reads slowly (a pager, a stopped terminal): enough for minutes of ordinary output.
 RANK_CHARACTERS_MAX = 4 << 20
-WAITING_MAX = 8_192  # Messages in the queue, before reasons for waiting are left out.
-_MERGED_CHARACTERS_MAX = 8 << 10  # Encoded as JSON, the message still fits into one packet.
-_MESSAGE_CHARACTERS = 512  # Size of a message without its text.
+WAITING_MAX = 8_192  # Queued messages above which new reasons for waiting are dropped.
+_MERGED_CHARACTERS_MAX = 8 << 10  # Encoded as JSON, a message of this size still fits into one packet.
+_MESSAGE_CHARACTERS = 512  # Size of a message without its text, in characters.
 _END_CHARACTERS = 4 << 10
-_FULL_HINT = "try again after one of them has detached"
+_FULL_HINT = "try again after a client has detached"
 _BREATH_S = 0.05
 _LAST_WORDS_S = 5.0
 
@@ -81,11 +81,11 @@ class Watchers:
 
     @property
     def dropped_bytes(self) -> int:
-        """Return the bytes of output that were not shown to clients that did not read."""
+        """Return the bytes of output that slow clients did not receive."""
         return sum(watcher.dropped_bytes for watcher in self._watchers)
 
     def listen(self) -> str:
-        """Accept further clients; return why that is not possible, or ""."""
+        """Accept further clients; return the reason if that is not possible, or ""."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             sock.bind(str(self._path))
@@ -121,7 +121,7 @@ class Watchers:
             watcher.skip(rank, stream, size, lost)
 
     def tend(self) -> None:
-        """Remove disconnected clients, and send queued messages to the others."""
+        """Remove disconnected clients, and send queued messages to connected clients."""
         for watcher in [watcher for watcher in self._watchers if watcher.gone]:
             self._watchers.remove(watcher)
             with contextlib.suppress(KeyError, ValueError):
@@ -180,7 +180,7 @@ class Watcher:
 
     @property
     def dropped_bytes(self) -> int:
-        """Return the bytes of output left out because the client did not read."""
+        """Return the bytes of output that this client missed because it did not read."""
         return self._outbox.dropped_bytes
 
     def send(self, message: protocol.Sendable) -> None:
@@ -190,7 +190,7 @@ class Watcher:
             self.flush()
 
     def show(self, message: protocol.Output, size: int, lost: bool) -> None:
-        """Send output, queue it, or leave it out; `lost` means that the rank's file lacks it."""
+        """Send output, queue it, or leave it out; `lost` is True if the rank's file lacks the output."""
         if not self._deaf:
             self._outbox.show(message, size, lost)
             self.flush()
@@ -221,7 +221,7 @@ class Watcher:
         self.flush()
 
     def receive(self, obey: Callable[[protocol.AnyMessage], None]) -> bool:
-        """Read one message and pass it on; return False at end of file or after an invalid message."""
+        """Read one message and process it; return False at end of file or after an invalid message."""
         try:
             received = protocol.receive(self.channel)
         except BlockingIOError:
@@ -239,10 +239,10 @@ class Outbox:
     """The queue of one client that may read more slowly than ranks write; does no I/O."""
 
     def __init__(self) -> None:
-        self.dropped_bytes = 0  # bytes of output that were left out for good
+        self.dropped_bytes = 0  # Bytes of output that were dropped permanently.
         self._queue: deque[protocol.Sendable | _Piece] = deque()
-        self._growing: dict[int, _Piece] = {}  # The last piece of each rank, if text may be added to it.
-        self._used: Counter[int] = Counter()  # Queued characters by rank.
+        self._growing: dict[int, _Piece] = {}  # rank → last piece, if more text may be appended to the piece
+        self._used: Counter[int] = Counter()  # rank → queued characters
         self._full: set[int] = set()
         self._gaps: dict[tuple[int, str], _Gap] = {}
 
@@ -258,7 +258,7 @@ class Outbox:
         self._gaps.clear()
 
     def put(self, message: protocol.Sendable) -> None:
-        """Queue a message that is not output, after all notices about gaps before it."""
+        """Queue a message that is not output, after all earlier notices about gaps."""
         if isinstance(message, protocol.WaitingNote) and len(self._queue) >= WAITING_MAX:
             return
         for rank in dict.fromkeys(rank for rank, _ in self._gaps):
@@ -267,7 +267,7 @@ class Outbox:
         self._queue.append(message)
 
     def show(self, message: protocol.Output, size: int, lost: bool) -> None:
-        """Queue output of `size` bytes, or leave it out; `lost` means that the rank's file lacks it."""
+        """Queue output of `size` bytes, or leave it out; `lost` is True if the rank's file lacks the output."""
         if self._has_room(message.rank):
             self._add(message.rank, message.stream, message.text)
         else:
@@ -278,7 +278,7 @@ class Outbox:
         """Report a gap in the output at this position."""
         gap = self._gap(rank, stream)
         gap.leave_out("", size, lost)
-        gap.end = ""  # The kept text is not the end of the gap any more.
+        gap.end = ""  # The stored text is no longer the end of the gap.
         if self._has_room(rank):
             self._own_up(rank)
 
@@ -306,7 +306,7 @@ class Outbox:
         return min(RANK_CHARACTERS_MAX, QUEUED_CHARACTERS_MAX // max(1, len(self._used)))
 
     def _has_room(self, rank: int) -> bool:
-        self._used[rank] += 0  # Registers the rank, so that it counts in the shares.
+        self._used[rank] += 0  # The entry registers the rank, so that the rank counts in the shares.
         if self._used[rank] >= self._share():
             self._full.add(rank)
         return rank not in self._full
@@ -350,7 +350,7 @@ class _Piece:
 
 @dataclass
 class _Gap:
-    """Missing output of one stream at this position, and its last lines."""
+    """A gap in the output of one stream at this position, and the last lines of the missing output."""
 
     size: int = 0
     lost: int = 0
@@ -362,7 +362,7 @@ class _Gap:
         self.end = (self.end + text)[-_END_CHARACTERS:]
 
     def found(self) -> str:
-        """Return the last complete lines of the gap and reduce the gap by them."""
+        """Return the last complete lines of the gap and shorten the gap by these lines."""
         whole = self.end if len(self.end) < _END_CHARACTERS else self.end[self.end.find("\n") + 1 :]
         self.end = ""
         size = min(self.size, len(whole.encode(errors="replace")))

@@ -4,20 +4,20 @@
                                       ├▶ OutputTail                    (last bytes as they arrived, for exceptions)
                                       └▶ LiveOutput                    (text, while a client shows this rank)
 
-A flood costs one read per chunk and nothing else: bytes over the bounds are counted, but not processed. In the file, a
-line marks missing bytes, and the last bytes before the end are always there:
+A flood costs only one read per chunk: the supervisor counts bytes over the bounds but does not process them. In the
+file, a line marks missing bytes, and the last bytes before the end are always present:
 
     head (byte-exact) ── "— 41.2 GB dropped until 12:01:03 (limit …) —" ── later output, or the last 256 KiB
 
-Attached clients see all output except floods. A notice marks missing output, even if the rank falls silent in the
-middle of it:
+Attached clients see all output except floods. A notice marks missing output, even if the rank stops writing during a
+flood:
 
     chunk ─▶ no client? done ───▶ bucket ──┬─ passes: decoded, in small pieces ──▶ viewer.output
                                            └─ too much: counted, not decoded ────▶ viewer.skipped, once the bucket
                                                                                    opens again, then the last lines
 
-The supervisor reads a pipe until it would block, up to a bound per turn. One rank's flood therefore does not starve the
-others. The supervisor does not wait for the end of file, because a grandchild may hold the pipe open for ever. On a
+The supervisor reads a pipe until it would block, up to a bound per turn. One rank's flood therefore does not starve
+other ranks. The supervisor does not wait for the end of file, because a grandchild may hold the pipe open forever. On a
 full disk, log bytes are lost but the run continues.
 """
 
@@ -39,9 +39,10 @@ from serverless_gpu.units import format_bytes
 STREAMS = ("stdout", "stderr")
 STORED_BYTES_MAX = 1 << 30
 STORED_BYTES_PER_S = 10_000_000
-STORED_BURST_BYTES = 256 << 20  # A single output of 100 MB is not a flood.
+# Burst that is stored before the rate applies: a single output of 100 MB is not a flood.
+STORED_BURST_BYTES = 256 << 20
 _LIMIT = "limit 10 MB/s, 1 GiB per rank"
-_READ_BYTES = 1 << 16  # Default capacity of a pipe.
+_READ_BYTES = 1 << 16  # Bytes per read, the default capacity of a pipe.
 _FLOOD_BYTES = 1 << 18  # Capacity and read size after a stream has filled its pipe; larger values are not faster.
 _TURN_BYTES = 1 << 20
 _READS_PER_TURN = 16
@@ -53,16 +54,17 @@ _HIDDEN_LINES = 20
 _HIDDEN_LINE_CHARACTERS_MAX = 500
 KEPT_BYTES = 256 << 10
 _PIECES_MAX = 512
-_SMALL_BYTES = 4096  # A smaller piece grows instead of starting a new one.
+_SMALL_BYTES = 4096  # A piece below this size is extended before a new piece starts.
 SHOWN_BYTES_PER_S = 1_000_000
 SHOWN_BURST_BYTES = 2_000_000
-_LINE_COST_BYTES = 64  # Cost of a line in addition to its bytes: a tag, a row of the screen, the time to print it.
-_PIECE_BYTES = 8 << 10  # Any content of this size fits into one packet as JSON.
+# Cost of a line in addition to its bytes: a tag, a row of the terminal, the time to print the line.
+_LINE_COST_BYTES = 64
+_PIECE_BYTES = 8 << 10  # As JSON, any content of this size fits into one packet.
 _LAST_LINES_BYTES = 4 << 10
 
 
 class RankLog:
-    """The output of one rank, shown live to `viewer` unless that is None."""
+    """The output of one rank; `viewer` receives it live, unless `viewer` is None."""
 
     def __init__(self, rank: int, directory: Path, viewer: Viewer | None, clock: Clock) -> None:
         self.rank = rank
@@ -74,17 +76,17 @@ class RankLog:
 
     @property
     def dropped_bytes(self) -> int:
-        """Return the bytes that were not stored."""
+        """Return the bytes that the log files lack."""
         return sum(stream.file.dropped_bytes for stream in self._streams.values())
 
     @property
     def unshown_bytes(self) -> int:
-        """Return the bytes of live output that were not shown to attached clients."""
+        """Return the bytes of live output that attached clients did not receive."""
         return 0 if self._live is None else self._live.skipped_bytes
 
     @property
     def shown(self) -> bool:
-        """Return True if this rank is shown live."""
+        """Return True if attached clients receive this rank's output live."""
         return self._live is not None
 
     @property
@@ -97,7 +99,7 @@ class RankLog:
         return self._streams["stdout"].write_fd, self._streams["stderr"].write_fd
 
     def close_write_ends(self) -> None:
-        """Close the supervisor's copies once the rank has its own."""
+        """Close the supervisor's copies of the write ends once the rank has its own copies."""
         for stream in self._streams.values():
             stream.close_write_end()
 
@@ -110,15 +112,16 @@ class RankLog:
         return self._tail.text(lines, characters)
 
     def tend(self) -> None:
-        """Report left-out output to attached clients once a flood is over."""
+        """Report left-out output to attached clients once a flood has ended."""
         if self._live is not None and self._live.behind:
             self._live.tend(self._clock.boottime_ns())
 
     def close(self) -> None:
-        """Read the rest of the pipes and close everything."""
+        """Read the remaining output from the pipes and close everything."""
         for stream in self._streams.values():
             with contextlib.suppress(OSError):
-                for _ in range(_CLOSING_TURNS_MAX):  # A remaining writer may write faster than the supervisor reads.
+                # A process that still writes may be faster than the supervisor reads.
+                for _ in range(_CLOSING_TURNS_MAX):
                     if not self._drain(stream) or not stream.more:
                         break
             stream.file.end(self._tail.last(stream.name, min(KEPT_BYTES, stream.file.missing)), self._clock.wall_ns())
@@ -156,7 +159,7 @@ class RankLog:
 
 
 def hidden_tails(logs: Mapping[int, RankLog], first: Sequence[int]) -> dict[int, str]:
-    """Return the last output of a few ranks of a failed run that are not shown live, `first` ones first."""
+    """Return the last output of a few ranks of a failed run without live output, `first` ranks first."""
     tails: dict[int, str] = {}
     for rank in dict.fromkeys([*first, *logs]):
         if rank in logs and not logs[rank].shown and len(tails) < _HIDDEN_RANKS_MAX:
@@ -168,7 +171,7 @@ def hidden_tails(logs: Mapping[int, RankLog], first: Sequence[int]) -> dict[int,
 def cut_output(logs: Sequence[RankLog], dropped_bytes: int | None) -> list[str]:
     """Return the receipt's notes about output that was not shown or not stored.
 
-    `dropped_bytes` counts output that attached clients missed because they did not read; None if a server shows it.
+    `dropped_bytes` counts output that slow clients missed; None if a server shows the output.
     """
     notes = []
     unshown = 0 if dropped_bytes is None else dropped_bytes + sum(log.unshown_bytes for log in logs)
@@ -177,7 +180,7 @@ def cut_output(logs: Sequence[RankLog], dropped_bytes: int | None) -> list[str]:
     for log in logs:
         if log.dropped_bytes:
             dropped = format_bytes(log.dropped_bytes)
-            notes.append(f"{dropped} of rank {log.rank}'s output were not stored; its log marks the gaps")
+            notes.append(f"{dropped} of rank {log.rank}'s output were not stored; the rank's log marks the gaps")
     return notes
 
 
@@ -196,10 +199,10 @@ class _Allowance:
 
 
 class _File:
-    """One log file: made with the first byte; complete, or with lines that mark missing bytes."""
+    """One log file, created with the first byte; complete, or with lines that mark missing bytes."""
 
     def __init__(self, path: Path) -> None:
-        self.missing = 0  # Missing bytes since the last stored byte.
+        self.missing = 0  # Number of bytes missing since the last stored byte.
         self._dropped = 0
         self._path = path
         self._fd = -1
@@ -247,7 +250,7 @@ class _File:
             if self._fd < 0:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
                 self._fd = os.open(self._path, flags, 0o600)
-            while written < len(data):  # A write may be short if only a part fits on the disk.
+            while written < len(data):  # A write may be short if the disk has space for only a part of the data.
                 written += os.write(self._fd, data[written:])
         except OSError as error:
             self._why = error.strerror or type(error).__name__
@@ -264,7 +267,7 @@ class _Stream:
         self.file = _File(path)
 
     def expect_more(self) -> None:
-        """Enlarge the pipe and the reads; other pipes stay small because a user's pipe memory is limited."""
+        """Enlarge the pipe and the reads; the kernel limits a user's pipe memory, so other pipes stay small."""
         self.read_bytes = _FLOOD_BYTES
         with contextlib.suppress(OSError):
             fcntl.fcntl(self.read_fd, fcntl.F_SETPIPE_SZ, _FLOOD_BYTES)
@@ -289,7 +292,7 @@ class Viewer(Protocol):
         ...
 
     def output(self, rank: int, stream: str, text: str, *, size: int, lost: bool) -> None:
-        """Accept text of `size` bytes; `lost` means that the rank's file lacks it."""
+        """Accept text of `size` bytes; `lost` is True if the rank's file lacks the text."""
         ...
 
     def skipped(self, rank: int, stream: str, size: int, *, lost: bool) -> None:
@@ -303,7 +306,7 @@ class LiveOutput:
     def __init__(
         self, rank: int, streams: Sequence[str], viewer: Viewer, last: Callable[[str, int], bytes], now_ns: int
     ) -> None:
-        self.skipped_bytes = 0  # bytes left out so far
+        self.skipped_bytes = 0  # Bytes left out so far.
         self._rank = rank
         self._viewer = viewer
         self._last = last
@@ -314,11 +317,11 @@ class LiveOutput:
 
     @property
     def behind(self) -> bool:
-        """Return True if left-out output has not been reported yet."""
+        """Return True if a notice about left-out output is still missing."""
         return any(view.size for view in self._views.values())
 
     def take(self, stream: str, data: bytes, kept: int, now_ns: int) -> None:
-        """Show a chunk, or a part of it; the rank's file has the first `kept` bytes."""
+        """Show all or a part of a chunk; the rank's file contains the first `kept` bytes."""
         view = self._views[stream]
         if not self._viewer.watching:
             view.forget()
@@ -337,14 +340,14 @@ class LiveOutput:
         view.miss(len(data) - given, max(0, kept - given))
 
     def tend(self, now_ns: int, *, closing: bool = False) -> None:
-        """Report left-out output once the flood is over or on `closing`, followed by its last lines."""
+        """Report left-out output and its last lines once the flood has ended, or on `closing`."""
         for stream, view in self._views.items():
             if not view.size or not (closing or self._bucket.is_open(now_ns)):
                 continue
             self._resume(stream, view, self._last(stream, _LAST_LINES_BYTES), now_ns)
 
     def _resume(self, stream: str, view: _View, last: bytes, now_ns: int) -> None:
-        """Report left-out output, and show its last lines."""
+        """Report left-out output, and show the last lines of the gap."""
         lost = view.lost > 0
         end = last[-min(view.size, _LAST_LINES_BYTES) :]
         end = end[end.find(b"\n") + 1 :] if len(end) < view.size else end
@@ -354,7 +357,7 @@ class LiveOutput:
         self._show(stream, view, end, lost=lost)
 
     def _given(self, data: bytes, now_ns: int) -> int:
-        """Return how many bytes of a chunk may be shown now; a flood is not even inspected."""
+        """Return how many bytes of a chunk may be shown now, without inspecting a flood."""
         if not self._bucket.is_open(now_ns):
             return 0
         cost = len(data) + _LINE_COST_BYTES * data.count(b"\n")
@@ -376,7 +379,7 @@ class LiveOutput:
 
 
 class _View:
-    """One stream's view: its decoder, and the unreported left-out bytes."""
+    """The live view of one stream: its decoder, and the number of left-out bytes without a notice."""
 
     def __init__(self) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -384,7 +387,7 @@ class _View:
         self.lost = 0
 
     def miss(self, size: int, kept: int) -> None:
-        """Leave bytes out; the file has `kept` of them."""
+        """Leave bytes out of the live view; the file contains `kept` of these bytes."""
         if size:
             self.size += size
             self.lost += size - kept
@@ -402,12 +405,12 @@ class _View:
 
 
 class OutputTail:
-    """The last bytes that a rank wrote, kept in order of arrival and decoded on demand.
+    """The last bytes that a rank wrote, stored in order of arrival and decoded on demand.
 
         stdout  [chunk 1]      [chunk 4][chunk 5]     each stream has its own bound, so that a flood on one does not
         stderr        [chunk 2][chunk 3]              remove the end of the other; numbers: order of arrival
 
-    Chunks are kept by reference, which costs no copy. Memory is limited by the number of bytes and of pieces.
+    Chunks are stored by reference, which needs no copy. Memory is limited by the number of bytes and of pieces.
     """
 
     def __init__(self, streams: Sequence[str]) -> None:
@@ -424,13 +427,14 @@ class OutputTail:
         pieces.add(self._number, data)
 
     def last(self, stream: str, size: int) -> bytes:
-        """Return the last bytes of one stream, fewer if fewer are kept."""
+        """Return the last bytes of one stream, at most as many as are stored."""
         return b"".join(data for _, data in self._pieces[stream].kept)[-size:] if size > 0 else b""
 
     def text(self, lines: int, characters: int) -> str:
         """Return the last lines of all streams in order of completion, then unfinished lines.
 
-        One unfinished line per stream is added to the `lines`. A longer line is cut to its last `characters`.
+        The result has `lines` lines and at most one unfinished line per stream. A longer line is cut to its last
+        `characters`.
         """
         whole: deque[str] = deque(maxlen=lines)
         unfinished = dict.fromkeys(self._pieces, "")
@@ -440,12 +444,12 @@ class OutputTail:
             *ended, unfinished[stream] = (unfinished[stream] + decoders[stream].decode(data)).split("\n")
             whole.extend(ended[-lines:])
         found = [*whole, *(line for line in unfinished.values() if line)]
-        # Carriage returns rewrite a line, as in progress bars; only its last state remains visible.
+        # Carriage returns rewrite a line, as in progress bars; only the last state of the line remains visible.
         return "\n".join(line.rstrip("\r").rpartition("\r")[2][-characters:] for line in found)
 
 
 class _Pieces:
-    """One stream's chunks, oldest first, each with its number in the order of arrival."""
+    """The chunks of one stream, oldest first, each with its number in the order of arrival."""
 
     def __init__(self) -> None:
         self.kept: deque[tuple[int, bytes]] = deque()
@@ -453,7 +457,7 @@ class _Pieces:
 
     @property
     def newest(self) -> int:
-        """Return the number of the last piece if it may grow, or -1."""
+        """Return the number of the last piece if it may still be extended, or -1."""
         return self.kept[-1][0] if self.kept and len(self.kept[-1][1]) < _SMALL_BYTES else -1
 
     def grow(self, data: bytes) -> None:

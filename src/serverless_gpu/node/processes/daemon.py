@@ -4,11 +4,11 @@
     end   ──▶ SIGTERM ──▶ after a timeout SIGKILL ──▶ its pidfd shows that it has ended
 
 The agent, the monitor, the uplink, and the keepers of MLflow and Ray are daemons. Each has a lock file with its pid.
-The environment service has no lock: it serves one caller and ends with it.
+The environment service has no lock: it serves one caller and ends with that caller.
 
 Failure cases: If the interpreter cannot start, `start` raises OSError. A process that does not detach in time is
-killed. A daemon may exit while another process ends it. A descriptor identifies it, so no later process with its pid
-gets a signal. If the daemon survives SIGKILL because it waits in the kernel, `end` returns False.
+killed. A daemon may exit while another process ends it. A pidfd identifies the daemon, so no later process with the
+same pid gets a signal. If the daemon survives SIGKILL because it waits in the kernel, `end` returns False.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def start(
 
 
 def reap(process: subprocess.Popen[bytes], limit_s: float) -> bool:
-    """Wait until a started process has detached; kill one that does not, and return False."""
+    """Wait until a started process has detached. Kill a process that does not, and return False."""
     try:
         process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -64,7 +64,7 @@ def opened(pid: int) -> Iterator[int | None]:
 
 
 def end(pid: int, limit_s: float, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGKILL)) -> bool:
-    """Send a process one signal after the other until it ends; return True if it has ended.
+    """Send a list of signals to a process until it ends; return True if it has ended.
 
     After each signal, the process has `limit_s` seconds to end.
     """

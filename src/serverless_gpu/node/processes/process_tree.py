@@ -2,14 +2,14 @@
 
 All processes of an attempt are below its stem. If cgroup v2 is writable, the stem has its own cgroup. One write to
 `cgroup.kill` then ends everything, including detached processes, and `cgroup.events` shows when the cgroup is empty.
-Otherwise the stem is the subreaper and ends its descendants itself. No process is ever ended by name.
+Otherwise the stem is the subreaper and ends its descendants itself. This package never ends a process by name.
 
     /sys/fs/cgroup[/unified]/<own cgroup>/serverless_gpu-<home>/<number>/    one per stem
 
 If a pids controller is available, it limits the processes and threads of an attempt, so that a fork bomb only harms its
 own run. A memory limit is set if a memory controller is available: v2 first, v1 on hybrid hosts. The controller's
-counters show if a rank was killed for lack of memory. Without a controller, the kernel's global counter does. Exit
-codes are not used.
+counters show if the kernel killed a rank for lack of memory. Without a controller, the kernel's global counter shows
+the kill. Exit codes are not used.
 
 Libraries make named segments in /dev/shm and remove them when their process exits. A killed process leaves its
 segments, which finally fill /dev/shm (`AttemptSegments`):
@@ -17,9 +17,9 @@ segments, which finally fill /dev/shm (`AttemptSegments`):
     during the run    candidates ─▶ segments that the attempt's processes have open or mapped belong to it
     after its end     its segments that no process uses ─▶ removed
 
-A candidate has a name that a library makes, because files with other names may be the user's. This user owns it, and it
-was made while the attempt ran. In doubt a segment stays. This applies if no process of the attempt was seen with it, if
-any process uses it, or if its maker still runs.
+A candidate has the name pattern of a library, because files with other names may be the user's. This user owns the
+candidate, and its creation time is during the attempt. A segment stays if no process of the attempt was seen with it,
+if any process uses it, or if its maker still runs.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ _SEGMENT_NAME = re.compile(
     r"|nccl-[A-Za-z0-9]{6}"
 )
 _LOOK_NS = 1_000_000_000
-_LOOKS_MAX = 3  # Checks per name; if no process of the attempt uses it by then, it does not belong to the attempt.
-_COARSE_NS = 50_000_000  # The clock of file systems is late by up to a tick.
+_LOOKS_MAX = 3  # Number of checks per name; a segment that no process of the attempt uses by then is not the attempt's.
+_COARSE_NS = 50_000_000  # Timestamps of file systems lag behind the clock by up to one tick.
 
 
 class CgroupRoot:
-    """The directories in which one agent makes a cgroup for each stem."""
+    """The directories in which one agent creates a cgroup for each stem."""
 
     def __init__(
         self, path: Path | None, pids: Path | None = None, tasks_max: int = TASKS_MAX, problem: str = ""
     ) -> None:
         self.path = path  # The v2 directory, or None if cgroup v2 is not usable.
-        self.problem = problem  # Why there is no v2 directory, or "".
-        self._pids = pids  # The pids controller's v1 directory on hosts that have it there, or None.
+        self.problem = problem  # Reason why no v2 directory is usable, or "".
+        self._pids = pids  # Directory of the v1 pids controller on hybrid hosts, or None.
         self._tasks_max = tasks_max  # Limit of processes and threads per attempt.
         self._count = 0
 
     def make(self, mark: str = "") -> tuple[Path, ...]:
-        """Make the cgroups of a stem (with `ZYGOTE`: of a zygote), the v2 one first; empty if impossible."""
+        """Create the cgroups of a stem (`ZYGOTE`: of a zygote), v2 first; return () if that is impossible."""
         self._count += 1
         made: list[Path] = []
         for parent in (self.path, self._pids):
@@ -93,7 +93,7 @@ class CgroupRoot:
     def sweep(self) -> None:
         """Remove empty cgroups of earlier agents' stems; call this only at start, before stems arrive.
 
-        Processes in the cgroup of a zygote whose agent has ended belong to no run and are killed.
+        Processes in the cgroup of a zygote whose agent has ended belong to no run. The sweep kills these processes.
         """
         for parent in (self.path, self._pids):
             with contextlib.suppress(OSError):
@@ -103,13 +103,13 @@ class CgroupRoot:
                     if entry.name.endswith(ZYGOTE):
                         number = entry.name.partition("-")[0]
                         made_by = look_at(int(number) if number.isdigit() else 0)
-                        # Another agent may have made the cgroup and may still run.
+                        # Another agent that still runs may have created the cgroup.
                         if made_by is None or made_by.pid == os.getpid() or made_by.name != AGENT:
                             end_cgroup(entry)
                     remove_cgroup(entry)
 
     def close(self) -> None:
-        """Remove all cgroups after the last stems ended, for up to a second; later agents sweep the rest."""
+        """Remove all cgroups once the last stems have ended, within a second; later agents retry."""
         for _ in range(_CLOSING_LOOKS):
             self.sweep()
             if all([remove_cgroup(path) for path in (self.path, self._pids) if path is not None]):
@@ -118,7 +118,7 @@ class CgroupRoot:
 
 
 def find_cgroup_root(name: str, environ: Mapping[str, str]) -> CgroupRoot:
-    """Return the directories in which this process may make cgroups; `name` is unique to one user's home.
+    """Return the directories in which this process may create cgroups; `name` is unique to one home.
 
     `SERVERLESS_GPU_CGROUPS=0` disables cgroups. `SERVERLESS_GPU_TASKS_MAX` limits an attempt's processes.
     """
@@ -132,13 +132,13 @@ def find_cgroup_root(name: str, environ: Mapping[str, str]) -> CgroupRoot:
         return CgroupRoot(None, pids, tasks_max, "no cgroup v2 directory is writable for this user")
     if not (path / "cgroup.kill").exists():
         return CgroupRoot(None, pids, tasks_max, "this kernel has no cgroup.kill (needs 5.14)")
-    with contextlib.suppress(OSError):  # Controllers that the parent cgroup does not delegate stay unused.
+    with contextlib.suppress(OSError):  # The parent cgroup may not delegate a controller; such controllers stay unused.
         (path / "cgroup.subtree_control").write_text("+memory +pids")
     return CgroupRoot(path, pids, tasks_max)
 
 
 def _directory(kind: str, controller: str, name: str) -> Path | None:
-    """Make and return a directory below this process's cgroup in a hierarchy, or None."""
+    """Create and return a directory below this process's cgroup in a hierarchy, or None."""
     mount, place = mount_point(kind, controller), own_place(controller)
     if mount is None or place is None:
         return None
@@ -151,7 +151,7 @@ def _directory(kind: str, controller: str, name: str) -> Path | None:
 
 
 def controllers(path: Path | None) -> tuple[str, ...]:
-    """Return the limits that can be set on stems: ``memory`` and ``pids`` of v2, and those of v1."""
+    """Return the limits that can be set on stems: ``memory`` and ``pids`` of v2, and the v1 limits."""
     found: list[str] = []
     if path is not None:
         with contextlib.suppress(OSError):
@@ -168,7 +168,7 @@ def controllers(path: Path | None) -> tuple[str, ...]:
 
 def kill_cgroup(path: Path) -> None:
     """Kill every process in a cgroup, atomically."""
-    with contextlib.suppress(OSError):  # The cgroup may have been removed; `cgroup_empty` checks that separately.
+    with contextlib.suppress(OSError):  # The cgroup may have been removed; `cgroup_empty` tests that separately.
         (path / "cgroup.kill").write_text("1")
 
 
@@ -180,7 +180,7 @@ def cgroup_pids(path: Path) -> list[int]:
 
 
 def end_cgroup(path: Path) -> None:
-    """Kill every process in a cgroup, also of v1, and wait up to a second."""
+    """Kill every process in a cgroup (v1 or v2), and wait up to a second."""
     for _ in range(_CLOSING_LOOKS):
         kill_cgroup(path)
         pids = cgroup_pids(path)
@@ -193,15 +193,16 @@ def end_cgroup(path: Path) -> None:
 
 
 def cgroup_empty(path: Path) -> bool:
-    """Return True if no process is left in a cgroup."""
+    """Return True if a cgroup contains no process."""
     try:
         return "populated 0" in (path / "cgroup.events").read_text()
     except OSError as error:
-        return error.errno in (errno.ENOENT, errno.ENODEV)  # Only an empty cgroup can be removed.
+        # The kernel allows the removal of empty cgroups only, so a missing cgroup is empty.
+        return error.errno in (errno.ENOENT, errno.ENODEV)
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
-    """Identity of a process that survived its SIGKILL; `started` is in ticks since boot."""
+    """Identity of a process that survived SIGKILL; `started` is in ticks since boot."""
 
     pid: int
     started: int
@@ -228,13 +229,13 @@ def look_at(pid: int) -> ProcessIdentity | None:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    name, _, rest = line.partition("(")[2].rpartition(")")  # A name may contain parentheses.
+    name, _, rest = line.partition("(")[2].rpartition(")")  # The name of a process may contain parentheses.
     fields = rest.split()
     return None if fields[0] in "ZX" else ProcessIdentity(pid, int(fields[19]), name)
 
 
 def remove_cgroup(path: Path) -> bool:
-    """Remove an empty cgroup and those below it; return True if it no longer exists."""
+    """Remove an empty cgroup and all cgroups below; return True if it no longer exists."""
     with contextlib.suppress(OSError):
         for entry in path.iterdir():
             if entry.is_dir():
@@ -265,7 +266,7 @@ def memory_limit_bytes() -> int | None:
 
 
 class MemoryWatch:
-    """The memory limit of one attempt (None: no limit), and the kernel's counters that show a hit."""
+    """The memory limit of one attempt (None: no limit), and the kernel's counters of memory kills."""
 
     def __init__(self, cgroup: Path | None, stem_pid: int, limit_bytes: int | None) -> None:
         self.limit_bytes = limit_bytes
@@ -283,7 +284,7 @@ class MemoryWatch:
             self.note = "memory= is not enforced: no memory controller can be written to on this machine"
 
     def out_of_memory(self) -> bool:
-        """Return True if the kernel's counters show that it killed a process of this attempt for memory."""
+        """Return True if the kernel killed a process of this attempt for lack of memory, by its counters."""
         if self._v2 is not None:
             return _counter(self._v2 / "memory.events", "oom_kill") > 0
         if self._v1 is not None:
@@ -291,7 +292,7 @@ class MemoryWatch:
         return _kernel_oom_kills() > self._kernel_kills
 
     def peak_bytes(self) -> int | None:
-        """Return the attempt's peak of host memory, or None if no controller knows it."""
+        """Return the attempt's peak of host memory in bytes, or None if no controller reports it."""
         for path in (self._v2 and self._v2 / "memory.peak", self._v1 and self._v1 / "memory.max_usage_in_bytes"):
             if path is not None:
                 with contextlib.suppress(OSError, ValueError):
@@ -299,7 +300,7 @@ class MemoryWatch:
         return None
 
     def close(self) -> None:
-        """Remove the v1 cgroup."""
+        """Remove the v1 cgroup of the memory limit."""
         if self._v1 is not None:
             remove_cgroup(self._v1)
 
@@ -309,7 +310,7 @@ class MemoryWatch:
             return False
         try:
             (path / "memory.limit_in_bytes").write_text(str(limit_bytes))
-            for pid in (stem_pid, *descendants(stem_pid)):  # The ranks are already on standby.
+            for pid in (stem_pid, *descendants(stem_pid)):  # Ranks on standby are already descendants of the stem.
                 (path / "cgroup.procs").write_text(str(pid))
         except OSError:
             remove_cgroup(path)
@@ -361,14 +362,14 @@ class AttemptSegments:
         self._due_ns = 0
 
     def is_due(self, now_ns: int) -> bool:
-        """Return True once per second; `now_ns` must always be of the same clock."""
+        """Return True once per second; `now_ns` must always come from the same clock."""
         if now_ns < self._due_ns:
             return False
         self._due_ns = now_ns + _LOOK_NS
         return True
 
     def look(self, since_ns: int, pids: Callable[[], Collection[int]]) -> None:
-        """Record the attempt's segments: those that its processes use, or that have their pids in the name.
+        """Record the attempt's segments: segments that its processes use, or whose names contain its pids.
 
         `since_ns` is the wall time at which user code began. `pids` is called only for new segments.
         """
@@ -387,7 +388,7 @@ class AttemptSegments:
         """Remove the attempt's segments after its last process has ended; return their names."""
         names = self._own.intersection(self._candidates(since_ns)) if self._own else set()
         names -= {name for name in names if (maker := _maker(name)) is not None and (_PROC / str(maker)).exists()}
-        in_use: set[str] = set()  # Processes of other users are not visible.
+        in_use: set[str] = set()  # Processes of other users are not visible, so their segments are not included.
         for pid in [int(name) for name in os.listdir(_PROC) if name.isdigit()] if names else ():
             in_use |= _used(pid, self._place, names)
         removed = []

@@ -34,9 +34,8 @@ runtime = sys.modules["_sgpu_inside"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(runtime)
 """
 
-# Variables of the caller that a clean process gets. HOME and similar ones are for libraries that require a home
-# directory. Others locate the user's git patterns (for captures) and interpreters (for restores). The last two are for
-# tests.
+# Variables of the caller that a clean process gets. Some libraries require HOME and similar variables. Other variables
+# locate the user's git patterns (for captures) and interpreters (for restores). Only tests use the last two variables.
 _CLEAN_VARIABLES = (
     "PATH",
     "HOME",
@@ -78,7 +77,7 @@ STARTUP_PREFIXES = (
     "TORCH",
     "PYTORCH",
 )
-"""Prefixes of variables that an interpreter or a library reads once at start; part of a zygote's key."""
+"""Prefixes of variables that an interpreter or a library reads once at its start; part of a zygote's key."""
 
 SET_BY_LIBRARIES = {
     "KMP_DUPLICATE_LIB_OK": ("True", "TRUE"),  # Scikit-learn and threadpoolctl; torch's inductor.
@@ -92,7 +91,7 @@ SET_BY_LIBRARIES = {
 """Start-up variables that libraries set in their own process on import, with the values; () for any value.
 
 Such a value shows which libraries the caller has imported, not how an interpreter must start. A warm interpreter
-without it therefore serves the caller too. Ranks get it like all other variables of the caller.
+without the variable therefore serves the caller too. Ranks get the variable like all other variables of the caller.
 """
 
 
@@ -119,7 +118,7 @@ def clean_process(
 
 
 def preload(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the installed modules that zygotes import before they are forked.
+    """Return the installed modules that zygotes import before they fork.
 
     `SERVERLESS_GPU_PRELOAD` selects from `PRELOAD`, separated by commas.
     """
@@ -156,7 +155,7 @@ def startup_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def separating_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the start-up variables that callers of one zygote share: all except those set by libraries."""
+    """Return the start-up variables that callers of one zygote share: all except those of libraries."""
     found = startup_variables(environ)
     libraries = {name: SET_BY_LIBRARIES.get(name) for name in found}  # An empty tuple means any value.
     return {
@@ -169,7 +168,7 @@ def separating_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def one_name(python: str) -> str:
     """Return one name for all names of an interpreter in its directory, where `python` may be `python3`.
 
-    The directory stays unchanged, because an interpreter finds its environment by it.
+    The directory stays unchanged, because an interpreter finds its environment by its directory.
     """
     for name in ("python3", "python"):
         beside = os.path.join(os.path.dirname(python), name)
@@ -184,11 +183,11 @@ class CallerInterpreter(NamedTuple):
 
     python: str
     flags: Sequence[str]
-    # The caller's variables; variables read at start and a few that every program expects are passed on.
+    # The caller's variables; the zygote gets the start-up variables and a few that every program expects.
     environ: Mapping[str, str]
-    mounts: Sequence[Mapping[str, object]] = ()  # Mounts of its environment, for `inside/namespaces.py`.
-    cgroups: Sequence[str] = ()  # Directories of the cgroups in which it starts.
-    namespace: Literal["", "wanted", "required"] = ""  # User namespace: none, if possible, or required.
+    mounts: Sequence[Mapping[str, object]] = ()  # Mounts of the interpreter's environment, for `inside/namespaces.py`.
+    cgroups: Sequence[str] = ()  # Directories of the cgroups in which the interpreter starts.
+    namespace: Literal["", "wanted", "required"] = ""  # User namespace: none, used if possible, or required.
 
 
 def zygote_process(
@@ -196,11 +195,12 @@ def zygote_process(
 ) -> subprocess.Popen[bytes]:
     """Start a zygote in the user's interpreter; raises OSError.
 
-    The launcher enters the containment before the zygote starts. It gets none of the user's variables, because the
-    dynamic loader would read them.
+    The launcher enters the containment before the zygote starts. The launcher gets none of the user's variables,
+    because the dynamic loader would read them.
     """
     if not interpreter.mounts:
-        python = interpreter.python  # Checked here, because the launcher could only report it in the log.
+        # Checked in this process, because the launcher could only write the error to the log.
+        python = interpreter.python
         if not stat.S_ISREG(os.stat(python).st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), python)
         if not os.access(python, os.X_OK):

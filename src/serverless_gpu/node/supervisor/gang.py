@@ -74,7 +74,7 @@ _OF_A_CLUSTER = frozenset({Reason.ENGINE_HEAD_LOST, Reason.START_FAILED})
 class LocalGang:
     """All ranks of one attempt on this node.
 
-    `context` replaces the caller's context if paths differ in the restored environment.
+    `context` replaces the caller's context if the restored environment has different paths.
     """
 
     def __init__(
@@ -95,24 +95,24 @@ class LocalGang:
         self.environment = RankEnvironment(launch, self.context, checkpoints)
         self._stop_file = Path(launch.directory) / STOP_FILE
         self._failed: set[int] = set()
-        self._alone: set[int] = set()  # ranks that trained without communicating with another rank
+        self._alone: set[int] = set()  # Ranks that trained without communicating with another rank.
         self.logs: dict[int, RankLog] = {}
         self.pids: dict[int, int] = {}
-        self.devices: tuple[Device, ...] = ()  # By LOCAL_RANK; set when the ranks start.
-        self.stacks: dict[int, int] = {}  # Per rank, the number of its descriptor for stack dumps.
+        self.devices: tuple[Device, ...] = ()  # Devices by LOCAL_RANK; set when the ranks start.
+        self.stacks: dict[int, int] = {}  # rank → number of the rank's descriptor for stack dumps
         self.on_said: Callable[[str], None] = lambda sentence: None  # Called with messages of ranks.
         self._sentences_left = _SENTENCES_MAX
-        self._cluster: AttemptCluster | None = None  # this node's part of the run's Ray cluster
+        self._cluster: AttemptCluster | None = None  # The Ray cluster of the run on this node.
         self.stem_pid = 0
         self.stem_pidfd = -1
         self.memory: MemoryWatch | None = None
         self._cgroups: tuple[Path, ...] = ()
-        self._cgroup: Path | None = None  # The cgroup whose cgroup.kill file ends all processes of the attempt.
+        self._cgroup: Path | None = None  # The v2 cgroup of the attempt, whose cgroup.kill file ends all processes.
         self.proven = False  # True once it is certain that no process of the attempt exists.
 
     @property
     def cgroup(self) -> Path | None:
-        """Return the cgroup directory through which all processes can be killed, or None."""
+        """Return the cgroup directory through which the kernel can kill all processes, or None."""
         return self._cgroup
 
     @property
@@ -170,8 +170,8 @@ class LocalGang:
     def start(self, devices: Sequence[Device], network: Network, holds: tuple[int, ...], viewer: Viewer) -> None:
         """Fork all ranks, one per device in LOCAL_RANK order.
 
-        The stem keeps the descriptors in `holds` open until it exits. Raises NoDirectory without a directory for Ray's
-        files. Raises OSError if the stem has exited or no descriptor is free.
+        The stem keeps the descriptors in `holds` open until it exits. Raises NoDirectory if no directory for Ray's
+        files can be created. Raises OSError if the stem has exited or no descriptor is free.
         """
         spec, directory = self.launch.spec, Path(self.launch.directory)
         self.devices = tuple(devices)
@@ -199,10 +199,10 @@ class LocalGang:
             self._say({"op": "release"})
 
     def terminate(self, why: str) -> None:
-        """Send SIGTERM to every rank; a rank that returns then exits without waiting for the others.
+        """Send SIGTERM to every rank; a rank that returns afterwards exits without waiting for other ranks.
 
-        The reason `why` goes into a file before the signal. Commands can read the file, and a running process cannot
-        receive a new environment variable.
+        The gang writes the reason `why` to a file before the signal. Commands can read the file, because a running
+        process cannot receive a new environment variable.
         """
         try:
             write_text(self._stop_file, f"{why}\n")
@@ -212,7 +212,7 @@ class LocalGang:
         self.signal(signal.SIGTERM, self.numbers)
 
     def signal(self, number: int, ranks: Collection[int]) -> None:
-        """Ask the stem to send a signal to those of `ranks` that are still running."""
+        """Request that the stem sends a signal to each of `ranks` that is still running."""
         with contextlib.suppress(OSError):
             if ranks:
                 self._say({"op": "signal", "signal": int(number), "ranks": list(ranks)})
@@ -226,7 +226,10 @@ class LocalGang:
             self._say({"op": "kill"})
 
     def empty(self) -> bool:
-        """Return True when the wait is over; `proven` is True if certainly no process remains."""
+        """Return True once no process remains or the wait for them has ended.
+
+        `proven` is True if certainly no process remains.
+        """
         if not self.standby:
             self.proven = True
         elif self._cgroup is not None:
@@ -234,7 +237,7 @@ class LocalGang:
         else:
             poll = select.poll()
             poll.register(self.stem_pidfd, select.POLLIN)
-            # An escaped process may hold the socket open, so the last messages are read without blocking.
+            # An escaped process may hold the socket open, so this loop reads the last messages without blocking.
             if poll.poll(0):
                 self.channel.sock.setblocking(False)
                 with contextlib.suppress(OSError, ValueError):
@@ -254,16 +257,16 @@ class LocalGang:
 
     @property
     def behind(self) -> bool:
-        """Return True if a log has left out live output and `tend` must report it soon."""
+        """Return True if a log has left out live output and `tend` must report the gap soon."""
         return any(log.behind for log in self.logs.values())
 
     def tend(self) -> None:
-        """Report left-out output of all logs; no descriptor signals when this is due."""
+        """Report left-out output of all logs; no descriptor signals the time for the report."""
         for log in self.logs.values():
             log.tend()
 
     def out_of_memory(self) -> bool:
-        """Return True if the kernel killed a process of this attempt because memory ran out."""
+        """Return True if the kernel killed a process of this attempt because host memory ran out."""
         return self.memory is not None and self.memory.out_of_memory()
 
     def close(self) -> None:
@@ -278,8 +281,8 @@ class LocalGang:
         if self._alone.issuperset(self.numbers):
             count = place_of(self.launch, 0).world_size
             self.account.notes.append(
-                f"its {count} ranks trained without communicating (no process group, Ray or MPI), so they made "
-                f"{count} separate models. If you intend this, set {ALONE_NOTE_SWITCH}=0 to omit this note"
+                f"the run's {count} ranks trained without communicating (no process group, Ray or MPI), so they "
+                f"made {count} separate models. If you intend this, set {ALONE_NOTE_SWITCH}=0 to omit this note"
             )
         if self._cluster is not None:
             note = self._cluster.close()
@@ -317,7 +320,7 @@ class LocalGang:
                 program = original(context.python)
             argv = [program, *arguments]
         share = share_of_cores(len(os.sched_getaffinity(0)), launch.world_size, launch.of_type)
-        # A Ray driver mostly waits, so its own computation may use all cores of the run.
+        # A Ray driver mostly waits, so its own computation may use all CPU cores of the run.
         threads = threads_per_rank(launch.spec.resources.cpus or share, 1 if launch.spec.ray else launch.world_size)
         return {
             "op": "go",
@@ -350,7 +353,7 @@ class LocalGang:
         return RankExited(rank=rank, signal=number, out_of_memory=killed_for_memory, detail=detail)
 
     def _rank(self, message: inside.Message) -> int:
-        """Return the rank that a message names; raise ValueError if this node does not run it."""
+        """Return the rank that a message names; raises ValueError if another node runs this rank."""
         rank = inside.integer(message, "rank")
         if rank not in self.numbers:
             raise ValueError(f"this node has no rank {rank}")
@@ -366,8 +369,8 @@ class LocalGang:
                     write_bytes(path, base64.b64decode(text), Path(self.launch.directory))
 
     def _explained(self, failure: Failure) -> Failure:
-        """Return a rank's failure, corrected by facts that only the supervisor knows."""
-        # User code has begun, so a failed start is not possible any more.
+        """Return a rank's failure, corrected by information that only the supervisor has."""
+        # User code has begun, so the start cannot have failed.
         if failure.reason is Reason.START_FAILED and self.stacks:
             failure = msgspec.structs.replace(failure, reason=Reason.ENGINE_HEAD_LOST)
         if failure.reason in _OF_A_CLUSTER and self.out_of_memory():
@@ -375,7 +378,7 @@ class LocalGang:
         return failure
 
     def memory_text(self) -> str:
-        """Describe an end for lack of memory; the text follows "was" or "were"."""
+        """Describe an out-of-memory kill; the text follows "was" or "were"."""
         limit = self.launch.spec.resources.memory_bytes
         peak = self.memory.peak_bytes() if self.memory is not None else None
         parts = [f"limit {format_bytes(limit)}"] if limit is not None else []

@@ -6,8 +6,8 @@
                                          hits are counted per principal, for the whole machine
 
 `NodeFaults` runs in the agent and the uplink and reads the whole log, so it also quarantines unused GPUs. Both classes
-may read the same line. The second one finds the quarantine note and leaves it unchanged. A note that was lifted after
-the line was written, for example after a GPU reset, stays lifted.
+may read the same line. The second reader finds the quarantine note and leaves the note unchanged. A note that was
+lifted after the line was written, for example after a GPU reset, stays lifted.
 
 Failure cases: If the log cannot be read, no fault is known and the doctor reports `problem`. If the lock directory
 cannot be written, the attempt still ends, and the next check refuses a GPU that does not answer. An invalid file of
@@ -45,14 +45,15 @@ _USERS_OWN = frozenset(
     {Reason.RANK_RAISED, Reason.RANK_SIGNAL, Reason.NO_RESULT, Reason.COMMAND_FAILED, Reason.GPU_OOM}
 )
 _HITS_MAX = 16
-_PRINCIPAL_MAX = 100  # Sixteen hits with names of this length fit into the part of a note that readers read.
+# Maximum length of a name in a hit: sixteen hits of this length fit into the bytes of a note that readers read.
+_PRINCIPAL_MAX = 100
 
 
 class AttemptFaults:
     """Reads driver reports about the GPUs of one attempt and adds them to the receipt's `notes`."""
 
     def __init__(self, launch: Launch, home: Home, clock: Clock, notes: list[str]) -> None:
-        self.hint = ""  # probable cause of a failure of user code, or ""
+        self.hint = ""  # Probable cause of a failure of user code, or "".
         self._launch = launch
         self._home = home
         self._clock = clock
@@ -74,13 +75,13 @@ class AttemptFaults:
         return AGAIN_S if self._kind is DeviceKind.FAKE else math.inf
 
     def hear(self, attempt: Attempt, devices: Sequence[Device]) -> list[GpuFailed]:
-        """Read new reports about the attempt's devices; return the events that end the attempt."""
+        """Read new driver reports about the attempt's devices; return the events that end the attempt."""
         if self._log is None:
             return []
         events: list[GpuFailed] = []
         for line, fault in faults_of(self._log.lines(), devices, self._home):
             if (fault.uuid, fault.number) in self._told:
-                continue  # The driver repeats its reports.
+                continue  # The driver repeats its reports, so the supervisor skips known faults.
             self._told[fault.uuid, fault.number] = fault
             if fault.kind is XidKind.USER:
                 self._hit(attempt, fault)
@@ -92,7 +93,7 @@ class AttemptFaults:
         return events
 
     def verdicts(self, devices: Iterable[Device]) -> dict[str, Verdict]:
-        """Return verdicts for the devices that are known to be broken without another check."""
+        """Return verdicts for the devices that the driver has reported as broken."""
         broken = {fault.uuid: fault for fault in self._told.values() if fault.kind in QUARANTINES}
         return {device.uuid: Verdict(False, broken[device.uuid].what) for device in devices if device.uuid in broken}
 
@@ -124,7 +125,7 @@ class NodeFaults:
         self._known: dict[str, Device] = {}
 
     def look(self, devices: Iterable[Device]) -> None:
-        """Quarantine GPUs that failed, including known ones that fell off the bus."""
+        """Quarantine GPUs that failed, including known GPUs that fell off the bus."""
         self._known |= {device.uuid: device for device in devices if device.kind is not DeviceKind.CPU}
         for kind in {device.kind for device in self._known.values()}:
             if kind not in self._logs:
@@ -164,13 +165,14 @@ def faults_of(
             continue
         if own is None:
             own = {}
-            with contextlib.suppress(InvalidValue):  # A request for devices reports an invalid configuration.
+            # Device requests report an invalid configuration, so this function ignores it.
+            with contextlib.suppress(InvalidValue):
                 own = read_configuration(home).xids
         yield line, xid.fault(said, by_address[said.pci], own)
 
 
 def quarantine(kind: DeviceKind, home: Home, fault: Fault, line: KernelLogLine, clock: Clock) -> None:
-    """Quarantine a GPU that failed, unless its note was written or lifted after the log line."""
+    """Quarantine a GPU that failed, unless a note was written or lifted after the log line."""
     if fault.kind not in QUARANTINES:
         return
     with contextlib.suppress(StorageError):

@@ -18,9 +18,9 @@ For a gang on several nodes, the supervisor of each node reports its ranks and t
     hang-<node>-<n>.txt, ◀───────┴──────waiting ranks──────────────┘
     HangConfirmed
 
-One supervisor alone cannot tell a hang from ranks that correctly wait for ranks on another node. It reports only how
-long its ranks were silent. Once all nodes are silent, the server asks every supervisor to inspect its ranks during the
-same period.
+A single supervisor cannot distinguish a hang from ranks that correctly wait for ranks on another node. It reports only
+how long its ranks were silent. Once all nodes are silent, the server requests that every supervisor inspects its ranks
+during the same period.
 
 `IdleWatchdog` follows the decisions of `model/hangs/idleness.py`:
 
@@ -30,10 +30,10 @@ same period.
 
 No watchdog blocks: an inspection takes several turns of the event loop, and output continues meanwhile.
 
-Failure cases: A full disk loses the file of stacks, but not the message. A sign of progress makes a running inspection
-void. Without an answer from the server there is no judgement. Without a limit or telemetry nothing is stopped, because
-unobserved devices do not count as idle. The first node that receives a judgement ends its ranks, which makes ranks on
-the other nodes fail before their judgement arrives. Those nodes still write their inspection.
+Failure cases: A full disk loses the file of stacks, but not the message. A sign of progress cancels a running
+inspection. Without an answer from the server, no node receives a judgement. Without a limit or telemetry, the watchdog
+stops no run, because unobserved devices do not count as idle. The first node that receives a judgement ends its ranks,
+which makes ranks on other nodes fail before their judgement arrives. Those nodes still write their inspection.
 """
 
 from __future__ import annotations
@@ -74,12 +74,13 @@ from serverless_gpu.node.supervisor.rank_inspection import POLL_NS, RankInspecto
 from serverless_gpu.node.supervisor.rendezvous import Peers
 from serverless_gpu.units import format_duration_ms
 
-_LAST_WORDS_NS = 10_000_000_000  # A rank that fails this soon after a sign of progress only printed its traceback.
+# Nanoseconds after a sign of progress in which a rank that fails has only printed its traceback.
+_LAST_WORDS_NS = 10_000_000_000
 _UNEXPLAINED = Hang(waiting=(), elsewhere=())
 
 
 class Watchdogs:
-    """All watchdogs of one attempt; they add to the receipt's `notes`."""
+    """All watchdogs of one attempt; they append to the receipt's `notes`."""
 
     def __init__(self, launch: Launch, home: Home, clock: Clock, say: Callable[[str], None], notes: list[str]) -> None:
         directory = Path(launch.directory)
@@ -92,11 +93,11 @@ class Watchdogs:
 
     @property
     def said(self) -> str:
-        """Return the warning that is still in force, or ""."""
+        """Return the latest warning that still applies, or ""."""
         return self.hangs.said or self.idleness.said
 
     def judged_by(self, peers: Peers) -> None:
-        """Send observations to the other nodes' supervisors and follow their judgement; no-op on one node."""
+        """Set how observations reach the other nodes and how judgements return; no effect on one node."""
         if isinstance(self.hangs, GangHangReporter):
             self.hangs.tell_server = self.idleness.tell_server = peers.tell
             peers.judge = self._judged
@@ -111,12 +112,12 @@ class Watchdogs:
         return self.gpus.hear(attempt, devices)
 
     def look(self, attempt: Attempt, gang: LocalGang | None) -> list[Event]:
-        """Do the work that is due; return the events that end the run."""
+        """Run the watchdogs' periodic checks; return the events that end the run."""
         found: tuple[Event | None, ...] = (self.hangs.look(attempt, gang), self.idleness.look(attempt))
         return [event for event in found if event is not None]
 
     def ended(self) -> Hang | None:
-        """Return the ranks that waited for others when the run ended, or None."""
+        """Return the ranks that waited for other ranks when the run ended, or None."""
         if isinstance(self.hangs, GangHangReporter):
             self.hangs.ended()
         return self.hangs.hang
@@ -132,12 +133,12 @@ class Watchdogs:
 
 
 class _HangDetector:
-    """Base of both hang detectors; writes stack files to `directory` and adds to `notes`."""
+    """Base of both hang detectors; writes stack files to `directory` and appends to `notes`."""
 
     def __init__(self, directory: Path, clock: Clock, tell: Callable[[str], None], notes: list[str]) -> None:
         self.said = ""  # The last message to attached clients; "" after progress.
-        self.hang: Hang | None = None  # The waiting ranks and the ranks that they wait for.
-        self.wake_ns: int | None = None  # Time of the next useful `look`, or None.
+        self.hang: Hang | None = None  # The waiting ranks, and the ranks for which they wait.
+        self.wake_ns: int | None = None  # Time of the next useful call of `look`, or None.
         self._directory = directory
         self._clock = clock
         self._tell = tell
@@ -161,7 +162,7 @@ class _HangDetector:
             self._inspector = None
 
     def _returned_early(self, attempt: Attempt, now_ns: int) -> bool:
-        """Return True, once, if some ranks returned long before the others (F05)."""
+        """Return True, once, if some ranks returned long before the remaining ranks (F05)."""
         if self._early_said or not hang_detection.returned_early(attempt, self._returned_ns, now_ns):
             return False
         self._early_said = True
@@ -180,7 +181,7 @@ class HangWatchdog(_HangDetector):
         self._watch = hang_detection.begin(clock.boottime_ns())
         self._then = HangAction.LOOK
         self._numbers = itertools.count(1)
-        self._silent_ns: int | None = None  # start of the silence while a warning is in force
+        self._silent_ns: int | None = None  # Start of the silence while a warning applies.
         self._returned_at = ""
 
     def heard(self, event: Event | None = None) -> None:
@@ -191,7 +192,7 @@ class HangWatchdog(_HangDetector):
             self._returned_at = format_clock(self._clock.wall_ns())
 
     def look(self, attempt: Attempt, gang: LocalGang | None) -> HangConfirmed | None:
-        """Do the work that is due; return the event that ends a run after too long a hang."""
+        """Run the periodic check; return the event that ends a run after too long a hang."""
         self.wake_ns = None
         if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED or gang is None:
             self._stop_inspection()
@@ -240,7 +241,7 @@ class HangWatchdog(_HangDetector):
         if at_work:
             self._watch = hang_detection.spared(self._watch, now_ns)
             if self._watch.warned:
-                return None  # The warning was already sent, and ranks still work.
+                return None  # Attached clients already received the warning, and ranks still work.
         self._watch = hang_detection.warned(self._watch)
         path, problem = self._write(attempt, finding)
         told = sentence(finding)
@@ -324,7 +325,7 @@ class GangHangReporter(_HangDetector):
             self._returned_ns = self._clock.boottime_ns()
 
     def asked(self, ask: InspectionRequest) -> None:
-        """Start the inspection that the server requests on all nodes."""
+        """Start the inspection that the server has requested from all nodes."""
         if ask == self._ask or self._heard:
             return
         self._ask = ask
@@ -368,13 +369,14 @@ class GangHangReporter(_HangDetector):
         self._awaits_word = False
 
     def look(self, attempt: Attempt, gang: LocalGang | None) -> None:
-        """Do the work that is due."""
+        """Run the periodic check of this node's ranks."""
         self.wake_ns = None
         self._attempt = attempt
         now_ns = self._clock.boottime_ns()
         self._say_early_return(attempt, now_ns)
         due = hang_detection.due_of(hang_detection.begin(0), attempt.limits)
-        quiet_ns = None if due is None else due.at_ns - due.window_ns  # minimum silence before an inspection, if any
+        # Minimum silence before an inspection, in nanoseconds, if any.
+        quiet_ns = None if due is None else due.at_ns - due.window_ns
         if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED or gang is None or quiet_ns is None:
             self._stop_inspection()
             if attempt.state is not State.RUNNING:
@@ -468,7 +470,7 @@ class GangHangReporter(_HangDetector):
             self.wake_ns = at_ns if self.wake_ns is None else min(self.wake_ns, at_ns)
 
     def _say_early_return(self, attempt: Attempt, now_ns: int) -> None:
-        """Tell attached clients why a node is quiet after its ranks returned; nothing ends."""
+        """Report to attached clients why a node is quiet after its ranks returned; the run continues."""
         if not self._returned_early(attempt, now_ns):
             return
         running = sorted(set(attempt.numbers) - attempt.returned)
@@ -479,11 +481,11 @@ class GangHangReporter(_HangDetector):
 
 
 class IdleWatchdog:
-    """Detects that an attempt does not use its devices; adds to the receipt's `notes`."""
+    """Detects that an attempt does not use its devices; appends to the receipt's `notes`."""
 
     def __init__(self, spec: RunSpec, clock: Clock, tell: Callable[[str], None], notes: list[str]) -> None:
-        self.said = ""  # the warning while it is in force
-        # Called with this node's `idle` state if the gang has several nodes. None on one node, which decides itself.
+        self.said = ""  # The warning while it applies.
+        # Called with this node's `idle` state if the gang has several nodes. None on one node, which decides alone.
         self.tell_server: Callable[..., None] | None = None
         self._level = IdleVerdict.GO_ON
         self._spec = spec
@@ -500,19 +502,19 @@ class IdleWatchdog:
             self._take_back("the run makes progress again")
 
     def seen(self, busy: bool) -> None:
-        """Record if telemetry saw a busy device since the last sample."""
+        """Record whether telemetry saw a busy device since the last sample."""
         if self._idle is not None:
             self._idle = idleness.seen(self._idle, self._clock.boottime_ns(), busy=busy)
             if busy:
                 self._take_back("the devices work again")
 
     def look(self, attempt: Attempt) -> StopRequested | None:
-        """Do the work that is due; return the event that stops a run with idle devices, if any."""
-        # A run whose ranks returned waits for other nodes.
+        """Run the periodic check; return the event that stops a run with idle devices, if any."""
+        # After its ranks have returned, the run waits for other nodes.
         if attempt.state is not State.RUNNING or attempt.phase is Phase.RETURNED:
             self._idle = None
             return None
-        if not self._begun:  # User code has just started.
+        if not self._begun:  # This is the first check after user code has started.
             self._begun = True
             self._idle = idleness.begin(self._spec, self._clock.boottime_ns())
         if self._idle is None:

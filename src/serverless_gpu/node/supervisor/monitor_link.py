@@ -3,17 +3,17 @@
     supervisor ──Observe, Ranks, EndingNote, Settled──▶ monitor      sent again, in this order, to a restarted one
                ◀──TrackedNote, Untracked, AttemptSample, UserSentence──
 
-The connection never blocks: a missing, hanging or dead monitor costs an attempt its observations and nothing else.
-Ranks of a function start without waiting for the monitor, because `mlflow` finds its run by itself in them (`inside/`).
-A program runs no code of this package, and its environment cannot change later. Its start therefore waits briefly for
-the tracking variables, and longer while the home's own MLflow server starts. The start of a Ray cluster waits too,
+The connection never blocks: with a missing, hanging or dead monitor, an attempt only loses its observations. Ranks of a
+function start without waiting for the monitor, because `mlflow` in a rank finds its run later (`inside/`). A program
+runs no code of this package, and its environment cannot change later. The start of a program therefore waits briefly
+for the tracking variables, and longer while the home's own MLflow server starts. The start of a Ray cluster waits too,
 because its workers need the variables. The receipt of a very short run waits up to `LINK_NS`, after the client has the
 outcome and the devices are free.
 
-Failure cases: Without a monitor, the supervisor retries at most every two seconds. An attempt that ends before the
-monitor runs, such as the first of a home, goes to the monitor's backlog. If the monitor dies, its successor receives
-all messages again and continues the same files. If the monitor does not read, the supervisor keeps the few messages.
-After an invalid message, the supervisor reconnects after at most two seconds.
+Failure cases: Without a monitor, the supervisor retries at most every two seconds. The supervisor writes an attempt to
+the monitor's backlog if it ends before the monitor runs, such as the first attempt of a home. If the monitor dies, its
+successor receives all messages again and continues the same files. If the monitor does not read, the supervisor keeps
+the few messages. After an invalid message, the supervisor reconnects after at most two seconds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from serverless_gpu.node.monitor.backlog import Backlog, origin_of
 _FIRST_NS = 100_000_000
 _AGAIN_NS = 2_000_000_000
 LINK_NS = 200_000_000
-"""Longest wait of a receipt for its tracking link, from the start of the attempt."""
+"""Longest wait of a receipt for its tracking link, from the start of the attempt, in nanoseconds."""
 COMMAND_NS = 2_000_000_000
 """Longest wait of a program or a Ray cluster for tracking variables, unless the tracker is unreachable."""
 SERVER_NS = 10_000_000_000
@@ -52,8 +52,8 @@ SERVER_NS = 10_000_000_000
 _STARTING = "the home's MLflow server is starting; {} waits for it up to 10 s"
 _STARTED_LATE = "the home's MLflow server was still starting: the run will appear in it, see `sgpu mlflow`"
 _FOR_GOOD = "; this run is not tracked"
-_KEPT = "the node keeps what it recorded and sends it once MLflow answers (within 24 h)"
-_SILENT = "MLflow had not answered yet: the run will appear in it once it does, see `sgpu show`"
+_KEPT = "the node stores the recorded data and sends it once MLflow answers (within 24 h)"
+_SILENT = "MLflow had not answered yet: the run will appear in MLflow after its first answer, see `sgpu show`"
 
 
 class MonitorLink:
@@ -67,8 +67,9 @@ class MonitorLink:
         selector: selectors.BaseSelector,
         tell: Callable[[protocol.Message], None],
     ) -> None:
-        self.tracked: messages.TrackedNote | None = None  # MLflow's run and its link, once known.
-        self.uses: tuple[DeviceUse, ...] = ()  # Use of the devices, as far as observed.
+        # MLflow's run of the attempt and the link to the run, once known.
+        self.tracked: messages.TrackedNote | None = None
+        self.uses: tuple[DeviceUse, ...] = ()  # Observed use of the devices so far.
         self.notes: list[str] = []  # Notes for the receipt.
         # Called after each sample with True if any device was busy.
         self.on_seen: Callable[[bool], None] = lambda busy: None
@@ -86,10 +87,10 @@ class MonitorLink:
         self._again_ns = 0
         self._told_waiting = False
 
-    # --- what the supervisor says --------------------------------------------------------------------------------
+    # --- messages to the monitor ---------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Ask the monitor to observe the attempt."""
+        """Request that the monitor observes the attempt."""
         launch = self._launch
         self._began_ns = self._clock.boottime_ns()
         self._say(
@@ -109,7 +110,7 @@ class MonitorLink:
         )
 
     def ranks(self, devices: tuple[Device, ...], pids: Mapping[int, int], cgroup: Path | None) -> None:
-        """Tell the monitor which processes use which devices."""
+        """Report to the monitor which processes use which devices."""
         self._say(messages.Ranks(devices=devices, pids=dict(pids), cgroup="" if cgroup is None else str(cgroup)))
 
     def linger(self) -> None:
@@ -123,7 +124,7 @@ class MonitorLink:
             self.hear()
 
     def ending(self, state: State, reason: Reason, sentence: str) -> None:
-        """Tell the monitor how the attempt ended; the attempt's files are written by now."""
+        """Report to the monitor how the attempt ended, after the attempt's files are written."""
         self._say(messages.EndingNote(state=state, reason=reason, sentence=sentence))
 
     def settled(self, backlog: Path) -> None:
@@ -145,11 +146,11 @@ class MonitorLink:
             self._channel.close()
             self._channel = None
 
-    # --- what it asks --------------------------------------------------------------------------------------------
+    # --- tracking state ------------------------------------------------------------------------------------------
 
     @property
     def environ(self) -> dict[str, str]:
-        """Return the variables with which an MLflow in a rank finds its run."""
+        """Return the variables with which MLflow in a rank finds its run."""
         return {} if self.tracked is None else self.tracked.environ
 
     @property
@@ -159,7 +160,7 @@ class MonitorLink:
 
     @property
     def told(self) -> protocol.Tracked | None:
-        """Return the tracking message for clients that attach now, or None."""
+        """Return the tracking message for newly attached clients, or None."""
         tracked = self.tracked
         return None if tracked is None else protocol.Tracked(run_id=tracked.run_id, url=tracked.url)
 
@@ -180,7 +181,7 @@ class MonitorLink:
         return [*self.notes, missing] if missing else self.notes
 
     def _missing(self) -> str:
-        """Return why the run has no tracking link and what follows, or ""."""
+        """Return why the run has no tracking link and when the data will arrive, or ""."""
         untracked = self._untracked
         if self.tracked is not None or self._launch.spec.tracker is None:
             return ""
@@ -207,7 +208,7 @@ class MonitorLink:
             return SERVER_NS if is_told_once and untracked.is_starting else 0
         return COMMAND_NS if is_told_once else 0
 
-    # --- the line ------------------------------------------------------------------------------------------------
+    # --- connection ----------------------------------------------------------------------------------------------
 
     def tend(self) -> None:
         """Connect to the monitor if necessary, and send pending messages."""

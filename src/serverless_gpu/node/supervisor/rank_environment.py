@@ -1,7 +1,7 @@
 """Builds the environment variables of a rank.
 
 Later sources override earlier ones: presets, the caller's variables, secrets, tracking variables, the rank's place in
-the gang. Secrets go from their files to the ranks and are stored nowhere else.
+the gang. The supervisor reads secrets from their files and writes them only to the ranks' environment.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Network(NamedTuple):
 
     master: tuple[str, int]  # Address and port of rank 0's rendezvous.
     address: str = "127.0.0.1"  # Address at which other nodes reach this node.
-    variables: Mapping[str, str] = {}  # Interface variables for NCCL and Gloo; the caller's values win.
+    variables: Mapping[str, str] = {}  # Interface variables for NCCL and Gloo; the caller's values have priority.
 
 
 def place_of(launch: Launch, local: int) -> RankPlace:
     """Return the place in its gang of the node's process `local` (0 for one command per node).
 
-    A Ray driver is its own gang of one, because no other process of the gang has a rank.
+    A Ray driver is the only member of its own gang, because no other process of the run has a rank.
     """
     if launch.spec.ray is None:
         return rank_places(launch.all_crews, launch.crew)[local]
@@ -52,7 +52,7 @@ class RankEnvironment:
     """The environment variables of one attempt's ranks on this node."""
 
     def __init__(self, launch: Launch, context: Context, checkpoints: str = "") -> None:
-        self.tracked: Mapping[str, str] = {}  # variables with which an MLflow in a rank finds its run
+        self.tracked: Mapping[str, str] = {}  # Variables with which MLflow in a rank finds its run.
         self._launch = launch
         self._context = context
         self._checkpoints = checkpoints
@@ -98,7 +98,7 @@ class RankEnvironment:
 
     def _callers(self) -> dict[str, str]:
         caller = {original(name): original(value) for name, value in self._context.environ.items()}
-        # The caller may be a rank itself; its value does not apply to the new run.
+        # If the caller is a rank itself, its value does not apply to the new run.
         caller.pop(PROCESS_GROUP_VARIABLE, None)
         if (secrets := self._launch.secrets) is not None:
             place = Path(secrets.directory)

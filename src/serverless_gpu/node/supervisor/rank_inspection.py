@@ -4,21 +4,21 @@
         │                        no answer, and it is in a call ──STACK──▶ faulthandler, in C, does
         └── /proc/<pid>/fd/<n> ◀──────────────────────────────────────────────┘
 
-A rank that runs Python answers the first signal. A rank that is blocked in a collective cannot, but it answers the
-second signal, which needs neither the interpreter nor the GIL. The inspector sends the second signal only to a rank
-inside a call, because faulthandler would read changing frames as garbage. A rank is inside a call if it took the first
-signal, did not answer, and sleeps or has used CPU time since. If a rank answers the first signal at the next
-inspection, its main thread has returned from that call.
+A rank that runs Python answers the first signal. A rank that is blocked in a collective cannot answer the first signal.
+It answers the second signal, which needs neither the interpreter nor the GIL. The inspector sends the second signal
+only to a rank inside a call, because faulthandler would read changing frames as garbage. A rank is inside a call if it
+received the first signal, did not answer, and sleeps or has used CPU time since. If a rank answers the first signal at
+the next inspection, its main thread has returned from that call.
 
-The stem sends the signals, because only it knows which ranks it has not reaped yet. A signal therefore never reaches
-another process. The inspector does not ask a rank that no longer catches the signals or has closed its memfd. Such a
+The stem sends the signals, because only the stem knows which ranks it has not reaped yet. A signal therefore never
+reaches another process. The inspector skips a rank that no longer catches the signals or has closed its memfd. Such a
 rank runs another program, or user code replaced the handlers. The signal would end that rank, or the stack would go
 into a file of the user.
 
-An inspection never waits: the supervisor's event loop polls it and continues to pass on output.
+An inspection never waits: the supervisor's event loop polls it and still forwards output.
 
-Failure cases: A rank that does not answer in time (frozen, uninterruptible or without a core) has no stack. The
-inspector asks a stopped rank only if `wake` allows it. Such a rank runs until its stack is written and is then stopped
+Failure cases: A rank that does not answer in time (frozen, uninterruptible or without a CPU core) has no stack. The
+inspector signals a stopped rank only if `wake` is True. Such a rank runs until its stack is written and is then stopped
 again.
 """
 
@@ -40,7 +40,7 @@ from serverless_gpu.node.supervisor.gang import LocalGang
 
 POLL_NS = 2_000_000
 _ANSWER_NS = 3_000_000_000
-_IN_PYTHON_NS = 50_000_000  # A rank that runs Python and has a core answers sooner.
+_IN_PYTHON_NS = 50_000_000  # A rank that runs Python and has a CPU core answers within this time.
 _IN_CALL_US = 20_000  # CPU time without an answer, which shows that no Python code ran.
 _STEADY_NS = 100_000_000  # An unfinished stack that has not grown for this long will not grow any more.
 _STACK_BYTES_MAX = 1 << 20
@@ -50,7 +50,7 @@ _OWN = f"{INSIDE}/"
 
 
 class RankInspector:
-    """One inspection of some ranks; `wake` lets stopped ranks run for a moment."""
+    """One inspection of some ranks; with `wake`, the inspection briefly continues stopped ranks."""
 
     def __init__(self, gang: LocalGang, ranks: Iterable[int], wake: bool, now_ns: int) -> None:
         self.began_ns = now_ns
@@ -66,7 +66,7 @@ class RankInspector:
         gang.signal(signal.SIGCONT, self._woken)
 
     def poll(self, now_ns: int) -> list[RankInspection] | None:
-        """Return the results once all ranks answered or the time limit passed; None before."""
+        """Return the results once all ranks have answered or the time limit has passed; return None before."""
         took_ns = now_ns - self.began_ns
         late = took_ns > _ANSWER_NS
         if took_ns > _IN_PYTHON_NS:
@@ -86,7 +86,7 @@ class RankInspector:
         return [self._completed(look) for look in self._looks.values()]
 
     def close(self) -> None:
-        """Abort the inspection and stop again the ranks that it had continued."""
+        """Abort the inspection and stop the ranks again that the inspection had continued."""
         self._gang.signal(signal.SIGSTOP, [rank for rank in self._woken if rank in self._asked])
         for asked in self._asked.values():
             asked.close()
@@ -98,7 +98,7 @@ class RankInspector:
         if asked is None:
             self._note(
                 rank,
-                "no stack: it runs another program now, or user code has replaced the signal handler or "
+                "no stack: the rank runs another program now, or user code has replaced the signal handler or "
                 "closed the file",
             )
         else:
@@ -107,18 +107,18 @@ class RankInspector:
 
     def _take(self, rank: int, text: str) -> None:
         if not text:
-            self._note(rank, "no stack: it did not answer within 3 s")
+            self._note(rank, "no stack: the rank did not answer within 3 s")
             return
         self._looks[rank] = msgspec.structs.replace(self._looks[rank], stack=parse(text, _OWN))
         if rank in self._woken:
-            self._note(rank, "it was continued for a moment to write its stack")
+            self._note(rank, "the inspection continued the rank for a moment to write its stack")
 
     def _note(self, rank: int, note: str) -> None:
         look = self._looks[rank]
         self._looks[rank] = msgspec.structs.replace(look, note="; ".join(part for part in (look.note, note) if part))
 
     def _completed(self, look: RankInspection) -> RankInspection:
-        """Add the CPU time of a rank's child processes if its own stack does not show its progress."""
+        """Add the CPU time of a rank's child processes if the rank's own stack does not show progress."""
         if look.stack.frames and not delegates(look.stack.frames):
             return look
         used = (_stat(pid)[1] for pid in descendants(look.pid)) if look.pid else ()
@@ -126,7 +126,7 @@ class RankInspector:
 
 
 class _Asked:
-    """A rank that was asked to write its stack to `fd`."""
+    """A rank that received a signal to write its stack to `fd`."""
 
     def __init__(self, fd: int, look: RankInspection) -> None:
         left = os.fstat(fd).st_size - len(inside.PASSED)
@@ -139,7 +139,7 @@ class _Asked:
         os.ftruncate(fd, 0)
 
     def is_found_in_call(self) -> bool:
-        """Return True the first time that the main thread was signalled inside a call."""
+        """Return True the first time that the main thread received the signal inside a call."""
         pid = self._before.pid
         if self._in_call or os.fstat(self._fd).st_size or _is_in_set(pid, "SigPnd", inside.PASS_SIGNAL):
             return False
@@ -163,7 +163,7 @@ class _Asked:
 
 
 def _ask(look: RankInspection, number: int) -> _Asked | None:
-    """Open the file for a rank's stack; return None if the rank must not be signalled."""
+    """Open the file for a rank's stack; return None if the inspection must not signal the rank."""
     path = f"/proc/{look.pid}/fd/{number}"
     with contextlib.suppress(OSError, ValueError):
         catches = all(_is_in_set(look.pid, "SigCgt", number) for number in inside.LOOK_SIGNALS)
@@ -186,7 +186,7 @@ def _look(rank: int, pid: int) -> RankInspection:
     channel = ""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/wchan", encoding="ascii", errors="replace") as file:
         channel = file.read().strip()
-    note = f"kill -CONT {pid} continues it" if state == STOPPED else ""
+    note = f"kill -CONT {pid} continues the rank" if state == STOPPED else ""
     return RankInspection(
         rank=rank,
         pid=pid,
@@ -199,7 +199,7 @@ def _look(rank: int, pid: int) -> RankInspection:
 
 
 def _main_us(pid: int, otherwise: int = 0) -> int:
-    """Return the CPU time of a process's main thread in microseconds; `otherwise` if unknown."""
+    """Return the CPU time of a process's main thread in microseconds, or `otherwise` if unknown."""
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/schedstat", encoding="ascii") as file:
         return int(file.read().split()[0]) // 1_000
     return otherwise

@@ -5,19 +5,19 @@
                └─ close, after all processes ended: keeps logs in <attempt>/ray/<node>, removes the directory
     agent ─ ClusterSweeper ─▶ a clean process that removes directories without a lock
 
-A held flock means that the run goes on. Supervisor and stem hold it; no user process does. The flock also keeps
-systemd-tmpfiles from deleting the directory of a run that takes many days.
+A held flock means that the run continues. Supervisor and stem hold the flock; no user process does. The flock also
+keeps systemd-tmpfiles from deleting the directory of a run that takes many days.
 
 Failure cases: Without free space in /tmp, the run does not start and reports the reason. If supervisor and stem are
 killed together, an agent of the same user removes the directory later. If the sweeper removes a directory that a
-supervisor has just made, the supervisor tries another name. After a few failed tries, the sweeper leaves a directory
+supervisor has just created, the supervisor tries another name. After a few failed tries, the sweeper leaves a directory
 that it cannot remove.
 
 Ray writes one log file per process below its sessions' directories (/tmp/sgpu-ray-*/<start>/session_*/logs). The
 supervisor keeps the last `FILE_BYTES_MAX` of each file, newest files first, up to `BYTES_MAX` in total. These logs are
-necessary because every process that could explain an end is dead by then. The supervisor skips pipes, links and files
-that it cannot copy, because the run's outcome does not depend on them. On a slow disk copying ends after `LIMIT_NS`,
-because the devices wait, and the receipt reports it.
+necessary because every process that could explain a failure has ended by then. The supervisor skips pipes, links and
+files that it cannot copy, because the run's outcome does not depend on them. On a slow disk copying ends after
+`LIMIT_NS`, because the devices wait, and the receipt reports the missing logs.
 
 Ray counts CPUs, GPUs and memory but isolates none of them. A node's share therefore only states the resources that Ray
 may schedule for tasks of this run.
@@ -59,20 +59,20 @@ _PIECE_BYTES = 1 << 20
 _ALONE = Network(("127.0.0.1", 0))
 _NAMES_TRIED = 20
 _LOOK_NS = 60_000_000_000
-_SWEEPS_MAX = 3  # Sweeps per agent for one directory; a task may have made files of another user in it.
+_SWEEPS_MAX = 3  # Sweeps per agent for one directory; a task may have created files of another user in it.
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SHARED_MEMORY = Path("/dev/shm")
 MEMORY_FIGURES = Path("/proc/meminfo")
 
 
 class NoDirectory(OSError):
-    """Raised when no directory can be made for a run's Ray cluster; the text names place and reason."""
+    """Raised if no directory can be created for a run's Ray cluster; the text names path and reason."""
 
 
 class AttemptCluster:
     """One attempt's Ray cluster on this node: the resources that outlive its processes.
 
-    Raises NoDirectory for its directory, and OSError if the attempt's directory has no free space.
+    Raises NoDirectory if its directory cannot be created, and OSError if the attempt's directory has no free space.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class AttemptCluster:
         self._devices = tuple(devices)
         files = Path(files_of(launch.directory))
         files.mkdir(mode=0o700, exist_ok=True)
-        self.note = ""  # Note for the caller about the share, set by `share`; or ""
+        self.note = ""  # Note for the caller about the node's share, or ""; `share` sets it.
         self.path, self.fd = _make()
         _make_spill(self.path, files)
-        with contextlib.suppress(OSError):  # The file only tells people where Ray's directory is.
+        with contextlib.suppress(OSError):  # The file is only for users who look for Ray's directory.
             write_text(files / "directory", f"{self.path}\n")
 
     def share(self) -> dict[str, object]:
@@ -119,7 +119,7 @@ class AttemptCluster:
         )._asdict()
 
     def close(self) -> str:
-        """Keep Ray's logs and remove the directory once no process is left; return the receipt's note, or ""."""
+        """Keep Ray's logs and remove the directory after all processes ended; return the receipt's note or ""."""
         note = save_logs(self.path, logs_of(self._launch.directory, self._launch.crew), self._clock)
         share.remove_directory(self.path)
         os.close(self.fd)
@@ -140,10 +140,10 @@ class ClusterSweeper:
         self._start = start
         self._process: Process | None = None
         self._due_ns = 0
-        self._tries: Counter[str] = Counter()  # failed sweeps per directory
+        self._tries: Counter[str] = Counter()  # directory → number of failed sweeps
 
     def tend(self, *, ended: bool) -> None:
-        """Start a sweep if one is due."""
+        """Start a sweep if the interval has passed or `ended` is set."""
         if self._process is not None and self._process.poll() is not None:
             self._process = None
         now_ns = self._clock.boottime_ns()
@@ -202,7 +202,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _make() -> tuple[str, int]:
-    """Make a directory with a free name and lock it; raises NoDirectory."""
+    """Create a directory with a free name and lock it; raises NoDirectory."""
     for _ in range(_NAMES_TRIED):
         path = f"{share.DIRECTORY_PARENT}/{share.DIRECTORY_PREFIX}{secrets.token_hex(4)}"
         try:
@@ -223,7 +223,7 @@ def _make() -> tuple[str, int]:
 
 
 def _make_spill(path: str, files: Path) -> None:
-    """Make the directory for Ray's spilled objects: in `path`, or on the home's disk if it has more space."""
+    """Create the directory for Ray's spilled objects: in `path`, or on the home's disk if larger."""
     spill = os.path.join(path, share.SPILL)
     elsewhere = files / os.path.basename(path)
     with contextlib.suppress(OSError):
@@ -231,7 +231,7 @@ def _make_spill(path: str, files: Path) -> None:
             elsewhere.mkdir(mode=0o700)
             os.symlink(elsewhere, spill)
             return
-    with contextlib.suppress(OSError):  # Ray tries to make it as well.
+    with contextlib.suppress(OSError):  # If this fails, Ray tries to create the directory itself.
         os.mkdir(spill, 0o700)
 
 
@@ -285,7 +285,7 @@ def free_bytes(path: str | Path) -> int:
 
 
 def save_logs(directory: str, kept: str, clock: Clock) -> str:
-    """Copy Ray's logs to `kept`; return a message if the time limit left out some of them, else ""."""
+    """Copy Ray's logs to `kept`; return a message if the time limit left out some logs, else ""."""
     left, until_ns = BYTES_MAX, clock.boottime_ns() + LIMIT_NS
     with contextlib.suppress(OSError):
         os.makedirs(kept, 0o700, exist_ok=True)
@@ -313,10 +313,10 @@ def _newest_first(directory: str, clock: Clock, until_ns: int) -> list[tuple[str
 
 
 def _logs(directory: str) -> Iterator[tuple[str, str]]:
-    """Yield Ray's log files, each with its name among the kept logs."""
+    """Yield Ray's log files, each with its name in the directory of kept logs."""
     for number in _entries(directory):
         start = os.path.join(directory, number)
-        # Nearly every cluster starts at the first try. Logs of later tries must not overwrite those of the first.
+        # Nearly every cluster starts at the first try. Logs of later tries must not overwrite logs of the first try.
         prefix = "" if number == "1" else f"start-{number}/"
         for session in _entries(start):
             path = os.path.join(start, session)
@@ -354,9 +354,9 @@ _OF_SHARED = 0.9  # Share of the run's part of /dev/shm; Ray moves a larger stor
 
 
 def object_store_bytes(memory_bytes: int, shared_bytes: int, asked: int | None = None) -> int:
-    """Return the size of a node's object store.
+    """Return the size of a node's object store in bytes.
 
-    The size that the caller asked for is reduced only to fit the run's part of /dev/shm.
+    The function reduces the requested size only to fit the run's part of /dev/shm.
     """
     wanted = asked if asked is not None else round(memory_bytes * _OF_MEMORY)
     bounded = min(wanted, round(shared_bytes * _OF_SHARED), OBJECT_STORE_BYTES_MAX)
@@ -364,11 +364,11 @@ def object_store_bytes(memory_bytes: int, shared_bytes: int, asked: int | None =
 
 
 def part_of_shared(size: int, free: int, devices: int, of_type: int) -> int:
-    """Return the run's part of /dev/shm: proportional to its devices, and at most the free bytes.
+    """Return the run's part of /dev/shm in bytes: proportional to its devices, and at most the free bytes.
 
     Ray allocates pages on demand. If every run could use all of /dev/shm, runs would kill each other.
     """
-    least = round(OBJECT_STORE_BYTES_MIN / _OF_SHARED) + 1  # Ray cannot start with less.
+    least = round(OBJECT_STORE_BYTES_MIN / _OF_SHARED) + 1  # Ray cannot start with a smaller object store.
     return min(free, max(least, size * devices // of_type))
 
 
@@ -390,7 +390,7 @@ def store_note(size: int, shared_bytes: int, asked: int | None) -> str:
 def cluster_cpus(cores: int, devices: int) -> int:
     """Return how many CPUs a node offers to Ray's scheduler.
 
-    A node offers at least one CPU per device and one more. On a small machine Ray would otherwise never schedule a
-    trainer and its workers, which ask for one CPU each.
+    A node offers at least one CPU per device and one more. On a small machine, Ray would otherwise never schedule a
+    trainer and its workers, which each need one CPU.
     """
     return max(cores, devices + 1)

@@ -1,33 +1,33 @@
 """Connects the nodes of a gang and tests if they can reach each other before ranks begin.
 
-A crew is a node's part of a gang: its supervisor, devices and ranks. `Peers` is one crew's side of the gang. Everything
-except the rendezvous goes through the server, whose messages are in brackets:
+`Peers` represents the gang to one node's supervisor. Everything except the rendezvous goes through the server, whose
+messages are in brackets:
 
     devices, stem ─▶ offer ─▶ (offers) ─▶ reach ─▶ (chosen) ─▶ ranks begin
     all ranks returned ─▶ returned ─▶ (release) ─▶ ranks may exit
-    an early end ─▶ halt, at once                           ◀─ (peer_failed): early end of another crew
+    an early end ─▶ halt, at once                           ◀─ (peer_failed): early end on another node
 
 A supervisor sends its whole state each time, to the present uplink and to a later one, so messages may arrive twice.
-This module has no deadlines: the server ends a failed rendezvous, and the lease limits how long a crew runs without the
-server. A gang on one node has no other crews and only reserves a rendezvous port.
+This module has no deadlines: the server ends a failed rendezvous, and the lease limits how long a node runs without the
+server. A gang on one node has no other nodes and only reserves a rendezvous port.
 
-`Rendezvous` listens, tries the addresses of the other crews, and reports the results:
+`Rendezvous` listens, tries the addresses of the other nodes, and reports the results:
 
-    this crew   ── connects ─▶ word(this, other) ─▶                              another crew
+    this node   ── connects ─▶ word(this, other) ─▶                              another node
                 ◀─ word(other, this) ─┘          identity, and the time that it took
                 ── FILL_BYTES ─▶ ◀─ FILL_BYTES ──  full packets get through, both ways
 
 `model/lifecycle/rendezvous.py` decides. The test makes the same connections as the ranks. As with NCCL and Gloo, every
-crew connects to every other one. The kernel chooses the ports, and the packets are as large as the network takes. Every
-crew also connects to the rendezvous port on rank 0's node. The server can thus name a pair of nodes that cannot work
-together before user code begins.
+node connects to every other node. The kernel chooses the ports, and the packets are as large as the network allows.
+Every node also connects to the rendezvous port on rank 0's node. The server can thus name a pair of nodes that cannot
+work together before user code begins.
 
-Nothing blocks the supervisor's event loop. Strangers may connect. They receive no data before they send a secret that
-only crews of the gang know. The supervisor closes every other connection.
+Nothing blocks the supervisor's event loop. Unknown peers may connect. They receive no data before they send a secret
+that only nodes of the gang know. The supervisor closes every other connection.
 
-Failure cases: An address without an answer costs `PROBE_S`, or `SETTLE_S` if every crew was reached at another address.
-A port on which a stranger answers counts as not reached. In a flood of connections, the supervisor closes the oldest
-unidentified ones. Without free descriptors, the supervisor does not try an address and reports it.
+Failure cases: An address without an answer costs `PROBE_S`, or `SETTLE_S` if every node was reached at another address.
+A port on which another program answers counts as not reached. In a flood of connections, the supervisor closes the
+oldest unidentified connections. Without free descriptors, the supervisor does not try an address and reports it.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ from serverless_gpu.node.inside.checkpoints import saved_before
 from serverless_gpu.node.supervisor.rank_environment import Network
 
 FILL_BYTES = 16 << 10
-"""Larger than a packet of any network, so a lost fill shows that large packets do not get through."""
+"""Larger than a packet of any network; if this fill is lost, the network drops large packets."""
 SETTLE_S = 0.25
-"""Wait for further addresses after every crew was reached at one address, in seconds."""
+"""Seconds to wait for further addresses after every node was reached at one address."""
 CALLS_MAX = 256
 GUESTS_MAX = 256
 _ACCEPTED_AT_ONCE = 64
@@ -76,11 +76,11 @@ _WORD_BYTES = 32
 _FILL = bytes(FILL_BYTES)
 _RECEIVE_BYTES = 64 << 10
 _DETAIL_CHARACTERS_MAX = 1_000
-_TOO_LARGE = "it answers, but large packets are lost: check that the network has the same MTU everywhere"
+_TOO_LARGE = "the address answers, but large packets are lost: check that the network has the same MTU everywhere"
 
 
 class Peers:
-    """Exchanges news with the other crews of a gang on several nodes."""
+    """Exchanges state with the other nodes of a gang on several nodes."""
 
     def __init__(
         self,
@@ -104,16 +104,16 @@ class Peers:
 
     @property
     def news(self) -> protocol.CrewNews | None:
-        """Return this crew's news for the others, or None for a gang on one node."""
+        """Return this node's state for the other nodes, or None for a gang on one node."""
         return None if self._meeting is None else self._news
 
     @property
     def are_awaited(self) -> bool:
-        """Return True if this crew is ready and has not met the others yet."""
+        """Return True if this node is ready and has not completed the rendezvous yet."""
         return self._news.offer is not None and self._chosen is None
 
     def met(self) -> bool:
-        """Return True once all crews have met, at once on one node; the first call begins the rendezvous.
+        """Return True once the rendezvous is complete (at once on one node); the first call begins it.
 
         Raises NoPort if no port can be reserved or opened for listening.
         """
@@ -121,7 +121,7 @@ class Peers:
             return True
         if self._news.offer is None:
             port = self._reserved() if self._launch.crew == 0 else 0
-            # Checkpoints that this node sees; the ranks of all nodes must continue from the same one.
+            # Checkpoints that this node sees. The ranks of all nodes must continue from the same checkpoint.
             saved: tuple[int, ...] = ()
             with contextlib.suppress(OSError):
                 saved = tuple(saved_before(self._checkpoints))[:SAVED_MAX] if self._checkpoints else ()
@@ -133,17 +133,17 @@ class Peers:
         return self._chosen is not None
 
     def network(self) -> Network:
-        """Return the network addresses for the ranks after all crews have met; raises NoPort."""
+        """Return the network addresses for the ranks after the rendezvous; raises NoPort."""
         if self._chosen is None:
             return Network(master=("127.0.0.1", self._reserved()))
         crew = self._launch.crew
         return Network(self._chosen.master, self._chosen.addresses[crew], variables(self._chosen, crew))
 
     def hear(self, heard: protocol.GangNews) -> list[Event]:
-        """Process the server's news; return the events for this crew."""
+        """Process the server's state of the gang; return the events for this node."""
         if self._meeting is None:
             return []
-        # Judged before the failure of a peer, because the judgement may explain that failure.
+        # The judgement comes before the failure of a peer, because the judgement may explain that failure.
         judged = self.judge(heard)
         if heard.peer_failed:
             return [*judged, PeerFailed(heard.peer_failed[:_DETAIL_CHARACTERS_MAX])]
@@ -156,12 +156,12 @@ class Peers:
         return [*judged, Released()] if heard.release else judged
 
     def tell(self, **changes: object) -> None:
-        """Publish changed fields of this crew's `CrewNews`."""
+        """Publish changed fields of this node's `CrewNews`."""
         if self._meeting is not None:
             self._say(**changes)
 
     def watch(self, attempt: Attempt) -> None:
-        """Publish the state of this crew's attempt if it changed."""
+        """Publish the state of this node's attempt if it changed."""
         if self._meeting is None:
             return
         halt = self._news.halt
@@ -177,7 +177,7 @@ class Peers:
         return None if self._meeting is None else self._meeting.wake_ns
 
     def tend(self) -> None:
-        """Do the work that is due."""
+        """Do the pending work of the rendezvous."""
         if self._meeting is not None:
             self._meeting.tend()
             self._say(reach=self._meeting.reach)
@@ -203,7 +203,7 @@ class Peers:
 
 
 def _halt(attempt: Attempt) -> Halt:
-    """Return why a crew stops early, as far as it is known at that time."""
+    """Return why a node's ranks end early, as far as the supervisor knows at that time."""
     assert attempt.reason is not None
     cause = attempt.cause
     if cause is None:
@@ -213,10 +213,10 @@ def _halt(attempt: Attempt) -> Halt:
 
 
 class Rendezvous:
-    """Tests the connections of one crew to all other crews of its gang."""
+    """Tests the connections of one node to all other nodes of its gang."""
 
     def __init__(self, nonce: str, crew: int, crews: int, selector: selectors.BaseSelector, clock: Clock) -> None:
-        self.reach: CrewReach | None = None  # the other crews that this crew reached, once known
+        self.reach: CrewReach | None = None  # Other nodes that this node reached; None until the test is complete.
         self._nonce = nonce
         self._crew = crew
         self._crews = crews
@@ -227,18 +227,18 @@ class Rendezvous:
         self._calls: list[_Call] = []
         self._waiting: list[_Call] = []  # Connection attempts that have not started.
         self._offers: dict[int, Offer] = {}
-        self._enough_ns: int | None = None  # The end of the wait for missing results.
+        self._enough_ns: int | None = None  # Time at which the wait for missing results ends.
         self._look_ns = 0  # Time of the next check for enough results.
 
     def offer(self, rendezvous_port: int = 0) -> Offer:
-        """Listen, and return the addresses at which others can try this crew; raises OSError without a port.
+        """Listen, and return the addresses at which other nodes can try this node; raises OSError.
 
         `rendezvous_port` is reserved for rank 0 and is 0 on the other nodes.
         """
         listeners = [listener()]
         self._listeners = listeners
         if rendezvous_port:
-            # Shares the port with the reserving socket until the gang has met.
+            # The listener shares the port with the reserving socket until the rendezvous is complete.
             listeners.append(listener(rendezvous_port))
         others = [other for other in range(self._crews) if other != self._crew]
         self._answers = {
@@ -255,7 +255,7 @@ class Rendezvous:
         )
 
     def try_all(self, offers: Sequence[Offer]) -> None:
-        """Try every address of the other crews once; ignore an incomplete list of offers."""
+        """Try every address of the other nodes once; ignore an incomplete list of offers."""
         if self._offers or [offer.crew for offer in offers] != list(range(self._crews)):
             return
         self._offers = {offer.crew: offer for offer in offers if offer.crew != self._crew}
@@ -266,13 +266,13 @@ class Rendezvous:
             for port in (offer.port, offer.rendezvous_port)
             if port
         ]
-        # The best address of each crew comes first.
+        # The best address of each node comes first.
         self._waiting = [call for _, call in sorted(places, key=lambda one: one[0])]
         self.tend()
 
     @property
     def wake_ns(self) -> int | None:
-        """Return the time of the next `tend`, or None while it waits for others."""
+        """Return the time of the next `tend`, or None while this node only waits for other nodes."""
         limits = [call.until_ns for call in self._calls if call.tried is None]
         limits += [guest.wire.until_ns for guest in self._guests]
         if self._offers and self.reach is None:
@@ -280,7 +280,7 @@ class Rendezvous:
         return min(limits, default=None)
 
     def tend(self) -> None:
-        """Start, expire and count the connection attempts that are due."""
+        """Start new connection attempts, expire old ones, and collect their outcomes."""
         now_ns = self._clock.boottime_ns()
         for guest in self._guests:
             if now_ns >= guest.wire.until_ns:
@@ -305,7 +305,7 @@ class Rendezvous:
         for guest in self._guests:
             guest.wire.close()
         for call in self._calls:
-            call.end("the rendezvous was over")
+            call.end("the rendezvous ended before this address answered")
         self._listeners, self._guests, self._calls, self._waiting = [], [], [], []
 
     def _begin_calls(self) -> None:
@@ -328,12 +328,12 @@ class Rendezvous:
         for (_, address), ports in calls.items():
             tried = [call.tried for call in ports if call.tried is not None]
             if len(tried) == len(ports):
-                # The worst of the ports counts: one that was not reached, or the slowest.
+                # The worst port counts: a port that was not reached, or the slowest port.
                 found.append((address, max(tried, key=lambda one: (one.microseconds is None, one.microseconds or 0))))
         return found
 
     def _look_for_enough(self, now_ns: int) -> None:
-        """Stop waiting for dead addresses once every crew was reached at an address other than loopback."""
+        """Stop waiting for silent addresses once every node was reached at an address other than loopback."""
         if self._enough_ns is None and now_ns >= self._look_ns:
             self._look_ns = now_ns + _LOOK_NS
             times: dict[int, int] = {}
@@ -355,12 +355,13 @@ class Rendezvous:
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(_ACCEPTED_AT_ONCE if listening in self._listeners else 0):
             if not self._has_room():
-                return  # Known peers finish soon; the kernel queues further connections.
+                return  # Connections of identified peers end soon; the kernel queues further connections.
             try:
                 sock, _ = listening.accept()
             except BlockingIOError:
                 return
-            # The peer has left, or no descriptor is free. Then accept would return at once in a busy loop.
+            # The peer has closed, or no descriptor is free. In the second case, accept would return at once in a busy
+            # loop.
             except OSError:
                 select.select([], [], [], _BREATH_S)
                 return
@@ -368,7 +369,7 @@ class Rendezvous:
             self._guests.append(_Guest(_Wire(sock, self._selector, until_ns), self._answers))
 
     def _has_room(self) -> bool:
-        """Return True if another connection fits; closes the oldest unidentified one if necessary."""
+        """Return True if another connection is allowed; close the oldest unidentified connection if necessary."""
         if len(self._guests) >= GUESTS_MAX:
             self._guests = [guest for guest in self._guests if guest.wire.is_open]
         if len(self._guests) < GUESTS_MAX:
@@ -409,14 +410,14 @@ class _Wire:
             self._selector.modify(self._sock, events, callback)
 
     def say(self, data: bytes) -> None:
-        """Send as much as the kernel accepts and keep the rest; raises OSError if the peer has closed."""
+        """Send as much as the kernel accepts and queue other bytes; raises OSError if the peer has closed."""
         self._left += data
         with contextlib.suppress(BlockingIOError):
             while self._left:
                 self._left = self._left[self._sock.send(self._left) :]
 
     def hear(self) -> bool:
-        """Receive, and send the rest; return False at end of file. Raises OSError if the connection broke."""
+        """Receive bytes, and send queued bytes; return False at end of file. Raises OSError."""
         self.say(b"")
         try:
             data = self._sock.recv(_RECEIVE_BYTES)
@@ -434,7 +435,7 @@ class _Wire:
         code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             return os.strerror(code)
-        return "no process listens there" if self._sock.getsockname() == self._sock.getpeername() else ""
+        return "no process listens at this address" if self._sock.getsockname() == self._sock.getpeername() else ""
 
     def close(self) -> None:
         if self.is_open:
@@ -482,7 +483,7 @@ class _Guest:
 
 
 class _Call:
-    """One attempt to connect to an address and port of another crew."""
+    """One attempt to connect to an address and port of another node."""
 
     def __init__(self, crew: int, address: Address, port: int) -> None:
         self.crew = crew
@@ -496,7 +497,7 @@ class _Call:
         self._own = b""
 
     def begin(self, words: tuple[bytes, bytes], selector: selectors.BaseSelector, clock: Clock) -> None:
-        """Connect; `words` are the secret to send and the secret to expect."""
+        """Connect; `words` are the secret to send and the expected secret."""
         self._clock = clock
         self._own, self._expected = words
         self.began_ns = clock.boottime_ns()
@@ -523,7 +524,7 @@ class _Call:
         return self._wire.until_ns if self._wire is not None else 0
 
     def expire(self, waited_s: float) -> None:
-        """Record the address as not reached, unless its outcome is known."""
+        """Record that the address was not reached, unless its outcome is known."""
         self.end(_TOO_LARGE if self.answered_ns is not None else f"no answer in {waited_s:.2g} s")
 
     def end(self, problem: str = "") -> None:
@@ -559,19 +560,19 @@ class _Call:
         except OSError as error:
             goes_on, problem = True, error.strerror or str(error)
         if problem is None and not goes_on:
-            problem = "it closed the connection"
+            problem = "the peer closed the connection"
         if problem is not None:
             self.end(problem)
         wire.rewatch(self._hear)
 
     def _understand(self, wire: _Wire) -> str | None:
-        """Return "" once the peer was reached, the problem once one is known, else None."""
+        """Return "" once the peer was reached, the problem once a problem is known, otherwise None."""
         if self.answered_ns is None and len(wire.got) >= _WORD_BYTES:
             if bytes(wire.got[:_WORD_BYTES]) != self._expected:
-                return "another program answers there"
+                return "another program answers at this address"
             self.answered_ns = self._clock.boottime_ns()
             del wire.got[:_WORD_BYTES]
             wire.say(_FILL)
         if len(wire.got) > FILL_BYTES:
-            return "another program answers there"
+            return "another program answers at this address"
         return "" if self.answered_ns is not None and wire.has_said and len(wire.got) == FILL_BYTES else None

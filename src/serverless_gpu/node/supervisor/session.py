@@ -8,15 +8,15 @@ The nursery forks this process like a supervisor; it does not depend on the agen
 
 Failure cases:
 
-If the owner ends (for example its notebook kernel was killed), the session ends at once. This also holds if a forked
-child of the owner keeps a copy of the socket. The session cancels waiting runs. Runs that use its devices go on,
-because their supervisors and stems have copies of the lock descriptors.
+If the owner ends (for example because its notebook kernel was killed), the session ends at once. This also holds if a
+forked child of the owner keeps a copy of the socket. The session cancels waiting runs. Runs that use its devices
+continue, because their supervisors and stems have copies of the lock descriptors.
 
 If a supervisor is killed, its loan ends when its stem has ended too, which closes the pipe. The session verifies the
 devices before another run gets them.
 
-If this process is killed, idle devices are free at once and lent ones when their runs end. The owner's next call
-reports that the session has ended.
+If this process is killed, idle devices are free at once, and lent devices are free when their runs end. The owner's
+next call reports that the session has ended.
 
 If no run uses the session, the owner gets a warning at four fifths of the idle limit. The session ends at the limit.
 """
@@ -59,10 +59,10 @@ from serverless_gpu.node.devices.reservation import DeviceReservation, quarantin
 from serverless_gpu.node.inside.channel import Channel
 from serverless_gpu.node.output.attached_clients import Watcher, Watchers
 
-_RETRY_S = 0.05  # Seconds between two attempts to take devices that were in use.
+_RETRY_S = 0.05  # Seconds between two attempts to reserve devices that were in use.
 _RETEST_S = 1.0  # Seconds between two checks of quarantined devices that a run waits for.
 _TURN_S = 5.0
-_LEAVING_S = 1.0  # Seconds that the stem of a run may keep devices after their return.
+_LEAVING_S = 1.0  # Seconds for which the stem of a run may keep devices after the run has returned them.
 
 
 class SessionHolder:
@@ -85,23 +85,23 @@ class SessionHolder:
         self._book: SessionState | None = None
         self._billed: tuple[Device, ...] = ()
         self._borrowers: dict[str, Watcher] = {}
-        self._reported: dict[str, tuple[str, ...]] = {}  # unfit devices that supervisors reported on return
+        self._reported: dict[str, tuple[str, ...]] = {}  # run → devices that its supervisor returned as not free
         self._said: dict[str, str] = {}
         self._returning: list[str] = []
         self._owner: Watcher | None = None
         self._waiting = ""
         self._look_again_ns = 0
-        self._ending: str | None = None  # why the session ends
+        self._ending: str | None = None  # Reason for the end of the session, or None while it continues.
         self._leave_by_ns = 0
         self._done = False
 
     def serve(self, client: Channel) -> None:
         """Serve the session until its owner disconnects."""
         lock = os.open(self._directory / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)  # Locked for the lifetime of this process, as a supervisor does.
+        fcntl.flock(lock, fcntl.LOCK_EX)  # This process holds the lock for its lifetime, like a supervisor.
         self._account.prepare()
         self._owner = self._audience.add(client)
-        # The pidfd shows the owner's end even if a forked child keeps a copy of the socket.
+        # The pidfd reports the owner's end even if a forked child keeps a copy of the socket.
         credentials = client.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         with contextlib.suppress(OSError):  # The owner has already ended, or is in another pid namespace.
             process = os.pidfd_open(struct.unpack("3i", credentials)[0])
@@ -119,13 +119,13 @@ class SessionHolder:
             for key, _ in self._selector.select(self._pause_s()):
                 key.data()
             if self._owner.gone:
-                self._end("its owner has ended")
+                self._end("the session's owner has ended")
             self._look()
 
     def _owner_ended(self, process: int) -> None:
         self._selector.unregister(process)
         os.close(process)
-        self._end("its owner has ended")
+        self._end("the session's owner has ended")
 
     # --- devices -------------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class SessionHolder:
             self._audience.tell(protocol.WaitingNote(sentence=sentence))
 
     def _bill(self) -> None:
-        """Record which devices are idle from now on; the accounts of runs cover the others."""
+        """Record which devices are idle from now on; the accounts of runs cover the lent devices."""
         idle = self._book.idle if self._book is not None else ()
         if idle == self._billed:
             return
@@ -164,7 +164,7 @@ class SessionHolder:
         match message:
             case protocol.Cancel():
                 self._end(
-                    "" if watcher is self._owner else "it was ended from elsewhere, for example with `sgpu cancel`"
+                    "" if watcher is self._owner else "another client ended the session, for example with `sgpu cancel`"
                 )
             case protocol.Borrow(run_id=run_id, count=count) if self._book is not None and self._ending is None:
                 self._borrowers[run_id] = watcher
@@ -178,7 +178,7 @@ class SessionHolder:
                 pass
 
     def _lend(self, book: SessionState) -> None:
-        """Lend devices to the runs whose turn it is; tell the others why they wait."""
+        """Lend devices to the first runs in the queue; report to the waiting runs why they wait."""
         self._book, served = settle(mark_unfit(book, book.unfit | self._failed(book)))
         self._bill()  # No device may be in two accounts at once.
         for run_id in served:
@@ -211,7 +211,8 @@ class SessionHolder:
             self._account.runs = (self._account.runs or 0) + 1
         except OSError:
             borrower.gone = True  # The supervisor has closed its socket.
-            self._reported[run_id] = ()  # The run never received the devices; the pipe reports the same.
+            # The run never received the devices; end of file on the pipe reports their return.
+            self._reported[run_id] = ()
         finally:
             os.close(write)
         self._selector.register(read, selectors.EVENT_READ, lambda: self._loan_over(read, run_id))
@@ -224,7 +225,7 @@ class SessionHolder:
     def _take_back(self, book: SessionState, run_id: str) -> SessionState:
         devices = book.loans.get(run_id, ())
         unfit = self._reported.pop(run_id, None)
-        # The supervisor was killed. One check must suffice, because waiting here would block all runs of the session.
+        # The supervisor was killed. Only one check is possible, because waiting would block all runs of the session.
         if unfit is None:
             unfit = self._verified(devices, run_id, GatePolicy(pauses_s=()))[1]
         self._borrowers.pop(run_id, None)
@@ -243,7 +244,7 @@ class SessionHolder:
         locks = DeviceLocks(lock_directory(devices[0].kind, self._home.root))
         return verdicts, quarantine(locks, verdicts, run_id)
 
-    # --- every turn ----------------------------------------------------------------------------------------------
+    # --- event loop tasks ----------------------------------------------------------------------------------------
 
     def _look(self) -> None:
         if self._book is not None:
@@ -263,7 +264,7 @@ class SessionHolder:
                 self._conclude(None)
 
     def _after_turn(self, book: SessionState) -> SessionState:
-        """Return the state without runs that returned their devices or disconnected while they waited."""
+        """Return the state without runs that returned their devices or disconnected in the queue."""
         returning, self._returning = self._returning, []
         for run_id in returning:
             book = self._take_back(book, run_id)
@@ -316,13 +317,13 @@ class SessionHolder:
             kind="session",
         )
 
-    # --- the end -------------------------------------------------------------------------------------------------
+    # --- session end ---------------------------------------------------------------------------------------------
 
     def _fail(self, problem: str) -> None:
         self._conclude(Failure(rank=None, reason=Reason.START_FAILED, at_ns=self._clock.boottime_ns(), detail=problem))
 
     def _end(self, sentence: str) -> None:
-        """Let the session end after this turn, so that devices returned in the same turn are still checked."""
+        """End the session after this turn, so that it still verifies devices returned in the same turn."""
         if self._ending is not None:
             return
         self._ending = sentence
@@ -337,7 +338,7 @@ class SessionHolder:
         state = MEANINGS[reason].state
         idle = self._book.idle if self._book is not None else ()
         for run_id, devices in self._book.loans.items() if self._book is not None else ():
-            self._account.notes.append(f"run {run_id} still uses {len(devices)} of its devices")
+            self._account.notes.append(f"run {run_id} still uses {len(devices)} of the session's devices")
         self._account.mark("stopping")
         stopped = protocol.Stopped(state=state, reason=reason, cause=failure, consequences=())
         write_json(self._directory / "stopped.json", stopped)
@@ -358,7 +359,7 @@ class SessionHolder:
             state=state,
             reason=reason,
         )
-        gate = "its runs use all of its devices and release them" if all_lent else ""
+        gate = "the session's runs use all of its devices and release them" if all_lent else ""
         self._audience.tell(protocol.Finished(receipt=self._account.receipt(attempt, idle, verdicts, unfit, gate)))
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             self._audience.drain()

@@ -1,4 +1,4 @@
-"""The supervisor: looks after one attempt on this node, from its devices to its receipt.
+"""The supervisor: controls one attempt on this node, from its devices to its receipt.
 
     agent ──Assign, Stem──▶ supervisor ◀──events── stem, ranks
                               │  ▲
@@ -20,17 +20,18 @@ If the stem dies, its ranks die too and the attempt fails as `runtime_lost`.
 If no stem arrives, the attempt fails as `start_failed` or with the environment's reason. The message contains the
 zygote's output.
 
-If a device fails, the attempt ends with its rank or a minute later, and the device is quarantined.
+If a device fails, the attempt ends with its rank or a minute later, and the supervisor quarantines the device.
 
 If the client exits or cancels before it has confirmed the environment, the attempt ends without user code.
 
 If the server does not answer before the lease ends, the supervisor stops the attempt by its own clock. The server may
 soon start another attempt elsewhere.
 
-If the attempt is assigned twice, only one supervisor gets its lock. An attempt that has ended does not begin again.
+If the agent assigns the attempt twice, only one supervisor gets the attempt's lock. An attempt that has ended does not
+begin again.
 
-If the kernel cannot end a process (D state), the attempt ends without it after a minute (`ProcessDrain`). The code that
-returns its devices checks the remaining processes.
+If the kernel cannot end a process (D state), the supervisor ends the attempt without it after a minute
+(`ProcessDrain`). The check of the devices then includes the remaining processes.
 
 For ranks on other nodes, see `rendezvous.py`.
 """
@@ -92,14 +93,14 @@ from serverless_gpu.node.supervisor.monitor_link import MonitorLink
 from serverless_gpu.node.supervisor.ray_cluster import NoDirectory
 from serverless_gpu.node.supervisor.rendezvous import Peers
 
-_RETRY_S = 0.05  # Seconds between two attempts to take devices that were in use.
+_RETRY_S = 0.05  # Seconds between two attempts to reserve devices that were in use.
 _TURN_S = 5.0
 
 Callback = Callable[[], None]
 
 
 class Supervisor:
-    """Controls one attempt; the stem's socket arrives on the channel `agent`."""
+    """Controls one attempt; the supervisor receives the stem's socket on the channel `agent`."""
 
     def __init__(self, assign: protocol.Assign, agent: Channel, home: Home, sockets: Path, machine: Provider) -> None:
         launch = self._launch = assign.launch
@@ -147,7 +148,7 @@ class Supervisor:
             return
         self._account.prepare()
         problem = self._audience.listen()
-        if problem:  # A run works without this socket.
+        if problem:  # If the socket cannot be opened, the run continues, but clients cannot attach.
             self._account.notes.append(problem)
         self._watch(self._agent.fileno(), self._hear_agent)
         if self._watchdogs.gpus.fd is not None:
@@ -164,7 +165,7 @@ class Supervisor:
             if not self._done:
                 self._look()
 
-    # --- the agent -----------------------------------------------------------------------------------------------
+    # --- messages of the agent -----------------------------------------------------------------------------------
 
     def _hear_agent(self) -> None:
         try:
@@ -175,7 +176,7 @@ class Supervisor:
             self._unwatch(self._agent.fileno())
             self._agent.close()
             if self._gang is None and self._attempt.state in (State.QUEUED, State.STARTING):
-                # The launch is not accepted yet, so the client sends it to the next agent.
+                # No supervisor has accepted the launch yet, so the client sends the launch to the next agent.
                 if self._reservation is not None:
                     self._reservation.close()
                 (self._directory / "facts.jsonl").unlink(missing_ok=True)
@@ -250,7 +251,7 @@ class Supervisor:
             self._apply(RanksNotStarted(Reason.RENDEZVOUS, str(error)))
             return
         except OSError as error:
-            told = "" if isinstance(error, NoDirectory) else "could not tell the ranks' parent process what to run: "
+            told = "" if isinstance(error, NoDirectory) else "could not send the work to the ranks' parent process: "
             self._apply(RanksNotStarted(Reason.START_FAILED, f"{told}{error}"))
             return
         for log in self._gang.logs.values():
@@ -263,10 +264,10 @@ class Supervisor:
         try:
             events = self._gang.hear()
         except (OSError, ValueError) as error:
-            events = [StemLost(detail=f"its message is not valid: {error}")]
+            events = [StemLost(detail=f"a message of the ranks' parent process is not valid: {error}")]
         if events is None:
             self._unwatch(self._gang.channel.fileno())
-            events = [] if met else [StemLost(detail="it ended before it could start the ranks")]
+            events = [] if met else [StemLost(detail="the ranks' parent process ended before it could start the ranks")]
         if self._gang.standby and not met:
             self._watch(self._gang.stem_pidfd, self._stem_ended)
             self._begin()
@@ -281,7 +282,11 @@ class Supervisor:
             try:
                 self._apply(event)
             except IllegalAttemptTransition as error:
-                self._apply(StemLost(detail=f"its message does not fit the state of the attempt: {error}"))
+                self._apply(
+                    StemLost(
+                        detail=f"a message of the ranks' parent process does not fit the state of the attempt: {error}"
+                    )
+                )
 
     def _stem_ended(self) -> None:
         assert self._gang is not None
@@ -293,7 +298,7 @@ class Supervisor:
             detail = self._gang.memory_text() if out_of_memory else ""
             self._apply(StemLost(detail=detail, out_of_memory=out_of_memory))
 
-    # --- the lifecycle -------------------------------------------------------------------------------------------
+    # --- lifecycle -----------------------------------------------------------------------------------------------
 
     def _apply(self, event: Event) -> None:
         try:
@@ -324,7 +329,7 @@ class Supervisor:
                     self._conclude()
 
     def _hear_gpus(self) -> None:
-        """Read the driver's reports; called before a rank's death is judged, which they may explain."""
+        """Read the driver's reports before the supervisor judges a rank's death, which they may explain."""
         for event in self._watchdogs.faults(self._attempt, self._devices):
             if self._attempt.state not in TERMINAL:
                 self._apply(event)
@@ -345,7 +350,7 @@ class Supervisor:
         if self._process_drain.since_ns is not None and self._attempt.state is State.STOPPING:
             self._look_for_empty()
         if self._lease_ns is not None and self._clock.boottime_ns() > self._lease_ns:
-            self._lease_ns = None  # A later answer has no effect.
+            self._lease_ns = None  # A later answer of the server has no effect.
             if self._attempt.state not in TERMINAL:
                 self._account.notes.append("the server did not answer before the run's lease ended")
                 self._apply(LeaseExpired())
@@ -354,14 +359,14 @@ class Supervisor:
         for event in self._watchdogs.look(self._attempt, self._gang):
             if self._attempt.state not in TERMINAL:
                 self._apply(event)
-        # Time after a device failure is not charged to the user.
+        # The user does not pay for time after a device failure.
         if self._attempt.state is State.RUNNING and self._attempt.fault_ns is None:
             self._account.alive(self._devices)
             if self._segments.is_due(self._clock.boottime_ns()):
                 self._look_at_segments()
 
     def _look_at_segments(self) -> None:
-        """Record the attempt's shared memory segments while its processes show that they use them."""
+        """Record the attempt's shared-memory segments while its processes still use them."""
         if self._gang is not None and "exec" in self._account.marks:
             self._segments.look(self._exec_wall_ns(), self._gang.processes)
 
@@ -378,7 +383,8 @@ class Supervisor:
         self._account.mark("exited")
         gang = self._gang
         proven = gang is None or gang.proven or self._reservation is None or not self._reservation.devices
-        # Devices that failed or that a process still uses are not charged from that time on, and are not freed.
+        # The user does not pay for devices that failed or that a process still uses, from that time on. They are not
+        # freed.
         lost_ns = self._attempt.fault_ns if self._attempt.reason is Reason.GPU_LOST else None
         if "exec" in self._account.marks:
             self._fact(FactKind.EXITED, lost_ns or (None if proven else self._process_drain.since_ns))
@@ -419,22 +425,22 @@ class Supervisor:
             verdicts = verdicts_of(reservation, self._watchdogs.gpus.verdicts(devices), proven=proven, left=left)
             self._account.mark("freed")
             if proven and self._attempt.reason is not Reason.GPU_LOST:
-                # Recorded before another run can take the devices, so that no device is in two accounts.
+                # The fact precedes the release of the devices, so that no device is in two accounts.
                 self._fact(FactKind.FREED)
             quarantined = reservation.give_back(verdicts, left)
         elif reservation is not None:
             self._account.mark("freed")
             reservation.close()
-        self._monitor.linger()  # Reads the last sample and the tracking link of a short run.
+        self._monitor.linger()  # The supervisor waits for the last sample and the tracking link of a short run.
         self._account.observed(self._monitor.uses, self._monitor.url, self._monitor.receipt_notes())
         receipt = self._account.receipt(self._attempt, devices, verdicts, quarantined)
         self._audience.tell(protocol.Finished(receipt=receipt))
         self._monitor.settled(self._home.tracking)
 
-    # --- watchers and output -------------------------------------------------------------------------------------
+    # --- attached clients and output -----------------------------------------------------------------------------
 
     def _greet(self) -> protocol.AttemptSnapshot:
-        self._watchdogs.idleness.heard()  # A client that attaches counts as use of the run.
+        self._watchdogs.idleness.heard()  # An attaching client counts as use of the run.
         return protocol.AttemptSnapshot(
             run_id=self._launch.run_id,
             fence=self._launch.fence,
@@ -453,7 +459,7 @@ class Supervisor:
             if self._lease_ns is not None:
                 self._lease_ns = message.deadline_ns
             if self._peers.are_awaited and self._attempt.state is State.STARTING:
-                self._apply(Preparing())  # The server limits how long the other nodes may take.
+                self._apply(Preparing())  # The server limits the preparation time of the other nodes.
         elif isinstance(message, protocol.GangNews):
             for event in self._peers.hear(message):
                 if self._attempt.state not in TERMINAL:
@@ -472,7 +478,7 @@ class Supervisor:
         if self._lease_ns is not None:
             self._apply(RanksNotStarted(Reason.REFUSED, "the node's uplink ended before the server confirmed the run"))
             return
-        self._account.notes.append("its caller ended before the environment was confirmed; no user code ran")
+        self._account.notes.append("the caller ended before the environment was confirmed; no user code ran")
         self._apply(StopRequested(StopReason.CANCEL))
 
     def _say(self, sentence: str) -> None:
@@ -515,7 +521,7 @@ class Supervisor:
         self._selector.register(fd, selectors.EVENT_READ, callback)
 
     def _unwatch_gang(self, gang: LocalGang) -> None:
-        """Stop watching the gang's descriptors, because the kernel reuses their numbers after they are closed."""
+        """Stop watching the gang's descriptors, because the kernel reuses the numbers of closed descriptors."""
         outputs = (fd for log in gang.logs.values() for fd, _ in log.readers())
         for fd in (gang.channel.fileno(), gang.stem_pidfd, *outputs):
             self._unwatch(fd)
@@ -531,9 +537,9 @@ _LEFT_NAMED = 3
 def make_stopped(
     attempt: Attempt, logs: Mapping[int, RankLog], hang: Hang | None, hint: str = "", *, proven: bool = True
 ) -> Stopped:
-    """Return the message for clients once no rank runs any more.
+    """Return the message for clients after all ranks have ended.
 
-    `hint` is the driver's explanation of failed user code. `proven` means that no process of the attempt remains.
+    `hint` is the driver's explanation of failed user code. `proven` is True if no process of the attempt remains.
     """
     assert attempt.reason is not None
     cause = attempt.cause
@@ -554,7 +560,7 @@ def make_stopped(
 
 
 def stopped_sentence(stopped: Stopped) -> str:
-    """Return why the attempt ended in one sentence, or "" if it completed."""
+    """Return why the attempt ended in one sentence, or "" if the attempt completed."""
     if stopped.reason is Reason.COMPLETED:
         return ""
     detail = stopped.cause.detail if stopped.cause is not None else ""
@@ -569,9 +575,9 @@ def verdicts_of(
     proven: bool,
     left: Sequence[ProcessIdentity] = (),
 ) -> dict[str, Verdict]:
-    """Return a verdict for each device; failed devices, in `known`, need no check.
+    """Return a verdict for each device; the failed devices in `known` need no check.
 
-    `proven` means that no process of the attempt remains. Otherwise `left` contains some of the remaining processes.
+    `proven` is True if no process of the attempt remains. Otherwise `left` contains some of the remaining processes.
     """
     uuids = [device.uuid for device in reservation.devices]
     if not proven:
@@ -582,7 +588,7 @@ def verdicts_of(
 
 
 def killed_text(attempt: Attempt, kill_ns: int) -> str:
-    """Describe the ranks that did not stop within the grace period."""
+    """Describe the ranks that the supervisor killed after the grace period."""
     still = sorted(set(attempt.numbers) - attempt.exited)
     grace_s = (kill_ns - (attempt.stop_ns or 0)) / 1e9
     return f"{ranks_text(still)} did not stop in {grace_s:.1f} s and {'was' if len(still) == 1 else 'were'} killed"
@@ -605,13 +611,13 @@ class ProcessDrain:
     """Waits for the end of the processes of a killed attempt."""
 
     def __init__(self, clock: Clock, say: Callable[[str], None]) -> None:
-        self.since_ns: int | None = None  # time of the kill, or None
+        self.since_ns: int | None = None  # Boottime of the kill, or None.
         self._clock = clock
         self._say = say
         self._told = False
 
     def begin(self, gang: LocalGang | None) -> int:
-        """Kill all processes of the attempt; return the time."""
+        """Kill all processes of the attempt; return the boottime."""
         self.since_ns = self._clock.boottime_ns()
         if gang is not None:
             gang.kill()

@@ -6,19 +6,19 @@
                 └─ PendingReport ─▶ Reporter ─▶ server       one thread reports; answers become Lease, Confirm, Cancel
 
 A restarted uplink finds the attempt's directory and `remote.json`, connects to the supervisor's socket and continues.
-Without that socket, the attempt's lock shows if a supervisor runs. If none runs, the uplink writes the ending and the
-receipt itself (`settle_orphan`). Every attempt therefore gets both.
+Without that socket, the attempt's lock shows if a supervisor runs. If no supervisor runs, the uplink writes
+`stopped.json` and the receipt itself (`settle_orphan`). Every attempt therefore gets both files.
 
 Failure cases:
 
-If the node cannot start the attempt, it ends as `refused` and no user code has run.
+If the node cannot start the attempt, the attempt ends as `refused` and no user code has run.
 
 If the agent dies before a supervisor has the launch, the uplink launches the attempt again, at most three times. This
 is safe because an attempt without facts has not run.
 
 If the supervisor is killed, the attempt ends as `supervisor_killed`, or as `supervisor_lost` if the kernel reports a
-machine failure. It ends once none of its processes holds a device. A process that cannot be ended keeps the attempt
-STOPPING.
+machine failure. The attempt ends once none of its processes holds a device. A process that cannot be ended keeps the
+attempt STOPPING.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _RESTARTED = "the node's uplink ended before it launched the run"
 
 
 class AttemptController:
-    """Controls one attempt for the uplink; `say` writes a line to the log."""
+    """Controls one attempt for the uplink; `say` writes a line to the uplink's log."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class AttemptController:
         self._writing = threading.Lock()
         self._channel: Channel | None = None
         self._confirmed = False
-        self._gang = protocol.GangNews()  # the server's last news of the gang
+        self._gang = protocol.GangNews()  # The server's latest state of the gang.
         self._abandoned = False
         self._launch: protocol.Launch | None = None
         self._launches = 0
@@ -101,11 +101,11 @@ class AttemptController:
         self._seen_ns: int | None = None  # Boottime at which a process of the attempt was last seen.
         self._agent_pid = 0
         self._detail = _RESTARTED
-        self._of_itself = ""  # last message of the run about itself
+        self._of_itself = ""  # Latest message of the run about its own state.
         self._reported = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    # --- from outside --------------------------------------------------------------------------------------------
+    # --- public interface ----------------------------------------------------------------------------------------
 
     def start(self, order: Start) -> None:
         """Start the attempt in its own threads."""
@@ -119,13 +119,13 @@ class AttemptController:
         self._run_threads(lambda: None, fresh=False, first_s=AT_ONCE_S)
 
     def stop(self, reason: StopReason) -> None:
-        """Stop the attempt in order; a later call may give a stronger reason."""
+        """Stop the attempt in an orderly way; a later call may give a stronger reason."""
         if self.news.known.stop is not reason:
             self.news.learn(SOON_S, stop=reason)
             self._tell(protocol.Cancel(reason=reason))
 
     def look(self, order: ReportNow) -> None:
-        """Pass the order's news to the supervisor and schedule a report, at once if it brings the news."""
+        """Forward the order's news to the supervisor and schedule a report, at once for an order without news."""
         news = protocol.GangNews(
             offers=order.offers, chosen=order.chosen, release=order.release, peer_failed=order.peer_failed
         )
@@ -147,11 +147,11 @@ class AttemptController:
         if self._abandoned:
             return
         self._abandoned = True
-        self._say(f"the server has given up attempt {self.remote.gang}; its files stay in {self.directory}")
+        self._say(f"the server has given up attempt {self.remote.gang}; the attempt's files stay in {self.directory}")
         self.stop(StopReason.CANCEL)
         self._write_stale()
 
-    # --- answers of the server -----------------------------------------------------------------------------------
+    # --- server answers ------------------------------------------------------------------------------------------
 
     def renew(self, deadline_ns: int, stop: StopReason | None) -> None:
         """Extend the lease to a boottime and forward a stop; the first call lets user code start."""
@@ -165,22 +165,22 @@ class AttemptController:
             self._tell(protocol.Confirm())
 
     def pass_on(self, news: protocol.GangNews) -> None:
-        """Send the server's news of the gang to the supervisor, unless it has not changed."""
+        """Send the server's state of the gang to the supervisor, unless it has not changed."""
         if news not in (self._gang, protocol.GangNews()):
             self._gang = news
             self._tell(news)
 
     def heard(self, deadline_ns: int) -> None:
-        """Extend the lease of a confirmed attempt; an unconfirmed attempt does not start through this."""
+        """Extend the lease of a confirmed attempt; this call never confirms an attempt."""
         if self._confirmed:
             self._tell(protocol.Lease(deadline_ns=deadline_ns))
 
     def settled(self) -> None:
-        """Record that the server has everything of the attempt."""
+        """Record that the server has all data of the attempt."""
         faults.reach("after_ending_before_settled")
         self._write_down(standing="settled")
 
-    # --- the listening thread ------------------------------------------------------------------------------------
+    # --- listening thread ----------------------------------------------------------------------------------------
 
     def _run_threads(self, begin: Callable[[], None], *, fresh: bool, first_s: float) -> None:
         credential = Credential(self.remote.token, lambda token: self._write_down(token=token))
@@ -207,7 +207,7 @@ class AttemptController:
             thread.start()
 
     def _begin(self, order: Start) -> None:
-        """Launch the attempt of an order; failures become the attempt's ending, not exceptions."""
+        """Launch the attempt of an order; a failure becomes the attempt's final state, not an exception."""
         try:
             line = self._server.line(order.token)
             try:
@@ -219,7 +219,7 @@ class AttemptController:
             store = StoreLocation(f"sgpu+{profile.url}", profile.token, profile.ca)
             try:
                 now_ns = self._server.time.wall_ns(self._clock.boottime_ns()) or self._clock.wall_ns()
-                # Both times are by the server's clock.
+                # Both times come from the server's clock.
                 waited_ns = now_ns - order.submitted_ns if order.submitted_ns else 0
                 launch = attempt_launch.make_launch(
                     order, self.directory, greeting, clock=self._clock, waited_ns=waited_ns, store=store
@@ -260,7 +260,7 @@ class AttemptController:
             self._tell(protocol.Cancel(reason=stop))
 
     def _listen(self) -> None:
-        """Process messages until the attempt has an ending and a receipt."""
+        """Process messages until the attempt has a final state and a receipt."""
         while True:
             if self._channel is not None:
                 self._hear(self._channel)
@@ -271,16 +271,16 @@ class AttemptController:
         self._write_stale()
 
     def _write_stale(self) -> None:
-        """Record that an abandoned attempt is reported no more.
+        """Record that this node no longer reports an abandoned attempt.
 
-        Called after the attempt has ended, because otherwise the next uplink would not end it. Its facts must be
-        reported by then.
+        Call this after the attempt has ended, because otherwise the next uplink would not end the attempt. The
+        attempt's facts must be reported by then.
         """
         if self._abandoned and self.news.known.finished and self._reported.is_set():
             self._write_down(standing="stale")
 
     def _write_down(self, **changes: str) -> None:
-        """Change the record that the next uplink reads; two threads may do so at once."""
+        """Change the record that the next uplink reads; two threads may call this at the same time."""
         with self._writing, contextlib.suppress(OSError):
             self.remote = msgspec.structs.replace(self.remote, **changes)
             write_remote(self.directory, self.remote)
@@ -340,7 +340,7 @@ class AttemptController:
         """Connect to the process that controls the attempt; return False once the attempt is finished."""
         pause_s = _LOOK_S
         if self._connections and not self._is_finished():
-            self._pause(pause_s)  # Prevents a busy loop if a peer accepts and disconnects at once.
+            self._pause(pause_s)  # The pause prevents a busy loop if a peer accepts and disconnects at once.
         while not self._is_finished():
             channel = self._supervisor()
             if channel is not None:
@@ -380,12 +380,12 @@ class AttemptController:
                 finished=True,
             )
             return -1
-        except OSError as error:  # A full or broken disk does not show which process controls the attempt.
+        except OSError as error:  # With a full or broken disk, it is unknown which process controls the attempt.
             self.news.learn(SOME_TIME_S, sentence=f"cannot check the attempt's lock: {error}")
             return -1
 
     def _should_launch_again(self) -> bool:
-        """Return True if the agent died before a supervisor had the attempt; the caller holds its lock."""
+        """Return True if the agent died before a supervisor had the attempt; the caller holds the lock."""
         if self._launch is None or self._launches >= LAUNCHES_MAX or self.news.known.stop is not None:
             return False
         nothing = not first_facts(self.directory) and not (self.directory / "stopped.json").exists()
@@ -403,15 +403,15 @@ class AttemptController:
         return True
 
     def write_ending(self) -> None:
-        """Write the missing ending and receipt once no process of the attempt holds a device.
+        """Write the missing `stopped.json` and receipt once no process of the attempt holds a device.
 
         The caller holds the attempt's lock. The wait has no limit, because the server may start another attempt as soon
-        as it learns of the ending.
+        as it receives the final state.
         """
         pause_s = _LOOK_S
         while still_held(self._home, self.directory):
             self._seen_ns = self._clock.boottime_ns()
-            sentence = "its supervisor has ended; a process of the run still uses a device"
+            sentence = "the run's supervisor has ended; a process of the run still uses a device"
             self.news.learn(SOME_TIME_S, state=State.STOPPING, sentence=sentence)
             self._pause(pause_s)
             pause_s = min(2 * pause_s, LOOK_S_MAX)
@@ -431,7 +431,7 @@ class AttemptController:
     def _tell(self, message: protocol.Message) -> None:
         with self._lock:
             if self._channel is not None:
-                with contextlib.suppress(OSError):  # The listening thread notices a closed connection.
+                with contextlib.suppress(OSError):  # The listening thread detects a closed connection.
                     protocol.send(self._channel, message)
 
     @staticmethod
@@ -454,16 +454,16 @@ def still_held(home: Home, directory: Path) -> bool:
 def settle_orphan(
     directory: Path, remote: ServerAttempt, detail: str, clock: Clock, *, seen_ns: int | None = None
 ) -> protocol.Stopped:
-    """Write the missing ending and receipt of an attempt without a supervisor; return its ending.
+    """Write `stopped.json` and receipt of an attempt without a supervisor; return its final state.
 
         no facts                        refused: no user code ran, and none will
         facts, even damaged ones        supervisor lost; the devices' locks show when the attempt's processes have ended
-        an ending without a receipt     a receipt of the known facts
+        `stopped.json` but no receipt   a receipt of the known facts
 
-    The caller holds the attempt's lock. `detail` says why the attempt never started. `seen_ns` is the boottime at which
-    one of its processes was last seen, or None.
+    The caller holds the attempt's lock. `detail` is the reason why the attempt never started. `seen_ns` is the boottime
+    at which one of its processes was last seen, or None.
     """
-    # A damaged record, or a file of facts without a record, does not prove that nothing began.
+    # A damaged record, or a file of facts without a record, does not prove that user code never began.
     begun = first_facts(directory) or remote.recovered or (directory / "facts.jsonl").exists()
     stopped = None if begun else stopped_without_ranks(Reason.REFUSED, detail, clock)
     lost = LostAttempt(

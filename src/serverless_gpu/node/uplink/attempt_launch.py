@@ -3,7 +3,7 @@
     Start ─▶ directory + remote.json (then acknowledge the order) ─▶ call.pkl ─▶ spec.json … ─▶ Launch
 
 The launch is not confirmed: user code waits until the server has answered a report about this attempt. An order may be
-an hour old, and another attempt may run by now.
+an hour old, and the server may have started another attempt since.
 
 A node starts the interpreter before the run's ranks exist. A client must therefore name an existing interpreter that
 other users cannot replace (`check_python`). Options may change the interpreter's behaviour. The node refuses options
@@ -41,18 +41,18 @@ from serverless_gpu.wire.connection import Connection
 
 _FAKE = "SERVERLESS_GPU_FAKE"
 _OF_THE_NODE = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")
-"""Node variables for ranks in a captured environment, unless the caller sent them."""
+"""Environment variables of the node for ranks in a captured environment, unless the caller sent them."""
 
 
 def take_order(home: Home, order: Start, profile: Path) -> tuple[Path, ServerAttempt] | None:
-    """Make the attempt's directory; return None if an earlier call made it.
+    """Create the attempt's directory; return None if an earlier call created it.
 
-    After this call the server need not send the order again. An interrupted earlier call is repeated, because it cannot
-    have launched anything. The server's run id names a directory on this node. Only a valid identifier is accepted, and
-    never that of a run of this node's own user.
+    After this call the server need not send the order again. The uplink repeats an interrupted earlier call, because
+    that call cannot have launched anything. The server's run id names a directory on this node. This function accepts
+    only a valid identifier, and never the identifier of a run of this node's own user.
 
     Raises InvalidValue for a bad identifier or gang, and StorageError. Raises OSError if it is unknown whether the
-    directory was made before.
+    directory existed before.
     """
     if created_wall_ns(order.run_id) is None or order.fence < 1:
         raise InvalidValue(f"{order.run_id[:64]!r} (fence {order.fence}) is not a valid attempt")
@@ -86,7 +86,7 @@ def make_launch(
 ) -> protocol.Launch:
     """Return the launch for an order; raises HardwareError or InvalidValue if this node cannot run it.
 
-    `waited_ns` is the time since the client submitted, by the server's clock. `store` has the environments.
+    `waited_ns` is the time since the client submitted the run, by the server's clock. `store` has the environments.
     """
     devices = offered(greeting, os.environ)
     there = restrict(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -96,7 +96,7 @@ def make_launch(
     environment = None
     if order.spec.environment == "snapshot":
         if not order.snapshot:
-            raise ServerProblem("the run needs a captured environment, but the order names none")
+            raise ServerProblem("the run needs a captured environment, but the order names no snapshot")
         environment = protocol.EnvironmentRequest(
             snapshot=order.snapshot, store=store.url, token=store.token, ca=store.ca
         )
@@ -123,7 +123,7 @@ def make_launch(
 
 
 def write_call(order: Start, directory: Path, connection: Connection) -> None:
-    """Write `call.pkl` from the order or from the server; a command has no such file.
+    """Write `call.pkl` from the order or from the server; a command has no `call.pkl`.
 
     Raises StorageError for a full disk. Raises ServerProblem if the server does not have the call or does not answer.
     """
@@ -138,10 +138,10 @@ def write_call(order: Start, directory: Path, connection: Connection) -> None:
 
 
 def with_secrets(order: Start, launch: protocol.Launch) -> protocol.Launch:
-    """Write the run's secrets for its ranks and return the launch with them.
+    """Write the run's secrets for its ranks and return the launch with the secrets' directory.
 
     Raises SecretMissing if a secret was deleted after placement, InvalidValue for a bad variable, or StorageError.
-    Nothing may start then.
+    After an exception, the attempt must not start.
     """
     if not order.secrets:
         return launch
@@ -162,23 +162,23 @@ def with_secrets(order: Start, launch: protocol.Launch) -> protocol.Launch:
 
 
 def write_run(launch: protocol.Launch) -> None:
-    """Write the files that make the run readable; see `write_submission`."""
+    """Write the files that describe the run to users; see `write_submission`."""
     write_submission(launch, __version__)
 
 
 def _check_crews(order: Start) -> None:
-    """Raise InvalidValue unless the order's gang is a valid list of crews with this one and a nonce."""
+    """Raise InvalidValue unless the order's gang is valid, includes this node, and has a nonce."""
     if not order.crews:
         return
     numbers = [crew.number for crew in order.crews]
     first = 0
     for crew in order.crews:
         if crew.first_rank != first or crew.gpus < 1:
-            raise InvalidValue(f"crew {crew.number} of the order must not begin with rank {crew.first_rank}")
+            raise InvalidValue(f"node {crew.number} of the gang must not begin with rank {crew.first_rank}")
         first += crew.gpus
     if numbers != list(range(len(numbers))) or not 0 <= order.crew < len(numbers) or first != order.world_size:
         raise InvalidValue(
-            f"crew {order.crew} of {numbers[:8]} with {first} of {order.world_size} devices is not a valid gang"
+            f"node {order.crew} of {numbers[:8]} with {first} of {order.world_size} devices is not a valid gang"
         )
     if len(numbers) > 1 and not order.nonce:
         raise InvalidValue("the order has a gang on several nodes but no nonce for it")
@@ -195,7 +195,7 @@ def _fetch(reference: BlobReference, path: Path, route: str, connection: Connect
 
 
 def _context(order: Start) -> protocol.Context:
-    """Return the context of ranks; this node provides declared devices and home variables itself."""
+    """Return the context of ranks; this node itself supplies declared devices and home variables."""
     try:
         context = from_json(order.context, protocol.Context)
     except msgspec.MsgspecError as error:
@@ -236,11 +236,14 @@ _X_OPTIONS = frozenset(
         "warn_default_encoding",
     }
 )
-_INTERPRETER_HINT = "start the client with such an interpreter, or use env='snapshot'"
+_INTERPRETER_HINT = (
+    "start the client with the absolute path of a Python interpreter that other users cannot "
+    "replace, or use env='snapshot'"
+)
 
 
 def check_python(python: str) -> None:
-    """Raise InvalidValue unless the path is an absolute path of a Python that others cannot replace."""
+    """Raise InvalidValue unless the path is the absolute path of a Python that other users cannot replace."""
     shown = python[:FLAG_CHARACTERS_MAX]
     if not python.startswith("/") or "\0" in python or os.path.normpath(python) != python:
         raise InvalidValue(f"the interpreter {shown!r} is not an absolute path without `..`", hint=_INTERPRETER_HINT)
@@ -268,7 +271,7 @@ def check_python(python: str) -> None:
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Raise InvalidValue for options that name code to run, or that are unknown."""
+    """Raise InvalidValue for unknown options, and for options that name code to run."""
     if len(flags) > FLAGS_MAX or any(len(flag) > FLAG_CHARACTERS_MAX for flag in flags):
         raise InvalidValue(f"an interpreter takes at most {FLAGS_MAX} options of {FLAG_CHARACTERS_MAX} characters")
     rest = iter(flags)
@@ -299,5 +302,5 @@ def _anybody_may_change(path: str) -> bool:
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode) or not status.st_mode & stat.S_IWOTH:
         return False
-    # A sticky directory protects its entries.
+    # A sticky directory protects its entries, so only its own mode matters.
     return not (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX)

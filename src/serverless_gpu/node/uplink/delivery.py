@@ -5,21 +5,21 @@
     facts.jsonl           ── FactsFile: new lines ──▶
     results/, failures/, hang-<n>.txt ── OutputDelivery: small files inside reports
                                             └─ Upload: large files as blobs first, in a separate thread
-        hash in parts ─▶ ask for missing parts ─▶ send them ─▶ the next report names the file by its parts
+        hash in parts ─▶ query missing parts ─▶ send them ─▶ the next report names the file by its parts
 
 A restarted uplink knows no offsets. It sends an empty piece for each log, and the server answers with the offset to
-continue from. The uplink sends a piece again if the server's disk has lost it. The ending asks for each log once more,
-so that a lost last piece is found too.
+continue from. The uplink sends a piece again if the server's disk has lost the piece. The report with the final state
+queries each log once more, so that the uplink also detects a lost last piece.
 
-A run whose results cannot be delivered does not succeed. If the server answers everything except the upload for
-`upload_s`, the attempt ends as `result_upload`. Its message names the directory of the files. Until then the client
-sees the problem, and a cancel gives up the results at once. A failed run does not wait: it keeps its outcome, without
-the file.
+A run whose results cannot be delivered does not succeed. If the server answers all requests except the upload for
+`upload_s`, the attempt ends as `result_upload`. The message names the directory of the files. Until then the client
+sees the problem, and a cancel request gives up the results at once. A failed run does not wait: it keeps its outcome,
+without the file.
 
 Failure cases of an upload: After an interruption, the upload continues with the missing parts. If the server's store is
-slow or returns errors, the uplink retries for `upload_s` and then reports the problem in the ending. If the file is
-missing or changes during the upload, the uplink reports that at once, because no part of it is reliable. The node's
-copy stays until the attempt is settled.
+slow or returns errors, the uplink retries for `upload_s` and then reports the problem in the final state. If the file
+is missing or changes during the upload, the uplink reports that at once, because no part of the file is reliable. The
+node's copy stays until the attempt is settled.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Delivered(NamedTuple):
 
     files: tuple[File, ...]
     is_last: bool  # True if the server has all outputs after this report.
-    stopped: Stopped  # The attempt's ending; it fails if its results did not arrive.
+    stopped: Stopped  # The attempt's final state, which is a failure if its results did not arrive.
     sentence: str  # progress
 
 
 class OutputDelivery:
-    """Delivers the outputs of one attempt; `token` returns its current token."""
+    """Delivers the outputs of one attempt; `token` returns the attempt's current token."""
 
     def __init__(self, directory: Path, server: UplinkServer, token: Callable[[], str], clock: Clock) -> None:
         self._directory = directory
@@ -82,7 +82,7 @@ class OutputDelivery:
     def deliver(self, stopped: Stopped, upload_s: float, *, cancelled: bool) -> Delivered:
         """Return the outputs for the next report.
 
-        The uplink tries large outputs for `upload_s`; with `cancelled` it gives them up.
+        The uplink tries to send large outputs for `upload_s`; with `cancelled`, it stops trying.
         """
         unsent = self._outputs.unsent(ended=True)
         files = self._outputs.inline(unsent) + self._uploaded(unsent)
@@ -102,7 +102,7 @@ class OutputDelivery:
         self._outputs.taken(files)
 
     def answered(self) -> None:
-        """Record that the server answers; from now on, time without upload progress counts."""
+        """Record that the server answers; the time without upload progress counts from this call."""
         if self._upload is not None and self._tried_ns is None:
             self._tried_ns = self._clock.boottime_ns()
 
@@ -111,7 +111,7 @@ class OutputDelivery:
         self._tried_ns = None
 
     def refused(self, error: ServerlessGpuError, *, ended: bool) -> None:
-        """Record that the server refused a report; `ended` means that it contained the ending."""
+        """Record that the server refused a report; `ended` is True if the report contained the final state."""
         # The server lost parts of a blob, so the upload starts again.
         if isinstance(error, NotFound) and self._upload is not None:
             self._upload.close()
@@ -141,20 +141,20 @@ class OutputDelivery:
             return self._upload.sentence()
         waited = format_duration_ms(round(upload_s * 1000))
         return (
-            f"{NOT_SENT}{self._upload.problem}; they are on the node, which retries for {waited}; sgpu cancel "
-            f"{self._directory.parent.name} gives them up"
+            f"{NOT_SENT}{self._upload.problem}; the results are on the node, which retries for {waited}; to stop "
+            f"the retries: sgpu cancel {self._directory.parent.name}"
         )
 
     def _called_off(self, missing: Sequence[OutputFile], stopped: Stopped) -> str:
-        """Return why large outputs of a cancelled run are not sent, or "" while they are."""
+        """Return why the uplink does not send large outputs of a cancelled run, or "" while it does."""
         upload = self._upload
         if upload is None or not missing or (stopped.state is not State.SUCCEEDED and not upload.problem):
             return ""
         why = f" ({upload.problem})" if upload.problem else ""
-        return f"it was cancelled during the upload of its results{why}; they are in {self._directory}"
+        return f"the run was cancelled during the upload of its results{why}; the results are in {self._directory}"
 
     def _given_up(self, missing: Sequence[OutputFile], upload_s: float) -> str:
-        """Return why the large outputs will not arrive, or "" while they still may."""
+        """Return why the large outputs will not arrive, or "" while they may still arrive."""
         upload = self._upload
         if upload is None or not missing:
             return ""
@@ -176,8 +176,8 @@ class Upload:
 
     def __init__(self, outputs: Sequence[OutputFile], server: UplinkServer, token: Callable[[], str]) -> None:
         self.files: dict[str, File] = {}  # Files that are complete on the server.
-        self.problem = ""  # The last problem, or "".
-        self.lost = ""  # Why the upload can never succeed, or "".
+        self.problem = ""  # The latest problem of the upload, or "".
+        self.lost = ""  # Reason why the upload can never succeed, or "".
         self._outputs = outputs
         self._server = server
         self._line = server.line(token)
@@ -211,7 +211,9 @@ class Upload:
                     self.lost = f"cannot read {output.path}: {error.strerror or error}"
                     return
                 except ServerlessGpuError as error:
-                    if type(error) is not problem:  # Keep one message per problem, although its numbers may change.
+                    # The comparison by type keeps one message per problem, although the numbers in the message may
+                    # change.
+                    if type(error) is not problem:
                         self.problem, problem = error.message, type(error)
                     self._server.look_again()
                     self._ended.wait(backoff.next_s())
@@ -251,7 +253,7 @@ def _digests(path: Path, size: int) -> tuple[str, ...]:
             parts.append(blake3(data).hexdigest())
             read += len(data)
     if read != size:
-        raise OSError(f"its size changed from {size} to {read} bytes")
+        raise OSError(f"the file's size changed from {size} to {read} bytes")
     return tuple(parts)
 
 
@@ -266,7 +268,7 @@ Stream = tuple[int, str]
 
 
 class LogShipment:
-    """Ships the logs of one attempt; `known` means that no log has been sent before."""
+    """Ships the logs of one attempt; `known` is True if no log has been sent before."""
 
     def __init__(self, directory: Path, *, known: bool) -> None:
         # True while telemetry counts as unsent data. It grows every second, and no client waits for it.
@@ -296,21 +298,21 @@ class LogShipment:
         return tuple(found)
 
     def closing(self, pieces: Sequence[LogPiece]) -> tuple[LogPiece, ...]:
-        """Return an empty piece at the end of each stream that has no other piece here.
+        """Return an empty piece for the end of each stream that has no piece in `pieces`.
 
-        The pieces go with the ending. If the server's disk lost data, its answer contains the offset to continue from.
+        The uplink sends these pieces with the final state. If the server's disk lost data, the server's answer contains
+        the offset to continue from.
         """
         named = {(piece.rank, piece.stream) for piece in pieces}
         sizes = self._sizes()
         return tuple(_piece(stream, size, b"") for stream, size in sizes.items() if size and stream not in named)
 
     def taken(self, pieces: Sequence[LogPiece], wanted: Mapping[str, int]) -> bool:
-        """Apply the answer's `offsets` to these pieces; return True if the server stored all of them."""
+        """Apply the server's `wanted` offsets to these pieces; return True if the server stored all pieces."""
         has_room = True
         for piece in pieces:
             end = self._offsets[piece.rank, piece.stream] = piece.offset + len(piece.data)
-            # The piece continues the stored bytes but was not stored completely, which happens only if the disk is
-            # full.
+            # A piece that continues the stored bytes is stored completely unless the server's disk is full.
             has_room = has_room and not piece.offset <= wanted.get(_log_key(piece.rank, piece.stream), end) < end
         for key, offset in wanted.items():
             rank, _, stream = key.partition(".")
@@ -320,12 +322,12 @@ class LogShipment:
         return has_room
 
     def ends_missing(self, pieces: Sequence[LogPiece]) -> dict[str, int]:
-        """Return the sizes of the logs that the server will not have completely with these pieces."""
+        """Return the sizes of the logs that will still be incomplete on the server after these pieces."""
         with_these = self._offsets | {(piece.rank, piece.stream): piece.offset + len(piece.data) for piece in pieces}
         return {_log_key(*stream): size for stream, size in self._sizes().items() if with_these.get(stream, 0) < size}
 
     def is_complete(self, pieces: Sequence[LogPiece]) -> bool:
-        """Return True if the server has all logs with these pieces."""
+        """Return True if the server has all logs after these pieces."""
         if self._asks:
             return not pieces
         with_these = self._offsets | {(piece.rank, piece.stream): piece.offset + len(piece.data) for piece in pieces}
@@ -339,7 +341,7 @@ class LogShipment:
                     match = _LOG_NAME.fullmatch(entry.name)
                     if match is not None and (self.samples or self._asks or match[2] != _SAMPLES):
                         found[int(match[1]), match[2]] = entry.stat(follow_symlinks=False).st_size
-        except OSError:  # The logs were deleted, so nothing can be sent.
+        except OSError:  # The logs were deleted, so the uplink has no data to send.
             return found
         return dict(sorted(found.items()))
 
@@ -375,19 +377,19 @@ class FactsFile:
             self._next += len(line)
             try:
                 facts.append(from_json(line, Fact))
-            except msgspec.MsgspecError:  # A full disk cut a line.
+            except msgspec.MsgspecError:  # A full disk has cut off a line.
                 continue
         return tuple(facts)
 
     def is_complete(self) -> bool:
-        """Return True if the server has all facts after the last result of `unsent`."""
+        """Return True if the server will have all facts once it has received the last result of `unsent`."""
         try:
             return self._next >= self._path.stat().st_size
         except OSError:
             return True
 
     def taken(self) -> None:
-        """Record that the server has the last result of `unsent`."""
+        """Record that the server has received the last result of `unsent`."""
         self._offset = self._next
 
 
@@ -412,7 +414,7 @@ class Outputs:
         self._sent: set[str] = set()
 
     def unsent(self, *, ended: bool, failed: int | None = None) -> list[OutputFile]:
-        """Return unsent outputs by name; before the end only hang stacks and the failure of rank `failed`."""
+        """Return unsent outputs by name; before the end, only hang stacks and the failure of rank `failed`."""
         found = []
         early = set() if failed is None else {f"failures/{failed}.json", f"failures/{failed}.pkl"}
         for place in (".", "results", "failures") if ended else (".", "failures") if early else (".",):
@@ -430,7 +432,7 @@ class Outputs:
         return sorted(found, key=lambda output: output.name)
 
     def inline(self, outputs: Sequence[OutputFile]) -> tuple[File, ...]:
-        """Return small outputs, up to the limit of one report; unreadable ones are skipped for good."""
+        """Return small outputs, up to the limit of one report; skip unreadable outputs permanently."""
         files: list[File] = []
         left = INLINE_BYTES_MAX
         for output in outputs:
@@ -461,6 +463,6 @@ def _piece(stream: Stream, offset: int, data: bytes) -> LogPiece:
 
 
 def stopped_without_ranks(reason: Reason, detail: str, clock: Clock) -> Stopped:
-    """Return the ending of an attempt that did not start or whose results could not be sent."""
+    """Return the final state of an attempt that did not start or whose results could not be sent."""
     cause = Failure(rank=None, reason=reason, at_ns=clock.boottime_ns(), detail=detail) if detail else None
     return Stopped(state=MEANINGS[reason].state, reason=reason, cause=cause, consequences=())

@@ -3,9 +3,9 @@
     AgentHello   at the start, after every lost connection, and if the server does not know the node
     Heartbeat    every few seconds
 
-The node offers the devices that a local client would see. Declared devices replace real ones, and
-`CUDA_VISIBLE_DEVICES` hides devices. The node names the devices that other runs, other users or a quarantine hold, so
-the server does not use them. The server already knows the devices of this uplink's own attempts.
+The node offers the devices that a local client would see. Declared devices replace real devices, and
+`CUDA_VISIBLE_DEVICES` hides devices. The node reports the devices that other runs, other users or a quarantine hold, so
+that the server does not use them. The server already knows the devices of this uplink's own attempts.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from serverless_gpu.wire.agents import AgentHello, AttemptSeen, ClockReading, He
 from serverless_gpu.wire.base import PROTOCOL
 
 TAKES = ("renewal", "secrets", "without", "max_run", "crews")
-"""Capabilities of this version beyond the first version of its protocol."""
+"""Capabilities that this version has in addition to the first version of the protocol."""
 LEFT = "left"
-"""File in a home's `ray/`: the machine has left its pool, but runs on it continue."""
+"""File in a home's `ray/` that marks a machine that has left its pool while its runs continue."""
 PYTHONS_S = 30.0
-"""Longest time until the node offers a newly installed interpreter."""
+"""Longest time in seconds until the node offers a newly installed interpreter."""
 
 
 class NodeOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,11 +53,11 @@ class NodeOffer(msgspec.Struct, frozen=True, kw_only=True):
 
     devices: tuple[Device, ...] = ()
     own_types: tuple[GpuType, ...] = ()
-    unavailable: tuple[str, ...] = ()  # UUIDs of devices that others use or that are in quarantine.
-    draining: str = ""  # Why the node accepts no new runs, or "".
-    degraded: str = ""  # Why the state of the devices is unknown, or "".
+    unavailable: tuple[str, ...] = ()  # UUIDs of devices that other processes use or that are in quarantine.
+    draining: str = ""  # Reason why the node accepts no new runs, or "".
+    degraded: str = ""  # Reason why the state of the devices is unknown, or "".
     findings: tuple[str, ...] = ()  # Further messages about the devices.
-    problem: str = ""  # Why the node cannot run anything, or "".
+    problem: str = ""  # Reason why the node cannot run anything, or "".
 
 
 class NodePresence:
@@ -128,7 +128,7 @@ class NodePresence:
         )
 
     def offer(self, attempts: Collection[AttemptSeen]) -> NodeOffer:
-        """Return the current offer; devices of `attempts` do not count as used by others."""
+        """Return the current offer; devices of `attempts` do not count as used by other runs."""
         self._inventory.refresh()
         greeting = self._inventory.greeting(__version__)
         try:
@@ -139,7 +139,7 @@ class NodePresence:
             findings = self._faults.findings()
             changes = {"own_types": greeting.own_types, "degraded": silence, "findings": findings}
             if not found.draining and (self._home.root / "ray" / LEFT).exists():
-                changes["draining"] = "the machine has left the pool: `sgpu join` has ended on it"
+                changes["draining"] = "the machine has left the pool: its `sgpu join` process has ended"
             return msgspec.structs.replace(found, devices=devices, **changes)
         except ServerlessGpuError as error:
             return NodeOffer(problem=str(error))
@@ -152,7 +152,7 @@ class NodePresence:
         return self._found
 
     def _taken(self, devices: Sequence[Device], own: Collection[str]) -> NodeOffer:
-        """Return the devices that are not available, and why the whole node is not, if so."""
+        """Return the devices that are not available, and the reason if the whole node is not available."""
         found: list[str] = []
         draining, degraded = "", ""
         for kind in dict.fromkeys(device.kind for device in devices):
@@ -172,7 +172,7 @@ class NodePresence:
         return NodeOffer(unavailable=tuple(found), draining=draining, degraded=degraded)
 
     def _quarantined(self, kind: DeviceKind, locks: DeviceLocks, uuids: list[str]) -> dict[str, Quarantine]:
-        """Return the quarantined devices after testing them again; no other run would test them."""
+        """Return the quarantined devices after another test; without a run, no other process tests them."""
         try:
             if not locks.quarantined():
                 return {}
@@ -182,13 +182,13 @@ class NodePresence:
             return {}
 
     def _usage(self, kind: DeviceKind, uuids: list[str]) -> dict[str, Usage]:
-        """Return the usage of all devices, because processes may use unlocked ones too."""
+        """Return the usage of all devices, because processes may use unlocked devices too."""
         usage = find_provider(kind, os.environ, self._home, self._machine).usage(uuids)
-        return {uuid: usage.get(uuid, unknown_usage("it did not answer")) for uuid in uuids}
+        return {uuid: usage.get(uuid, unknown_usage("the driver returned no usage for this device")) for uuid in uuids}
 
 
 def instance_of(home: Home) -> str:
-    """Return the identity of a home; made on first use, or if a disk failure emptied the file.
+    """Return the identity of a home; created on first use, or if a disk failure emptied the file.
 
     Raises StorageError if the home is not writable.
     """
@@ -204,7 +204,7 @@ def instance_of(home: Home) -> str:
 
 
 def _drains(uuid: str, note: Quarantine) -> str:
-    """Return why a node with such a device accepts no new runs, or ""."""
+    """Return why a node with an unusable device accepts no new runs, or ""."""
     if note.left:
         return f"unkillable: {note.reason}"
     return f"{Reason.GPU_LOST.value}: {uuid}: {note.reason}" if note.fault == XidKind.LOST else ""

@@ -1,30 +1,31 @@
-"""The uplink process: one per home and server. It joins with an agent's token and only dials out.
+"""The uplink process: one per home and server; it opens outgoing connections only.
 
     main thread      hello ─▶ heartbeat, heartbeat …   (hello again after a lost connection)
     orders           stream ─▶ Start: directory, AttemptController │ Stop: to its controller   (again after a break)
     acknowledging    sends acknowledgements in batches
     two per attempt  one listens to the supervisor, one reports (`attempt_controller.py`, `reporter.py`)
 
-The uplink decides nothing about a run: the server orders and the supervisor acts. It outlives the process that started
-it (`start_stop.py`). Runs need the uplink only for their reports and the lease.
+The uplink joins with an agent's token. It decides nothing about a run: the server orders and the supervisor acts. The
+uplink outlives the process that started it (`start_stop.py`). Runs need the uplink only for their reports and the
+lease.
 
 Failure cases:
 
 If the uplink is killed, runs continue. The next uplink finds them by `remote.json` and their sockets, and sends the
 data that the server does not have.
 
-If the server does not answer, the uplink retries with growing pauses of up to 5 s. New data stays on disk.
+If the server does not answer, the uplink retries with exponential backoff of up to 5 s. New data stays on disk.
 
 If the server restarts with another port or token, the uplink reads the profile again.
 
-If an attempt's token expires while the server is unreachable, the next heartbeat brings another one (`server.py`).
+If an attempt's token expires while the server is unreachable, the next heartbeat returns another token (`server.py`).
 
-If two uplinks start at once, only one gets the lock and the other one exits.
+If two uplinks start at once, only one gets the lock and the second uplink exits.
 
 If an administrator has not approved the node yet, or another process uses its identity, the log names the remedy. The
 uplink sends its hello again.
 
-If a refused order comes again before the server received the refusal, the uplink refuses it again.
+If the server repeats a refused order before it has received the refusal, the uplink refuses the order again.
 
 Without attempts and without an answer from the server, the uplink exits after ten minutes.
 """
@@ -80,7 +81,7 @@ _ACKNOWLEDGED_AFTER_S = 0.25
 def main(home: str, profile: str, environ: dict[str, str]) -> NoReturn:
     """Run the uplink until it is idle; `environ` may declare the devices that the node offers."""
     if os.fork():
-        os._exit(0)  # The process is reparented, because its starter may exit before or after it.
+        os._exit(0)  # The process is reparented, because its starter may exit before or after the uplink.
     os.setsid()
     linux.set_name("sgpu-uplink")
     linux.outlive_ranks()
@@ -97,7 +98,7 @@ def main(home: str, profile: str, environ: dict[str, str]) -> NoReturn:
         say(f"it ends: {error}")
         code = 1
     sys.stdout.flush()
-    os._exit(code)  # Attempts continue; threads that wait for the network need no join.
+    os._exit(code)  # Attempts continue. Threads that wait for the network are not joined.
 
 
 class Uplink:
@@ -201,7 +202,7 @@ class Uplink:
     # --- orders --------------------------------------------------------------------------------------------------
 
     def _follow_orders(self) -> None:
-        """Follow the stream of orders for ever; the server repeats unacknowledged orders after a break."""
+        """Follow the stream of orders without end; the server repeats unacknowledged orders after a break."""
         backoff = Backoff()
         line = self._server.line()
         query = {"instance": self._presence.instance, "process": self._presence.process}
@@ -216,7 +217,8 @@ class Uplink:
             except ServerlessGpuError as error:
                 say(f"orders: {type(error).__name__}: {error.message}")
                 self._server.look_again()
-            self._joined.clear()  # Another server process may answer now, so the node introduces itself again.
+            # Another server process may answer after the break, so the node introduces itself again.
+            self._joined.clear()
             self._wake.set()
             threading.Event().wait(backoff.next_s())
 
@@ -227,7 +229,7 @@ class Uplink:
         match order:
             case Stop(reason=reason):
                 if controller is not None and order.released:
-                    # Passed on before the stop, because the ranks' work is complete.
+                    # The supervisor gets the release before the stop, because the ranks' work is complete.
                     controller.pass_on(GangNews(release=True))
                 if controller is not None:
                     controller.stop(reason)
@@ -246,7 +248,7 @@ class Uplink:
     def _start(self, order: Start, gang: str) -> None:
         try:
             taken = attempt_launch.take_order(self._home, order, self._server.path)
-        # If the disk cannot show that the attempt runs here already, the server must repeat the order.
+        # If the disk cannot show whether the attempt already runs on this node, the server must repeat the order.
         except OSError as error:
             say(f"cannot check attempt {gang}: {error}")
             return
@@ -269,8 +271,8 @@ class Uplink:
     def _refuse(self, order: Start, gang: str) -> None:
         """Report in a thread that the node refused an attempt.
 
-        The server repeats the order until it has the report. The uplink does not start the attempt then, even if it
-        could. The server may receive the refusal at any moment and place the run elsewhere.
+        The server repeats the order until it has received the report. The uplink does not start the attempt meanwhile,
+        even if it could. The server may receive the refusal at any moment and place the run elsewhere.
         """
         with self._lock:
             if gang in self._refusing:
@@ -313,6 +315,6 @@ class Uplink:
 
 
 def say(line: str) -> None:
-    """Write a line to the log; on a full disk the line is lost, but the process continues."""
+    """Write a line to the log. On a full disk the line is lost, but the process continues."""
     with contextlib.suppress(OSError):
         print(f"{format_moment(SystemClock().wall_ns())} uplink: {line}", flush=True)

@@ -2,24 +2,25 @@
 
     news, logs, facts, outputs ─▶ Report ─▶ server ─▶ ReportAnswer ─▶ lease, stop, offsets of logs
                                     │
-          ending ◀── once all logs and outputs are on the server, in the same report if they fit
-          receipt ◀─ with the ending or after it; then the attempt is settled
+      final state ◀── once all logs and outputs are on the server, in the same report if they fit
+          receipt ◀─ with the final state or after it; then the attempt is settled
 
 The reporter repeats an unanswered report with later news. Repetition is harmless because the server identifies all data
 by name or offset. The data stays on this node's disk, which is the buffer. The server's answer extends the lease by
-`partition_grace_s` from the *start* of the request. The server counts from its receipt of the request, which is later.
+`partition_grace_s` from the *start* of the request. The server's own count starts later, when it receives the request.
 
 Failure cases:
 
-If the server does not answer or returns errors, the reporter retries with growing pauses of up to 5 s. The supervisor
-ends the run when the lease expires.
+If the server does not answer or returns errors, the reporter retries with exponential backoff of up to 5 s. The
+supervisor ends the run when the lease expires.
 
-If the server has given the attempt up, the uplink stops it. It still reports facts, output and ending, but no results.
+If the server has given the attempt up, the uplink stops the attempt. It still reports facts, output and the final
+state, but no results.
 
-If the attempt's token has expired, the node's next heartbeat brings another one.
+If the attempt's token has expired, the node's next heartbeat returns another token.
 
-If the server's database is full, the request still proves that the attempt runs, so it continues. It stops if the
-server may have given it up meanwhile without space to report that.
+If the server's database is full, a failed request still proves that the attempt runs, so the attempt continues. The
+attempt stops once the server may have given it up without disk space to report that.
 
 If results cannot be sent for an hour in which the server answers, the run ends as `result_upload`. Its files stay on
 the node.
@@ -54,35 +55,37 @@ from serverless_gpu.wire.base import Json
 
 AT_ONCE_S = 0.0
 RECEIPT_S = 0.005
-"""Wait of an ending for the receipt, in seconds; the receipt usually follows at once, in the same report."""
+"""Longest wait of a final state for the receipt, in seconds. The receipt usually follows at once, in the same report.
+"""
 SOON_S = 0.02
 BEGUN_S = 0.1
-"""Wait of the start of user code for an ending, in seconds; a short run then needs one report less."""
+"""Longest wait of a start report for the final state, in seconds. A short run then needs one report less."""
 SOME_TIME_S = 0.2
 FIRST_OF_GANG_S = 0.1
-"""Wait of a gang's first report for the offer, in seconds; if the stem is warm, both go in one report."""
+"""Longest wait of a gang's first report for the offer, in seconds. With a warm stem, one report has both."""
 
 
 _HEARTBEAT_S = 5.0
-_LOOK_S = 1.0  # Interval for logs of ranks that are not shown live, which no message announces.
+_LOOK_S = 1.0  # Seconds between checks for logs of ranks without live output, which no message announces.
 _UPLOAD_LOOK_S = 0.1
 _LOGS_AGAIN_S = 5.0
 _LEFT_MAX = 256
-"""Most reports, each with up to 1 MiB of output, of an attempt that the server has given up."""
+"""Maximum number of reports, each with up to 1 MiB of output, for an attempt that the server has given up."""
 _NO_ROOM = (
-    "the server's disk is full: the ranks' output stays on the node and is sent if space becomes free before the end"
+    "the server's disk is full: the ranks' output stays on the node, which sends the output if space becomes free "
+    "before the run ends"
 )
 
 
 class ReportListener(Protocol):
-    """The attempt's controller, which acts on the server's answers."""
+    """The controller of an attempt, which acts on the server's answers."""
 
     def renew(self, deadline_ns: int, stop: StopReason | None) -> None:
         """Called after each answer of the server."""
         ...
 
     def pass_on(self, news: GangNews) -> None:
-        """Called with the server's news of the gang, or with empty news."""
+        """Called with the server's state of the gang, or with an empty state."""
         ...
 
     def heard(self, deadline_ns: int) -> None:
@@ -90,7 +93,7 @@ class ReportListener(Protocol):
         ...
 
     def settled(self) -> None:
-        """Called once the server has everything."""
+        """Called once the server has all data of the attempt."""
         ...
 
     def abandon(self) -> None:
@@ -99,7 +102,7 @@ class ReportListener(Protocol):
 
 
 class _Shown(NamedTuple):
-    """Parts of a report that are repeated only after a change."""
+    """Parts of a report that the reporter repeats only after a change."""
 
     state: State
     sentence: str
@@ -150,10 +153,10 @@ class Reporter:
         self._saved, self._looks = 0, set[str]()
 
     def run(self, listener: ReportListener, *, fresh: bool, first_s: float = AT_ONCE_S) -> None:
-        """Report until the attempt is settled or given up; `fresh` means that it was never reported before."""
+        """Report until the attempt is settled or given up; `fresh` is True for a new attempt without reports."""
         self._logs = LogShipment(self._directory / "logs", known=fresh)
         self._said_ns = self._clock.boottime_ns() + round((first_s - self._heartbeat_s) * 1e9)
-        self._news.learn(first_s)  # User code waits for the first answer.
+        self._news.learn(first_s)  # User code waits for the server's first answer.
         backoff = Backoff()
         try:
             while True:
@@ -178,7 +181,7 @@ class Reporter:
                         return
                     continue
                 self._until_ns = asked_ns + round(answer.partition_grace_s * 1e9)
-                # Passed on before a stop: a stop must not end ranks that may already exit.
+                # The supervisor gets the state before a stop: a stop must not end ranks that may already exit.
                 listener.pass_on(_of_the_gang(answer))
                 listener.renew(self._until_ns, answer.stop)
                 if is_settled:
@@ -189,7 +192,7 @@ class Reporter:
             self._line.close()
 
     def _ask(self, report: Report, backoff: Backoff) -> ReportAnswer | None:
-        """Send a report; return None, after a pause, if the server has not accepted it."""
+        """Send a report; return None, after a pause, if the server has not accepted the report."""
         try:
             answer = self._line.get().ask("POST", self._route, report, answer=ReportAnswer)
         except StaleAttempt:
@@ -218,15 +221,15 @@ class Reporter:
         self._credential.take(answer.token)
         return answer
 
-    # --- what ----------------------------------------------------------------------------------------------------
+    # --- report contents -----------------------------------------------------------------------------------------
 
     def _next(self) -> Report | None:
-        """Wait until a report is due; return None if there was nothing to report."""
+        """Wait until a report is due; return None if no report is necessary."""
         heartbeat_s = (self._said_ns - self._clock.boottime_ns()) / 1e9 + self._heartbeat_s
         look_s = _UPLOAD_LOOK_S if self._delivery.is_uploading else _LOOK_S
         woken = self._news.wait(max(0.0, min(heartbeat_s, look_s)))
         known = self._news.known
-        # Samples arrive every second and need no report of their own. They go with the periodic reports.
+        # Samples arrive every second and need no report of their own. Periodic reports include them.
         self._logs.samples = known.ending is not None or heartbeat_s <= look_s
         if self._over:
             report = self._late(known)
@@ -246,10 +249,11 @@ class Reporter:
         state = State.STOPPING if known.stop is not None or crew.halt is not None else known.state
         files = self._delivery.before_the_end(None if crew.halt is None else crew.halt.rank)
         facts = self._learn_from(self._facts.unsent())
-        if known.begun and self._remote.fence > 1:  # A lost previous attempt may not have reported its last checkpoint.
+        # If the previous attempt was lost, the server may not have its last checkpoint.
+        if known.begun and self._remote.fence > 1:
             self._look_at_checkpoints("start")
         silence = None
-        if crew.silent:  # Sent as a duration, because the server has another clock.
+        if crew.silent:  # The report contains a duration, because the server has another clock.
             silent_ns = self._clock.boottime_ns() - crew.silent_since_ns
             silence = Silence(number=crew.silent, ms=max(0, silent_ns // 1_000_000))
         return Report(
@@ -273,12 +277,12 @@ class Reporter:
         )
 
     def _ended(self, known: AttemptState, stopped: Stopped) -> Report:
-        """Return the report of an attempt whose ranks have ended; the last data carries the ending."""
+        """Return the report of an attempt whose ranks have ended; the last report carries the final state."""
         facts = self._learn_from(self._facts.unsent())
         logs = self._pieces()
         cancelled = known.stop is StopReason.CANCEL
         delivered = self._delivery.deliver(stopped, self._server.profile.upload_s, cancelled=cancelled)
-        # An ending does not wait for a full server disk. It names the logs that are not complete.
+        # A final state does not wait for a full server disk. It names the incomplete logs.
         are_told = self._logs.is_complete(logs) or self._has_no_room()
         is_last = self._ending_sent or (delivered.is_last and are_told)
         if not is_last and (logs or delivered.files):
@@ -341,11 +345,11 @@ class Reporter:
         )
 
     def _has_no_receipt(self) -> bool:
-        """Return True if there will never be a receipt because its directory was deleted."""
+        """Return True if no receipt can follow because the attempt's directory was deleted."""
         return self._news.known.finished and read_receipt(self._directory) is None
 
     def _has_more_to_say(self, report: Report) -> bool:
-        """Return True if a given-up attempt still has to report; never if it had no devices."""
+        """Return True if a given-up attempt still has data to report; False if it never had devices."""
         if report.logs or report.facts:
             self._left -= 1
         return not self._refused and self._left > 0 and (self._directory / "facts.jsonl").exists()
@@ -371,11 +375,12 @@ class Reporter:
         if receipt is None:
             return msgspec.UNSET
         self._tracked = receipt.tracked
-        if receipt.state != stopped.state.value:  # The supervisor did not know that the results could not be sent.
+        # The supervisor did not know that the uplink could not send the results.
+        if receipt.state != stopped.state.value:
             receipt = msgspec.structs.replace(receipt, state=stopped.state.value, reason=stopped.reason.value)
         return msgspec.Raw(msgspec.json.encode(receipt))
 
-    # --- what the server has -------------------------------------------------------------------------------------
+    # --- server state --------------------------------------------------------------------------------------------
 
     def _note(self, report: Report, answer: ReportAnswer) -> None:
         self._heartbeat_s = answer.heartbeat_s
@@ -393,7 +398,7 @@ class Reporter:
         known = self._news.known
         if wanted or (known.ending is not None and behind) or (self._ending_sent and known.finished):
             self._news.learn(AT_ONCE_S)
-        # Data written meanwhile goes with the next news, because each report takes CPU time from the ranks.
+        # The next report includes data written meanwhile, because each report takes CPU time from the ranks.
         elif behind:
             self._news.learn(SOON_S)
 
@@ -411,7 +416,7 @@ def _of_the_gang(answer: ReportAnswer) -> GangNews:
 
 
 def _ending(stopped: Stopped, *, began: bool, log_ends: dict[str, int]) -> Ending:
-    # The supervisor left no message; a cause would be reported.
+    # A missing cause shows that the supervisor died without a message.
     lost = stopped.reason in SUPERVISOR_GONE and stopped.cause is None
     word: Json = msgspec.UNSET if lost else msgspec.Raw(msgspec.json.encode(stopped))
     return Ending(
@@ -429,20 +434,20 @@ class AttemptState(msgspec.Struct, frozen=True, kw_only=True):
 
     state: State = State.STARTING
     sentence: str = ""
-    begun: bool = False  # User code began.
+    begun: bool = False  # True once user code has begun.
     ending: Stopped | None = None  # None while the attempt runs.
-    finished: bool = False  # The receipt is written.
+    finished: bool = False  # True once the receipt is written.
     stop: StopReason | None = None  # Reason of a requested stop, or None.
     tracked: str = ""  # Link to the run in MLflow, once known.
-    crew: CrewNews | None = None  # The supervisor's message to the other nodes of the gang; None on one node.
+    crew: CrewNews | None = None  # State of this node for the other nodes of the gang; None for a gang on one node.
 
 
 class PendingReport:
     """The newest unreported state and the time by which it is due.
 
-    The attempt's listening thread writes the state and its reporter reads it. Each change has its own urgency and is
-    sent together with later ones. A run of ten milliseconds needs one report, and a rank that prints line by line does
-    not cause one request per line.
+    The attempt's listening thread writes the state and its reporter reads it. Each change has its own urgency; one
+    report combines all pending changes. A run of ten milliseconds needs one report, and a rank that prints line by line
+    does not cause one request per line.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -457,7 +462,7 @@ class PendingReport:
         return self._known
 
     def learn(self, within_s: float, **changes: object) -> None:
-        """Change fields of `AttemptState`; they are due for a report within `within_s` seconds."""
+        """Change fields of `AttemptState`; the changes are due for a report within `within_s` seconds."""
         with self._condition:
             if changes:
                 self._known = msgspec.structs.replace(self._known, **changes)
@@ -467,7 +472,7 @@ class PendingReport:
                 self._condition.notify_all()
 
     def wait(self, limit_s: float) -> bool:
-        """Wait up to `limit_s` for a due change; return True and mark it as reported if there was one."""
+        """Wait up to `limit_s` for a due change. Return True, and mark the change as reported, if one is due."""
         limit_ns = self._clock.boottime_ns() + round(limit_s * 1e9)
         with self._condition:
             while True:
@@ -489,12 +494,12 @@ _stuck_probes: list[subprocess.Popen[bytes]] = []
 class CheckpointProbe:
     """Finds the newest attempt of a run that saved a checkpoint, as evidence that `resume` makes progress.
 
-    A short-lived process lists the directory, because a call into a hanging shared file system blocks its thread for
-    good. The result is 0 (unknown) without an answer in a few seconds, for an unreadable directory, or after too many
-    hanging probes. The server then counts the attempt as one that saved nothing.
+    A short-lived process lists the directory, because a call into a hanging shared file system blocks its thread
+    permanently. The result is 0 (unknown) without an answer in a few seconds, for an unreadable directory, or after too
+    many hanging probes. The server then counts the attempt as one that saved nothing.
 
-    `directory` is in a home whose configuration names the checkpoint directory. `program` lists it and prints the
-    result.
+    `directory` is in a home whose configuration names the checkpoint directory. `program` lists the directory and
+    prints the result.
     """
 
     def __init__(
@@ -504,7 +509,7 @@ class CheckpointProbe:
         self._program, self._limit_s = program, limit_s
 
     def newest(self) -> int:
-        """Return the number of the newest attempt that saved a checkpoint, up to this one; 0 if unknown."""
+        """Return the number of the newest attempt with a checkpoint, up to this attempt; 0 if unknown."""
         spec = spec_of(self._directory)
         if spec is None or not spec.resume:
             return 0
@@ -531,7 +536,7 @@ class CheckpointProbe:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_PROBE_KILL_S)
-            _stuck_probes.append(process)  # The probe may stay in the kernel until the file system answers.
+            _stuck_probes.append(process)  # The probe may block in the kernel until the file system answers.
             if process.stdout is not None:
                 process.stdout.close()
             return 0

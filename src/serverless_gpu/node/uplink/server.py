@@ -1,4 +1,4 @@
-"""The server from this node's side: its profile, connections, tokens of attempts, and its time.
+"""The uplink's view of the server: its profile, connections, tokens of attempts, and its time.
 
     UplinkProfile       address and token of the server: one small file, 0600, written by the uplink's starter
     UplinkServer        connections with the node's own token and with those of attempts; all follow the profile
@@ -6,7 +6,7 @@
     ServerTime          the server's clock; this node's own wall clock decides nothing
 
 The uplink reads the profile again whenever the server does not answer. A server that restarts with another port or
-token writes the same file, and every connection follows it.
+token writes the same file, and every connection uses the new profile.
 
     report ─▶ answer with the next token ─▶ take ─▶ used by every connection of the attempt, stored in its directory
        └─ refused ─▶ wanted ─▶ the node's next heartbeat, with the node's own token ─▶ take
@@ -35,11 +35,11 @@ class UplinkProfile(msgspec.Struct, frozen=True, kw_only=True):
     """Address and token of a server for this node."""
 
     url: str
-    token: str  # An agent's token.
-    ca: str = ""  # File with trusted certificates; "" for the system's.
-    name: str = ""  # The node's name; "" for the host name.
+    token: str  # Token of an agent, which the node uses.
+    ca: str = ""  # File with trusted certificates; "" for the system's certificates.
+    name: str = ""  # Name of the node; "" for the host name.
     pool: str = ""  # The pool that the node requests; "" lets the server choose.
-    upload_s: float = 3600.0  # How long the uplink tries to send outputs while the server answers.
+    upload_s: float = 3600.0  # Seconds for which the uplink tries to send outputs while the server answers.
 
 
 def read_profile(path: Path) -> UplinkProfile:
@@ -64,14 +64,14 @@ PAUSE_S_MAX = 5.0
 
 
 class UplinkServer:
-    """One server; raises InvalidValue if its profile cannot be read."""
+    """Connections to one server; raises InvalidValue if the server's profile cannot be read."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
-        self.path = path  # path of the profile
+        self.path = path  # Path of the profile.
         self._clock = clock
         self._profile = read_profile(path)
         self._answered_ns = clock.boottime_ns()
-        self.credentials = Credentials()  # tokens of attempts
+        self.credentials = Credentials()  # Tokens of the server's attempts.
         self.time = ServerTime()
 
     @property
@@ -80,11 +80,11 @@ class UplinkServer:
         return self._profile
 
     def line(self, token: str | Callable[[], str] = "") -> ServerConnection:
-        """Return a connection that uses `token`, or the node's own token if it is ""."""
+        """Return a connection that uses `token`; with "", it uses the node's own token."""
         return ServerConnection(self, token)
 
     def look_again(self) -> None:
-        """Read the profile again; all connections follow it."""
+        """Read the profile again; all connections use the new profile."""
         # If the file is missing or incomplete, the uplink keeps the known profile.
         with contextlib.suppress(InvalidValue):
             self._profile = read_profile(self.path)
@@ -99,7 +99,7 @@ class UplinkServer:
 
 
 class ServerConnection:
-    """A connection that always follows the server's profile.
+    """A connection that always uses the server's current profile.
 
     `token` is an attempt's token, or a function that returns it; "" for the node's own token.
     """
@@ -128,7 +128,7 @@ class ServerConnection:
 
 
 class Backoff:
-    """Growing retry pauses with jitter, so that many nodes do not retry at the same time."""
+    """Exponential retry pauses with jitter, so that many nodes do not retry at the same time."""
 
     def __init__(self) -> None:
         self._pause_s = _PAUSE_S
@@ -148,7 +148,7 @@ _RENEWED_AT_ONCE = 1_000
 
 
 class Credential:
-    """The current token of one attempt; `keep` stores each new one for a restarted uplink."""
+    """The current token of one attempt; `keep` stores each new token for a restarted uplink."""
 
     def __init__(self, token: str, keep: Callable[[str], None]) -> None:
         self._token = token
@@ -160,7 +160,7 @@ class Credential:
         return self._token
 
     def take(self, token: str) -> None:
-        """Replace the token; ignores "", which the server sends after the token's end."""
+        """Replace the token; ignore "", which the server sends after the attempt's last token."""
         if token and token != self._token:
             self._token = token
             faults.reach("before_token_is_written")
@@ -182,7 +182,7 @@ class Credentials:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.wanted = threading.Event()  # Set when a heartbeat should be sent at once.
+        self.wanted = threading.Event()  # Set when the uplink must send a heartbeat at once.
         self._by_gang: dict[str, Credential] = {}
 
     def add(self, gang: str, credential: Credential) -> None:
@@ -206,7 +206,7 @@ class Credentials:
             self._by_gang.pop(gang, None)
 
     def to_renew(self) -> tuple[str, ...]:
-        """Return gangs that need another token, up to the limit of one heartbeat."""
+        """Return gangs that need another token, at most as many as one heartbeat may contain."""
         with self._lock:
             return tuple(gang for gang, one in self._by_gang.items() if one.is_wanted)[:_RENEWED_AT_ONCE]
 
@@ -220,7 +220,7 @@ class Credentials:
 
 
 _MEASUREMENT_KEPT_S = 600.0
-"""In this time a quartz clock drifts by less than 0.1 s."""
+"""Maximum age of an estimate; within this time, a quartz clock drifts by less than 0.1 s."""
 
 
 class ServerTime:
@@ -229,9 +229,9 @@ class ServerTime:
         asked ────────▶ server says `at_ns` ────────▶ answered        boottime of this node
           └── at_ns is somewhere in between: server = boottime + K, K in [at_ns − answered, at_ns − asked] ──┘
 
-    The estimate uses the fastest answer, which is the most precise one. An answer that contradicts the estimate
-    replaces it, because the server's clock was set. Any answer replaces an old estimate, because clocks drift. This
-    node's wall clock may jump, so it is not used.
+    The estimate uses the fastest answer, because that answer is the most precise. An answer that contradicts the
+    estimate replaces it, because the server's clock has changed. Any answer replaces an old estimate, because clocks
+    drift. This node's wall clock may jump, so the estimate does not use it.
     """
 
     def __init__(self) -> None:
@@ -242,8 +242,8 @@ class ServerTime:
     def heard(self, at_ns: int, *, asked_ns: int, answered_ns: int) -> None:
         """Process an answer with the server's time.
 
-        `at_ns` is the time since 1970, or 0 if the answer has none. The other arguments are boottimes before and after
-        the request.
+        `at_ns` is the time since 1970, or 0 if the answer has no time. The other arguments are boottimes before and
+        after the request.
         """
         if not at_ns:
             return
@@ -260,7 +260,7 @@ class ServerTime:
             return boottime_ns + (self._low_ns + self._high_ns) // 2 if self._known else None
 
     def reading(self, clock: Clock) -> ClockReading | None:
-        """Return the current difference of this node's wall clock from the server's; None if unknown."""
+        """Return the difference of this node's wall clock from the server's clock; None if unknown."""
         with self._lock:
             if not self._known:
                 return None

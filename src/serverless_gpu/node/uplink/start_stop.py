@@ -4,7 +4,7 @@
                        lock held, other version ─▶ end it and start another one: attempts continue
                        free                     ─▶ start one, detached
 
-One uplink runs per home and profile. A lock decides, and a second uplink exits. The uplink outlives its starter.
+One uplink runs per home and profile. A lock ensures that a second uplink exits. The uplink outlives its starter.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from serverless_gpu.version import __version__
 _START_S = 30.0
 END_S = 10.0
 _TRIES = 100
-_PAUSE_S = 0.01  # Seconds between tries; a process that tests the lock holds it for a moment.
+_PAUSE_S = 0.01  # Seconds between tries; a process that tests the lock holds the lock briefly.
 PASSED_ON = ("SERVERLESS_GPU_FAKE", "CUDA_VISIBLE_DEVICES", faults.VARIABLE, CLOCK_FAULT)
 """Variables that declare the node's devices, and variables of tests."""
 
 
 class RunningUplink(NamedTuple):
-    """A running uplink."""
+    """Pid and version of a running uplink."""
 
     pid: int
     version: str
@@ -47,14 +47,14 @@ def lock_path(home: Home, profile: Path) -> Path:
 
 
 def running(home: Home, profile: Path) -> RunningUplink | None:
-    """Return the uplink of a home and profile, or None if none runs."""
+    """Return the uplink of a home and profile, or None if no uplink runs."""
     return _noted(lock_path(home, profile))
 
 
 def ensure(home: Home, profile: Path, environ: Mapping[str, str]) -> bool:
-    """Ensure that an uplink of this version runs; return True if this call started it.
+    """Ensure that an uplink of this version runs; return True if this call started the uplink.
 
-    The uplink receives from `environ` the variables that declare devices and a few that every process needs. Raises
+    From `environ`, the uplink receives the variables that declare devices and a few that every process needs. Raises
     AgentUnavailable, HardwareError or StorageError.
     """
     found = running(home, profile)
@@ -81,7 +81,7 @@ def start(home: Home, profile: Path, environ: Mapping[str, str]) -> None:
 
 
 def stop(home: Home, profile: Path) -> bool:
-    """End the uplink of a home and profile; return True if it ran. Its attempts continue."""
+    """End the uplink of a home and profile; return True if it ran. The uplink's attempts continue."""
     found = running(home, profile)
     if found is not None:
         _end(found.pid)
@@ -89,9 +89,9 @@ def stop(home: Home, profile: Path) -> bool:
 
 
 def stop_all(home: Home) -> int:
-    """End every uplink of a home and return their number; their attempts continue.
+    """End every uplink of a home and return their number. The attempts of the uplinks continue.
 
-    Raises AgentUnavailable if one does not end.
+    Raises AgentUnavailable if an uplink does not end.
     """
     count = 0
     for path in home.sockets().glob("uplink-*.lock"):
@@ -103,7 +103,7 @@ def stop_all(home: Home) -> int:
 
 
 def _noted(path: Path) -> RunningUplink | None:
-    """Return the holder of a lock; wait briefly for one that has not written its note yet."""
+    """Return the holder of a lock; wait briefly if the holder has not written its note yet."""
     for _ in range(_TRIES):
         note = held_note(path)
         if note is None:

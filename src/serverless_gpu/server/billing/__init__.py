@@ -1,5 +1,5 @@
-"""Money: prices, charges, costs of a run, usage reports.
+"""Billing: prices, charges, costs of a run, usage reports.
 
-`charging.py` runs as a loop. `price_service.py` and `usage_reports.py` contain the services and their routes.
-`model/billing` makes the decisions.
+`charging.py` contains the charging loop. `price_service.py` and `usage_reports.py` contain the services and their
+routes. `model/billing` contains the calculations.
 """

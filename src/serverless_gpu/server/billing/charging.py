@@ -1,26 +1,27 @@
-"""The charging loop: turns facts of crews into ledger entries, which never change.
+"""The charging loop: converts facts into ledger entries, which never change.
 
     report, end, settlement ─▶ `crews.uncharged`, in the same transaction ─▶ wakeup
     settled and uncharged   ─▶ facts ─▶ lines (`metering.py`) ─▶ missing entries (`ledger.post`) ─▶ charges
-                                                                   some crews in each transaction ─┘
-    a day (UTC) is over     ─▶ the same for running crews, except for their last day
+                                                                   several nodes per transaction ──┘
+    end of a UTC day        ─▶ the same for running attempts, except for their last day
 
-The loop charges a crew when its attempt is over and no more reports are expected: one entry for each of its days. Until
-then, readers compute its usage from its facts. The loop charges a crew of a silent node provisionally, up to its last
-report. Later facts reverse the provisional entries. Before retention removes the run, the entries become final.
+The loop charges an attempt on each node after the attempt has ended and all reports have arrived, with one entry per
+day. Until then, readers compute the usage from the facts of the attempt. The loop charges an attempt on a silent node
+provisionally, up to the last report. If facts arrive later, the loop reverses the provisional entries. Before retention
+removes a run, its provisional entries become final.
 
-Charges are a function of facts, tariff and the attempt's end, so this process keeps no state. `crews.uncharged` marks
-crews with missing entries. Each report of an ended crew sets the mark, even if it is already set. On PostgreSQL, one of
-two conflicting transactions is therefore repeated.
+Charges are a function of facts, tariff and the attempt's end, so the loop has no state in memory. The column
+`crews.uncharged` marks rows with missing ledger entries. Each report after the end sets this mark, even if it is
+already set. On PostgreSQL, a concurrent charge therefore conflicts and is repeated.
 
 Failure cases:
 
-- The loop is killed. Each transaction is complete or absent.
+- The server is killed. Each transaction is complete or absent.
 
-- The database is unavailable. The loop retries.
+- The database is unavailable. The loop retries the transaction.
 
-- The loop cannot charge a crew because a number is out of bounds. The loop logs and counts the crew and skips it for a
-  while. The loop charges the other crews, and retention keeps the run.
+- A number in the facts is out of bounds. The loop logs and counts this failure, and skips the attempt for a while. The
+  loop still charges other attempts, and retention does not remove the run.
 """
 
 from __future__ import annotations
@@ -52,22 +53,22 @@ from serverless_gpu.server.records.crews import CrewId, StoredCrew
 
 EVERY_S = 5.0
 TURN_S = 60.0
-"""Seconds between checks of attempts that ran at midnight and have not reported since."""
+"""Seconds between checks of attempts that ran at midnight UTC and have not reported since."""
 AT_ONCE = 64
 FACTS_AT_ONCE = 5_000
-"""Crews of one transaction, and facts of all of them (or of a single crew), so that other writers do not wait long."""
+"""Maximum numbers of `crews` rows and of facts in one transaction, so that other writers do not wait long."""
 ASIDE_S = 600.0
 ASIDE_MAX = 1_000
 DOUBT_S = 60.0
-"""A larger excess of a node's time over the server's means that one of the clocks is wrong or was set."""
+"""Seconds by which the device time of a node may exceed the server's; a larger excess means a wrong clock."""
 DAYS_MAX = 400
-"""The maximum number of days of a crew. No run lasts longer, so a clock may be broken, and the loop skips the crew."""
+"""The maximum number of days in a charge. No run lasts longer, so the loop assumes a wrong clock and skips it."""
 _LIMIT = 1 << 62
 _log = logging.getLogger(__name__)
 
 
 class _Use(msgspec.Struct, frozen=True):
-    """The checked part of `model.receipt.DeviceUse`. User code can write anything into it."""
+    """The checked part of `model.receipt.DeviceUse`, which user code could have written."""
 
     samples: Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)]
     busy_percent: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
@@ -75,21 +76,21 @@ class _Use(msgspec.Struct, frozen=True):
 
 
 class _Seen(msgspec.Struct, frozen=True):
-    """The part of a receipt (`model.receipt.Receipt`) that this module reads."""
+    """The part of a receipt (`model.receipt.Receipt`) that this module decodes."""
 
     facts: int | None = None
     uses: Annotated[tuple[_Use, ...], msgspec.Meta(max_length=10_000)] = ()
 
 
 class ChargeOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a charging transaction."""
+    """The result of a charging transaction."""
 
-    entries: int = 0  # Number of new entries.
-    failed: Mapping[CrewId, str] = {}  # Crews that the loop could not charge, and why.
+    entries: int = 0  # Number of new ledger entries.
+    failed: Mapping[CrewId, str] = {}  # Attempts on nodes that the loop could not charge, each with the reason.
 
 
 class Charging:
-    """Charges crews for their usage."""
+    """Charges attempts for their usage on each node."""
 
     def __init__(
         self, *, settings: Settings, clock: Clock, database: Transactions, hub: Hub, measures: ServerMetrics
@@ -105,20 +106,20 @@ class Charging:
         self._turn_ns = 0
 
     def tick(self, now_ns: int) -> int | None:
-        """Charge some of the due crews; return the time of the next tick."""
+        """Charge some due attempts; return the time of the next tick."""
         self._aside = {crew: until_ns for crew, until_ns in self._aside.items() if until_ns > now_ns}
         due = self._due()
         if due:
             self._charge(due, now_ns)
             faults.reach("after_charges_before_more")
-            # If too many crews fail, a failed crew may become due again at once.
+            # If very many charges fail, a failed attempt may become due again at once.
             return now_ns + (round(EVERY_S * 1e9) if len(self._aside) >= ASIDE_MAX else 0)
         if self._turn(now_ns):
             return now_ns
         return now_ns + round(EVERY_S * 1e9)
 
     def _due(self) -> list[CrewId]:
-        """Return crews to charge now, limited by their facts."""
+        """Return attempts on nodes to charge now; the total number of their facts is limited."""
         limit = AT_ONCE + len(self._aside)
 
         def work(connection: sa.Connection) -> tuple[list[CrewId], Mapping[CrewId, int]]:
@@ -129,7 +130,7 @@ class Charging:
         return _some(due, counts)
 
     def _turn(self, now_ns: int) -> bool:
-        """Charge past days of running crews; return True if more crews follow."""
+        """Charge past days of running attempts; return True if more attempts follow."""
         day = self._clock.wall_ns() // DAY_NS
         if day != self._day:
             going_on = self._database.read(
@@ -153,7 +154,7 @@ class Charging:
         return True
 
     def _charge(self, ids: Sequence[CrewId], now_ns: int) -> frozenset[CrewId]:
-        """Charge crews; return those whose past days are charged."""
+        """Charge attempts on nodes; return those whose past days are now charged."""
         at_ns = self._clock.wall_ns()
         final_before_ns = at_ns - round(self._settings.retention_s * 1e9)
 
@@ -175,30 +176,30 @@ class Charging:
 
 
 class ChargeableCrew(msgspec.Struct, frozen=True, kw_only=True):
-    """A crew with everything that its charges depend on."""
+    """An attempt on one node, with all data that its charges depend on."""
 
     attempt: StoredAttempt
     crew: StoredCrew
     account_id: int
-    queued_ms: int  # How long the run waited for the attempt; 0 except for its first crew.
+    queued_ms: int  # Time for which the run waited for the attempt; 0 except for its first node.
     facts: Sequence[Fact]
     posted: Sequence[PostedEntry]
     seen: _Seen | None  # The checked part of the receipt; None without a receipt.
 
     @property
     def is_over(self) -> bool:
-        """Return True if no reports are expected and the end of its attempt is known."""
+        """Return True if the server expects no reports and the end of the attempt is known."""
         return self.crew.settled_ns is not None and self.attempt.ended_ns is not None
 
     def is_past(self, at_ns: int) -> bool:
-        """Return True if the crew reported on this day or is over, so that earlier days are complete."""
+        """Return True if the node reported on or after this day, so that earlier days are complete."""
         if self.is_over:
             return True
         last = metering.on_our_calendar(self.attempt, self.crew, self.facts)[-1:]
         return bool(last) and last[0].wall_ns // DAY_NS >= at_ns // DAY_NS
 
     def is_final(self, before_ns: int) -> bool:
-        """Return True if its facts are complete: devices returned, all facts arrived, or ended long ago."""
+        """Return True if the facts are complete: devices released, all facts received, or ended long ago."""
         if not self.facts or self.facts[-1].kind is FactKind.FREED:
             return True
         told = self.seen.facts if self.seen is not None else None
@@ -209,7 +210,7 @@ class ChargeableCrew(msgspec.Struct, frozen=True, kw_only=True):
 def charge(
     connection: sa.Connection, due: Mapping[CrewId, ChargeableCrew], *, at_ns: int, final_before_ns: int
 ) -> ChargeOutcome:
-    """Write the missing entries of crews."""
+    """Write the missing ledger entries of attempts on nodes."""
     new: list[NewEntry] = []
     failed: dict[CrewId, str] = {}
     seen: dict[CrewId, tuple[int, Utilisation]] = {}
@@ -220,7 +221,7 @@ def charge(
             posted = [each.entry for each in one.posted]
             if one.is_over:
                 entries = post(posted, lines, final=one.is_final(final_before_ns))
-            else:  # The last day of the crew is not over.
+            else:  # The last day of the attempt has not ended.
                 entries = post(posted, lines[:-1], final=True)
             _check(lines, entries)
             if one.is_over and one.seen is not None and lines:
@@ -249,7 +250,7 @@ def charge(
 
 
 def _doubt(one: ChargeableCrew, lines: Sequence[LedgerLine], at_ns: int) -> None:
-    """Log a crew whose node counted more time than has passed since its placement. The charge stands."""
+    """Log a warning if a node reports more device time than has passed since the placement."""
     held_s = (max(line.end_ns for line in lines) - min(line.start_ns for line in lines)) / 1e9 if lines else 0.0
     there_s = (at_ns - one.attempt.created_ns) / 1e9
     if held_s > there_s + DOUBT_S:
@@ -262,7 +263,7 @@ def _doubt(one: ChargeableCrew, lines: Sequence[LedgerLine], at_ns: int) -> None
 
 
 def _check(lines: Sequence[LedgerLine], entries: Sequence[LedgerEntry]) -> None:
-    """Refuse numbers that are out of bounds."""
+    """Refuse ledger entries with numbers that are out of bounds."""
     if len(lines) > DAYS_MAX:
         raise InvalidValue(f"its facts cover {len(lines)} days, over the limit of {DAYS_MAX}")
     for entry in entries:
@@ -272,7 +273,7 @@ def _check(lines: Sequence[LedgerLine], entries: Sequence[LedgerEntry]) -> None:
 
 
 def _utilisation(lines: Sequence[LedgerLine], uses: Sequence[_Use]) -> Utilisation:
-    """Return the utilisation of the devices, from telemetry."""
+    """Return the utilisation of the devices, from the telemetry in the receipt."""
     seen = observed(uses)
     return Utilisation(
         day=lines[-1].day,
@@ -283,7 +284,7 @@ def _utilisation(lines: Sequence[LedgerLine], uses: Sequence[_Use]) -> Utilisati
 
 
 def load(connection: sa.Connection, ids: Sequence[CrewId], *, currency: str) -> dict[CrewId, ChargeableCrew]:
-    """Return crews with everything that their charges depend on."""
+    """Return attempts on nodes with all data that their charges depend on."""
     run_ids = sorted({run_id for run_id, _, _ in ids})
     tries = attempts.of_runs(connection, run_ids)
     asked = runs.asked_ns(connection, run_ids)
@@ -324,13 +325,13 @@ def _seen(receipt: str | None) -> _Seen | None:
         return None
     try:
         return from_json(receipt, _Seen)
-    # The receipt is of another version or invalid; the facts still contain everything that the charge needs.
+    # The receipt is of another version or invalid. The facts still contain all data for the charge.
     except (msgspec.DecodeError, RecursionError):
         return _Seen()
 
 
 def _some(ids: Sequence[CrewId], counts: Mapping[CrewId, int]) -> list[CrewId]:
-    """Return the first crews whose facts fit into one transaction; at least one."""
+    """Return the first attempts whose facts fit into one transaction, but at least one attempt."""
     some: list[CrewId] = []
     left = FACTS_AT_ONCE
     for crew in ids:
@@ -342,6 +343,6 @@ def _some(ids: Sequence[CrewId], counts: Mapping[CrewId, int]) -> list[CrewId]:
 
 
 def _named(crew: CrewId) -> str:
-    """Return the name of a crew in the log: its attempt, and its number unless it is the first."""
+    """Return the name of an attempt in log messages, with the node rank unless it is 0."""
     run_id, fence, number = crew
     return f"{run_id}:{fence}{f' (crew {number})' if number else ''}"

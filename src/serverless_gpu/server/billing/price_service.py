@@ -1,12 +1,12 @@
-"""Prices: the service that sets and ends prices of the price book, with its routes.
+"""Lists, sets and ends prices in the price book, with the routes.
 
-    set H100 2.99 from F      … ─ 3.49 ─┤F├─ 2.99 ─ …      the price in force at F ends there
-                                                            a price planned for later ends this one
+    set H100 2.99 from F      … ─ 3.49 ─┤F├─ 2.99 ─ …      the price in force at F ends at F
+                                                            a price planned for later ends the new price
                                                             a price planned for F itself is replaced
     end H100 at F             … ─ 3.49 ─┤F                  prices planned for later are withdrawn
 
 A price that was in force never changes, because attempts use it in their tariffs. An operator can set a price in the
-past only if no attempt since then could have paid it. Each change adds an audit entry.
+past only if the server has placed no attempt for this price since then. Each change adds an audit entry.
 """
 
 from __future__ import annotations
@@ -51,11 +51,10 @@ class PriceService:
         return PriceList(prices=_views(found, at_ns), currency=self._settings.currency)
 
     def set(self, who: Caller, resource: str, asked: PriceRequest) -> PriceSet:
-        """Set a price from a time on; attempts placed before keep their price.
+        """Set a price from a time on; the price of earlier attempts does not change.
 
-        `resource` is a GPU type in any spelling, "core" or "memory". A price in the past requires that no attempt was
-        placed
-        since.
+        `resource` is a GPU type in any spelling, "core" or "memory". A price in the past is allowed only if no attempt
+        was placed since then.
         """
         at_ns = self._clock.wall_ns()
         name = _name(resource)
@@ -106,7 +105,7 @@ class PriceService:
         return self._database.write(work)
 
     def end(self, who: Caller, resource: str, *, pool: str = "", until_ns: int | None = None) -> PriceSet:
-        """End a price. Attempts placed later pay the price for all pools, or are unpriced."""
+        """End a price. Later attempts pay the price for all pools, or are unpriced."""
         at_ns = self._clock.wall_ns()
         name = _name(resource)
         when_ns = at_ns if until_ns is None else until_ns
@@ -118,7 +117,7 @@ class PriceService:
             withdrawn = [one for one in own if one.price.from_ns >= when_ns]
             if not ended and not withdrawn:
                 where = f" in pool {pool!r}" if pool else ""
-                raise NotFound(f"{name[:64]!r} has no price{where}", hint="sgpu price list lists all prices")
+                raise NotFound(f"{name[:64]!r} has no price{where}", hint="list all prices: sgpu price list")
             _take_back(connection, withdrawn)
             _end(connection, ended, when_ns)
             detail = {"pool": pool, "until_ns": when_ns, "withdrawn": len(withdrawn)}
@@ -135,7 +134,7 @@ class PriceService:
 
 
 def _name(resource: str) -> str:
-    """Return the name of a resource as the catalogue spells it."""
+    """Return the name of a resource in the spelling of the catalogue."""
     written = resource.strip()
     if not 0 < len(written) <= LABEL_CHARACTERS_MAX or not written.isprintable():
         raise InvalidValue(f"{resource[:64]!r} is not a valid resource name", hint="use a GPU type, core or memory")
@@ -144,7 +143,7 @@ def _name(resource: str) -> str:
 
 def _amount(name: str, asked: PriceRequest) -> tuple[int, int]:
     """Return the price per device-hour, and the DBUs per device-hour."""
-    hint = "give either a price per hour, or DBUs per hour and the price of one DBU"
+    hint = "specify either a price per hour, or DBUs per hour and the price of one DBU"
     made = (asked.dbu_micros_per_hour, asked.micros_per_dbu)
     if asked.micros_per_hour is not None:
         if made != (None, None):
@@ -166,13 +165,13 @@ def _refuse_past(connection: sa.Connection, name: str, from_ns: int, at_ns: int)
     types = None if name in (CORE, MEMORY) else [name, *FAMILIES.get(name, ())]
     if attempts.is_any_since(connection, from_ns, types) or charges.is_any_since(connection, from_ns, types):
         raise InvalidValue(
-            f"the price of {name} cannot change in the past: attempts placed since then keep their price",
-            hint="set it from now on, or from a future time",
+            f"the price of {name} cannot change in the past, because attempts since then already have a price",
+            hint="set the price from now on, or from a future time",
         )
 
 
 def _is_before(row: StoredPrice, at_ns: int) -> bool:
-    """Return True if a price is in force at a time and began before it."""
+    """Return True if a price is in force at a time and began before that time."""
     return row.price.from_ns < at_ns and is_in_force(row.price, at_ns)
 
 
@@ -208,13 +207,13 @@ routes = Routes("prices")
 
 
 class PricesQuery(Query, frozen=True, kw_only=True):
-    """The query of prices: `all` includes prices that have ended."""
+    """The query for prices: `all` includes prices that have ended."""
 
     all: bool = False
 
 
 class EndQuery(Query, frozen=True, kw_only=True):
-    """The pool whose price ends, and the time."""
+    """The query to end a price: its pool, and the time of the end."""
 
     pool: Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS_MAX)] = ""
     at_ns: Moment | None = None
@@ -222,17 +221,17 @@ class EndQuery(Query, frozen=True, kw_only=True):
 
 @routes.get("/prices", needs=reading("prices"))
 def list_prices(call: Call, prices: PriceService, query: PricesQuery) -> PriceList:
-    """List prices: those in force, and those planned."""
+    """List the prices in force and the planned prices."""
     return prices.view(past=query.all)
 
 
 @routes.put("/prices/{resource}", needs=writing("prices"))
 def set_price(call: Call, prices: PriceService, resource: str, body: PriceRequest) -> PriceSet:
-    """Set a price from a time on; attempts placed before keep their price."""
+    """Set a price from a time on; the price of earlier attempts does not change."""
     return prices.set(call.who, resource, body)
 
 
 @routes.delete("/prices/{resource}", needs=writing("prices"))
 def end_price(call: Call, prices: PriceService, resource: str, query: EndQuery) -> PriceSet:
-    """End a price. Attempts placed later pay the price for all pools, or are unpriced."""
+    """End a price. Later attempts pay the price for all pools, or are unpriced."""
     return prices.end(call.who, resource, pool=query.pool, until_ns=query.at_ns)

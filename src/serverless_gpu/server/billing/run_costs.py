@@ -1,14 +1,14 @@
-"""Costs of runs so far, from the ledger and from facts that are not in it yet, and cost estimates.
+"""Computes the costs of runs so far, from ledger entries and unposted facts, and estimates costs.
 
     attempt ─┬─ charged ──────────────▶ its entries ──┐
              └─ running, or uncharged ─▶ its facts ───┴─▶ lines ─▶ `model.cost.together` ─▶ Cost
                                          up to the last report
 
-    resources ─▶ devices that could serve them, with the prices in force ─▶ the node it would start on, or the
-                 most expensive of them ─▶ `model.cost.estimated` ─▶ CostEstimate
+    resources ─▶ devices that could serve the run, with current prices ─▶ those of the first node, or the
+                 most expensive ones ─▶ `model.cost.estimated` ─▶ CostEstimate
 
-Failure cases: Facts contradict each other. The attempt then counts as zero, as in the ledger. No known node can serve a
-run. The run then has no price, and the estimate says so.
+Failure cases: If facts contradict each other, the attempt counts as zero, as in the ledger. If no known node can serve
+a run, the estimate contains no price and states this reason.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ ADVICE = "set one with `sgpu price set {name} …`"
 
 
 def cost_of(connection: sa.Connection, run: StoredRun, at: Now) -> Cost:
-    """Return the usage and costs of a run so far, in all of its attempts.
+    """Return the usage and the costs of all attempts of a run so far.
 
-    The transaction must see ledger and facts at one moment.
+    The transaction must see one state of ledger and facts.
     """
     return costs_of(connection, [run], at)[run.id]
 
 
 def costs_of(connection: sa.Connection, found: Sequence[StoredRun], at: Now) -> dict[str, Cost]:
-    """Return the usage and costs of runs so far, by run identifier, like `cost_of`."""
+    """Return the usage and costs of several runs so far, by run identifier."""
     tried = attempts.of_runs(connection, [run.id for run in found])
     posted = charges.of_attempts(connection, tried.keys())
     open_ones = [crew.id for attempt in tried.values() for crew in attempt.crews if not _is_charged(crew)]
@@ -70,14 +70,14 @@ def costs_of(connection: sa.Connection, found: Sequence[StoredRun], at: Now) -> 
 
 
 def _is_charged(crew: StoredCrew) -> bool:
-    """Return True if a crew is charged in full."""
+    """Return True if the ledger contains all entries of an attempt on a node."""
     return crew.ended_ns is not None and not crew.uncharged
 
 
 def _used(
     attempt: StoredAttempt, posted: Sequence[PostedEntry], so_far: Sequence[tuple[LedgerLine, ...]], waited_ms: int
 ) -> AttemptUse:
-    """Return the usage of an attempt, crew by crew: from the ledger, else from facts."""
+    """Return the usage of an attempt, node by node: from the ledger, else from facts."""
     lines: list[LedgerLine] = []
     is_final = True
     for crew, used in zip(attempt.crews, so_far, strict=True):
@@ -97,25 +97,25 @@ def _used(
 def lines_so_far(
     attempt: StoredAttempt, crew: StoredCrew, own_facts: Sequence[Fact], at: Now
 ) -> tuple[LedgerLine, ...]:
-    """Return the lines of a crew that is not charged; empty if its facts contradict each other."""
+    """Return the lines of an uncharged attempt on a node; empty if its facts contradict each other."""
     try:
         return metering.so_far(attempt, crew, own_facts, at)
     except InvalidValue:
         return ()
 
 
-# --- before it runs ---------------------------------------------------------------------------------------------------
+# --- cost estimates ---------------------------------------------------------------------------------------------------
 
 
 class CostRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A run whose cost is estimated."""
+    """The input of a cost estimate for a run."""
 
     spec: RunSpec  # The spec of the run, with the additions of its policy.
     pool: str  # The pool of the run; "" for any on-demand pool.
     node: str = ""  # Name of the first node on which the run would start, or "".
-    several_nodes: bool = False  # True if the run may use several nodes when no node is large enough.
-    expected_s: float | None = None  # Expected seconds for which the run holds devices.
-    limit: str = "timeout"  # The name of the run's time limit.
+    several_nodes: bool = False  # True if the run may use several nodes when no single node is large enough.
+    expected_s: float | None = None  # Expected seconds for which the run will hold devices.
+    limit: str = "timeout"  # The name of the time limit that applies to the run.
 
 
 def estimate(connection: sa.Connection, wish: CostRequest, *, now_ns: int, currency: str) -> CostEstimate:
@@ -148,16 +148,17 @@ def estimate(connection: sa.Connection, wish: CostRequest, *, now_ns: int, curre
     if len({cost.micros_per_hour for cost in costs}) == 1:
         return dearest
     return msgspec.structs.replace(
-        dearest, basis=f"{dearest.basis}; for the most expensive devices that the run may get"
+        dearest, basis=f"{dearest.basis}; for the most expensive devices that the run may use"
     )
 
 
 def _places(connection: sa.Connection, wish: CostRequest) -> list[tuple[str, str, int]]:
-    """Return the type, pool and number of devices where a run would start, else where it could start."""
+    """Return type, pool and number of devices where a run would start, or else could start."""
     wanted = wish.spec.resources
     reserved = {pool.name for pool in pools.every(connection) if pool.kind == RESERVED}
     found: dict[str, set[tuple[str, str, int]]] = {}
-    parts: dict[str, set[tuple[str, str, int]]] = {}  # For gangs, if no single node is large enough.
+    # Gangs may also use several nodes if no single node is large enough.
+    parts: dict[str, set[tuple[str, str, int]]] = {}
     for node in nodes.every(connection):
         is_open = node.pool == wish.pool if wish.pool else node.pool not in reserved
         if not is_open and node.name != wish.node:  # The run may borrow devices in a reserved pool.
@@ -173,5 +174,6 @@ def _places(connection: sa.Connection, wish: CostRequest) -> list[tuple[str, str
         found = parts
     chosen = found.get(wish.node) or set().union(*found.values())
     if not chosen and wanted.gpus is not None and wanted.gpu_type is not None:
-        return [(wanted.gpu_type, wish.pool, wanted.gpus)]  # No node has as many devices, but the price is known.
+        # No node has this number of devices, but the price is known.
+        return [(wanted.gpu_type, wish.pool, wanted.gpus)]
     return sorted(chosen)

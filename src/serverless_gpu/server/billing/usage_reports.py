@@ -1,13 +1,14 @@
 """Usage reports: usage and costs by group, billing table rows, list prices, demand; with routes.
 
-A report adds two parts: the ledger, and usage that is not in it yet. The second part consists of running attempts and
-of attempts that ended a moment ago.
+A report adds posted usage from the ledger and unposted usage. The unposted usage belongs to running attempts and to
+attempts that have just ended.
 
-    facts, up to the last report ─▶ `metering.so_far` ─▶ minus posted entries ─▶ `UnpostedDay` of each crew
+    facts, up to the last report ─▶ `metering.so_far` ─▶ minus posted entries ─▶ `UnpostedDay` of each node
 
-One transaction reads both parts, so no usage counts twice or not at all. An attempt whose facts contradict each other
-counts as zero, as in the ledger. A report reads at most `UNPOSTED_MAX` crews and says if more exist. A caller with
-limited access gets sums of their own usage and that of their teams. The totals contain nothing else.
+One transaction reads posted and unposted usage, so all usage counts exactly once. An attempt whose facts contradict
+each other counts as zero, as in the ledger. A report reads at most `UNPOSTED_MAX` unposted rows of `crews` and states
+if more exist. For a caller with limited access, all sums and totals contain only the usage of the caller and of the
+caller's teams.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _NUMBERS = (*SEGMENTS, "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "dbu_m
 
 
 class UsageReports:
-    """Reports usage, ledger records, list prices and demand."""
+    """Returns usage reports, ledger rows, list prices and demand."""
 
     def __init__(self, *, settings: Settings, clock: Clock, database: Transactions, leases: Leases) -> None:
         self._settings = settings
@@ -70,7 +71,7 @@ class UsageReports:
         self._leases = leases
 
     def view(self, who: Caller, reach: str, wanted: ReportRequest) -> UsageView:
-        """Return a report; `reach` decides whose usage it contains."""
+        """Return a usage report; `reach` limits the usage to what the caller may see."""
         seen_by, teams = _limits(who, reach)
         wanted = msgspec.structs.replace(wanted, seen_by=seen_by, teams=teams)
         at = metering.now(self._clock, self._leases)
@@ -96,9 +97,9 @@ class UsageReports:
         )
 
     def view_records(self, who: Caller, reach: str, window: DayRange, *, after: int, limit: int) -> RecordPage:
-        """Return rows of the ledger in the format of billing tables.
+        """Return ledger entries in the format of billing tables.
 
-        An entry of the ledger has up to three rows. `after` is the last entry that the caller already has.
+        A ledger entry has up to three rows. `after` is the number of the last entry that the caller has already read.
         """
         may_see = usage.visible(*_limits(who, reach))
         entries = max(1, limit // 3)
@@ -131,7 +132,7 @@ class UsageReports:
         return ListPrices(prices=tuple(found), is_cut=len(used) > SKUS_MAX)
 
     def view_demand(self, who: Caller, reach: str, asked: DemandFilter, *, after: int, limit: int) -> DemandPage:
-        """Return usage over time, within the caller's access. The last page includes running attempts."""
+        """Return usage over time that the caller may see. The last page includes running attempts."""
         may_see = usage.visible(*_limits(who, reach))
         at = metering.now(self._clock, self._leases)
 
@@ -147,25 +148,27 @@ class UsageReports:
         return DemandPage(rows=(*(row for _, row in rows), *now))
 
     def window(self, from_day: int | None, until_day: int | None) -> DayRange:
-        """Return the requested days; the last 30 by default."""
+        """Return the requested days, by default the last 30."""
         today = self._clock.wall_ns() // DAY_NS
         until = today + 1 if until_day is None else until_day
         return usage_report.checked(DayRange(max(0, until - DAYS) if from_day is None else from_day, until))
 
 
 def where_of(text: str) -> Mapping[str, str]:
-    """Return the requested filter of charges.
+    """Return the filter of charges that the caller requested.
 
     `text` is a JSON object of fields and their values, or "".
     """
     try:
         where = _decode(text) if text else {}
     except msgspec.DecodeError as error:
-        raise InvalidValue(f"where= is not valid: {error}", hint='for example {"team":"search"}') from error
+        raise InvalidValue(
+            f"where= is not valid: {error}", hint='use a JSON object, for example {"team":"search"}'
+        ) from error
     for field, value in where.items():
         usage_report.refuse_unknown(field)
         if "\0" in value:
-            raise InvalidValue(f"where= contains an invalid {field}")
+            raise InvalidValue(f"where= contains an invalid value of {field}")
         if field in PERIODS:
             raise InvalidValue(f"where= cannot filter by {field}", hint="use from_day and until_day to select days")
     if len(where) > usage_report.WHERE_MAX:
@@ -174,7 +177,7 @@ def where_of(text: str) -> Mapping[str, str]:
 
 
 def _limits(who: Caller, reach: str) -> tuple[str | None, tuple[str, ...]]:
-    """Return the principal and teams whose usage the caller may see; None for all principals."""
+    """Return the principal and the teams whose usage the caller may see; None for all usage."""
     if reach == AccessReach.ALL:
         return None, ()
     return who.name, who.teams if reach == AccessReach.TEAM else ()
@@ -222,26 +225,26 @@ def _demand(one: UnpostedDay) -> DemandRow:
 
 
 class UnpostedDay(msgspec.Struct, frozen=True, kw_only=True):
-    """The usage of a crew on a day that is not in the ledger."""
+    """The unposted usage of an attempt on one node and one day."""
 
     run_id: str
     fence: int
     account: Account
-    line: LedgerLine  # The current line of the day. `amounts` contains the part that is not in the ledger.
+    line: LedgerLine  # The current metering line of the day. `amounts` contains the unposted part.
     amounts: Amounts
-    is_posted: bool  # True if the ledger has entries of that day.
+    is_posted: bool  # True if the ledger already has entries of that day.
 
 
 class UnpostedDays(msgspec.Struct, frozen=True, kw_only=True):
-    """Usage that is not in the ledger yet."""
+    """Usage that the ledger does not contain yet."""
 
     lines: tuple[UnpostedDay, ...] = ()
-    attempts: int = 0  # Number of crews in the result.
-    is_cut: bool = False  # True if more crews exist.
+    attempts: int = 0  # Number of attempts on nodes in the result.
+    is_cut: bool = False  # True if more attempts have unposted usage.
 
 
 def find_unposted(connection: sa.Connection, at: Now, *, currency: str, limit: int = UNPOSTED_MAX) -> UnpostedDays:
-    """Return usage that is not in the ledger yet."""
+    """Return usage that the ledger does not contain yet."""
     ids = sorted(
         {*charges.crews_going_on(connection, before_ns=_EVER_NS), *charges.due_crews(connection, limit=limit + 1)}
     )
@@ -254,7 +257,7 @@ def find_unposted(connection: sa.Connection, at: Now, *, currency: str, limit: i
     for attempt, number in found:
         crew = attempt.crews[number]
         account = known.get(attempt.account_id or 0)
-        if account is None:  # An older server placed the attempt without an account.
+        if account is None:  # An older server version placed the attempt without an account.
             run, pool = runs.find(connection, attempt.run_id), nodes.pool_of(connection, attempt.crews[0].node_id)
             if run is not None:
                 gpu_type = attempt.gpu_type
@@ -309,7 +312,7 @@ def _less(line: LedgerLine, posted: Sequence[LedgerLine]) -> Amounts:
 def _first_counted(
     lines: Sequence[UnpostedDay], posted: Mapping[CrewId, Sequence[PostedEntry]]
 ) -> tuple[UnpostedDay, ...]:
-    """Return the lines; a run that is not in the ledger counts once, in its first line."""
+    """Return metering lines in which a run that is not in the ledger counts only in its first line."""
     counted = {run_id for (run_id, fence, _), entries in posted.items() if entries or fence > 1}
     found = []
     for one in sorted(lines, key=lambda line: (line.run_id, line.fence, line.line.day)):
@@ -326,7 +329,7 @@ Day = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
 
 
 class UsageQuery(Query, frozen=True, kw_only=True):
-    """The query of a report: `by` (fields with commas), days, `where` (a JSON object), number of groups."""
+    """The query for a usage report: `by` (fields with commas), days, `where` (JSON), number of groups."""
 
     by: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     from_day: Day | None = None
@@ -336,7 +339,7 @@ class UsageQuery(Query, frozen=True, kw_only=True):
 
 
 class RecordsQuery(Query, frozen=True, kw_only=True):
-    """The query of ledger rows: the last entry of the caller, days, maximum number of rows."""
+    """The query for ledger rows: the last known entry, days, maximum number of rows."""
 
     after: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
     from_day: Day | None = None
@@ -345,7 +348,7 @@ class RecordsQuery(Query, frozen=True, kw_only=True):
 
 
 class DemandQuery(Query, frozen=True, kw_only=True):
-    """The query of demand: time, team, pool and GPU type; `cursor` of the previous page."""
+    """The query for demand: time, team, pool and GPU type; `cursor` of the previous page."""
 
     from_ns: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
     to_ns: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = (1 << 62) - 1
@@ -370,7 +373,7 @@ def view_usage(call: Call, usage_reports: UsageReports, query: UsageQuery) -> Us
 
 @routes.get("/usage/records", needs=reading("usage"))
 def view_records(call: Call, usage_reports: UsageReports, query: RecordsQuery) -> RecordPage:
-    """Return rows of the ledger in the format of billing tables."""
+    """Return ledger entries in the format of billing tables."""
     window = usage_reports.window(query.from_day, query.until_day)
     return usage_reports.view_records(call.who, call.reach, window, after=query.after, limit=query.limit)
 
@@ -383,7 +386,7 @@ def view_prices(call: Call, usage_reports: UsageReports) -> ListPrices:
 
 @routes.get("/usage/demand", needs=reading("usage"))
 def view_demand(call: Call, usage_reports: UsageReports, query: DemandQuery) -> DemandPage:
-    """Return the usage of devices over time, with its owners."""
+    """Return the usage of devices over time, with the owners of the runs."""
     asked = DemandFilter(
         from_ns=query.from_ns, to_ns=query.to_ns, team=query.team, pool=query.pool, gpu_type=query.gpu_type
     )

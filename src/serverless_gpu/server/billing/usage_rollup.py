@@ -1,12 +1,12 @@
-"""The loop that sums charges by account and day, so that a report need not read each charge.
+"""Adds up charges by account and day in a loop, so that reports need not read each charge.
 
-    charges ── some thousands after the last added one ─▶ by account and day ─▶ added to `used_days`
-                                                          by plain account   ─▶ added to `used_plain_days`
-                                `folded` stores the last one, in the same transaction ┘
+    charges ── the next few thousand ─▶ by account and day ─▶ added to `used_days`
+                                        by plain account   ─▶ added to `used_plain_days`
+               the number of the last charge               ─▶ `folded`, in the same transaction
 
-Entries never change and become visible in the order of their numbers, so the loop adds each entry once. A report reads
-the sums and the entries after them. The figures of a report therefore do not depend on the progress of this loop. After
-a crash, the loop continues at its last entry.
+Ledger entries never change and become visible in the order of their numbers, so the loop adds each entry once. A report
+reads the sums and all later ledger entries. The amounts in a report therefore do not depend on the progress of this
+loop. After a crash, the loop continues after the last added entry.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ AT_ONCE = 10_000
 
 
 class UsageRollup:
-    """Sums charges by account and day."""
+    """Adds up charges by account and day."""
 
     def __init__(self, *, database: Transactions) -> None:
         self._database = database
 
     def tick(self, now_ns: int) -> int | None:
-        """Sum some charges; return the time of the next tick."""
+        """Add up some charges; return the time of the next tick."""
         newer = sa.select(charges.c.seq).limit(1)
         is_done = self._database.read(
             lambda connection: connection.scalar(newer.where(charges.c.seq > folded_seq(connection))) is None
@@ -46,7 +46,7 @@ class UsageRollup:
 
 
 def fold(connection: sa.Connection, *, limit: int = AT_ONCE) -> bool:
-    """Add some entries to the sums; return True if more may follow."""
+    """Add some ledger entries to the sums; return True if more entries may follow."""
     after = folded_seq(connection)
     some = sa.select(charges.c.seq).where(charges.c.seq > after).order_by(charges.c.seq).limit(limit)
     seqs = list(connection.scalars(some))
@@ -82,7 +82,7 @@ def _add(connection: sa.Connection, table: sa.Table, new: Mapping[tuple[int, int
 
 
 def _there(connection: sa.Connection, table: sa.Table, keys: list[tuple[int, int]]) -> dict[tuple[int, int], Amounts]:
-    """Return the stored sums, day by day, so that both databases use the index."""
+    """Return the stored sums, one day per query, so that both databases use the index."""
     found: dict[tuple[int, int], Amounts] = {}
     columns = [table.c[name] for name in SUMS]
     by_day: dict[int, list[int]] = defaultdict(list)
@@ -97,7 +97,7 @@ def _there(connection: sa.Connection, table: sa.Table, keys: list[tuple[int, int
 
 
 def _amounts(row: sa.Row[Any]) -> Amounts:
-    # A sum is a Decimal on PostgreSQL.
+    # On PostgreSQL, a sum is a Decimal.
     values: dict[str, Any] = dict(zip(SUMS, row[2:], strict=True))
     micros = values.pop("micros")
     numbers = {name: int(value or 0) for name, value in values.items()}

@@ -1,11 +1,11 @@
 """Checks runs against budgets: at submission and estimate, while they wait, and before placement.
 
-    submit, estimate ─▶ `refuse`   a budget is used up for this period: refused, with its name and the remedy
+    submit, estimate ─▶ `refuse`   refused if a budget is used up for this period; the error names the remedy
     estimate         ─▶ `left`     the remaining amounts, as text
     each tick        ─▶ `rooms`    the remaining amounts, counted down in the order of the queue
     placed           ─▶ `Spending.enter`, in the same transaction
 
-All checks use the standings in memory (`spending.py`).
+All checks use the budget standings in memory (`spending.py`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from serverless_gpu.server.policies import AdmittedRun
 from serverless_gpu.server.records import prices
 
 LEFT_MAX = 20
-"""The maximum number of budgets in an estimate."""
+"""The maximum number of budgets in the answer to an estimate."""
 
 
 class BudgetAdmission:
-    """Checks runs against the budgets that count them."""
+    """Checks runs against the budgets that apply to them."""
 
     def __init__(self, *, settings: Settings, clock: Clock, leases: Leases, spending: Spending) -> None:
         self._settings = settings
@@ -42,7 +42,7 @@ class BudgetAdmission:
         self._spending = spending
 
     def as_of(self) -> LookInputs:
-        """Return the inputs of a look at budgets. Call this before the transaction reads anything."""
+        """Return the inputs of a look at budgets. Call this before the transaction reads."""
         clock = self._clock
         return LookInputs(
             wall_ns=clock.wall_ns(),
@@ -53,7 +53,7 @@ class BudgetAdmission:
         )
 
     def refuse(self, connection: sa.Connection, allowed: AdmittedRun, who: Caller) -> None:
-        """Refuse a run that a used up budget cannot pay in this period; holds of other runs only delay it."""
+        """Refuse a run if a budget is used up for this period. Holds of other runs only delay the run."""
         if not self._spending.standings():
             return
         spec, currency = allowed.spec, self._settings.currency
@@ -67,13 +67,13 @@ class BudgetAdmission:
         self._spending.refuse(_subject(allowed, who), hold, currency=currency)
 
     def left(self, allowed: AdmittedRun, who: Caller) -> tuple[str, ...]:
-        """Return the remaining amounts of budgets that count a run, as text, within the access of its owner."""
+        """Return the remaining amounts of a run's budgets as text, limited to what its owner may see."""
         sees_all = access_control.reach(who.role, Resource.BUDGETS, write=False, scopes=who.scopes) is AccessReach.ALL
         subject = _subject(allowed, who)
         return self._spending.left(subject, currency=self._settings.currency, sees_all=sees_all)[:LEFT_MAX]
 
     def rooms(self, connection: sa.Connection, there: CapacitySnapshot) -> BudgetsLeft | None:
-        """Return the remaining amounts of the last look, to be counted down in one tick; None without budgets."""
+        """Return the remaining amounts of all budgets, to be counted down in one tick; None without budgets."""
         if not self._spending.standings():
             return None
         at_ns, currency = self._clock.wall_ns(), self._settings.currency
@@ -84,7 +84,7 @@ class BudgetAdmission:
         known: dict[tuple[str | None, str], list[tuple[str, Tariff]]] = {}
 
         def pays(wanted: str | None, pool: str) -> list[tuple[str, Tariff]]:
-            """Return the GPU types that a run may get, with their prices."""
+            """Return the GPU types that a run may use, with their prices."""
             if (wanted, pool) not in known:
                 may = {
                     (gpu_type, there)
@@ -99,7 +99,7 @@ class BudgetAdmission:
             return known[wanted, pool]
 
         def hold(one: WaitingRun) -> BudgetUse:
-            """Return the first hold of a run, with the most expensive devices that it may get."""
+            """Return the first hold of a run, priced for the most expensive devices that the run may use."""
             gpus = one.gpus or max(1, gpus_max)
             rates = [
                 pricing.rate(tariff, gpu_type=gpu_type, gpus=gpus, cpus=one.cpus, memory_bytes=one.memory_bytes)

@@ -1,20 +1,20 @@
 """Enforces budgets every five seconds: stops runs over a hard limit and sends threshold notices.
 
-    look (`spending.py`) ─▶ 80 %, 95 %, 100 %, closed ─▶ row, audit, notice (one transaction); event of its runs
-                        └─▶ nothing left to hold ─▶ StopReason.BUDGET, by the server, with the budget ─▶ node
-            its ranks write a checkpoint ─▶ BUDGET_STOPPED
+    look (`spending.py`) ─▶ 80 %, 95 %, 100 %, closed ─▶ row, audit, notice (one transaction); event for its runs
+                        └─▶ no amount left to hold ─▶ StopReason.BUDGET by the server, naming the budget ─▶ node
+            ranks write a checkpoint ─▶ BUDGET_STOPPED
 
-A stop request is a row of the run. The run therefore stops even if an operator raises, deletes or resets the budget in
-the meantime (no flapping). The owner may submit the run again. An announced threshold is a row too, so a server that is
-killed announces it once. The enforcer closes a hard budget before it stops any run. So the amounts that stopped runs
-release admit no other run until an operator opens the budget again.
+The database stores a stop request with the run. The run therefore stops even if an operator raises, deletes or resets
+the budget in the meantime. The owner may submit the run again. The database also stores announced thresholds, so the
+server announces a threshold only once, even after a crash. The enforcer closes a hard budget before it stops any run.
+The amounts that stopped runs release therefore admit no other run until an operator reopens the budget.
 
 Failure cases:
 
-- The server is killed between the judgement and the request. The next server judges again within five seconds, which
-  the holds of the runs cover.
+- The server is killed between the check and the stop request. After the restart, the enforcer checks again within five
+  seconds. The holds of the runs cover this time.
 
-- The database is unavailable. The enforcer stops nothing, and runs end with their leases.
+- The database is unavailable. The enforcer then stops no runs, and runs end when their leases expire.
 
 - An operator raises a budget between the look and the stop. The transaction of the stop reads the budget again.
 """
@@ -45,9 +45,9 @@ from serverless_gpu.server.records.budgets import NoticeKind
 
 EVERY_S = 5.0
 TOGETHER = 8
-"""Stop requests in one transaction, so that other writers do not wait long."""
+"""The maximum number of stop requests in one transaction, so that other writers do not wait long."""
 TOLD_TOGETHER = 64
-"""Runs that get the event of a threshold in one transaction."""
+"""The maximum number of runs that get a threshold event in one transaction."""
 _log = logging.getLogger(__name__)
 _KINDS = {FULL: (Action.BUDGET_REACHED, NoticeKind.REACHED), CLOSED: (Action.BUDGET_CLOSED, NoticeKind.CLOSED)}
 _Due = tuple[OngoingAttempt, str, Standing]
@@ -55,7 +55,7 @@ _Mark = tuple[str, int, int]
 
 
 class BudgetEnforcer:
-    """Enforces budgets."""
+    """Enforces the limits of budgets."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class BudgetEnforcer:
         self._budget_admission = budget_admission
 
     def tick(self, now_ns: int) -> int | None:
-        """Look at all budgets, announce thresholds and stop runs; return the time of the next tick."""
+        """Check all budgets, announce thresholds and stop runs; return the time of the next tick."""
         now = self._budget_admission.as_of()
         since_ns = first_day_of(now.wall_ns) * DAY_NS
 
@@ -97,7 +97,7 @@ class BudgetEnforcer:
         self._measures.budgets_used_up.set(sum(each.is_used_up for each in standings.values()))
         return now_ns + round(EVERY_S * 1e9)
 
-    # --- stopping -----------------------------------------------------------------------------------------------------
+    # --- stop requests ------------------------------------------------------------------------------------------------
 
     def _stop(self, standings: Mapping[str, Standing], going: Sequence[OngoingAttempt]) -> None:
         due: dict[str, _Due] = {}
@@ -117,12 +117,12 @@ class BudgetEnforcer:
             if told is not None and told.changed:
                 self._announcer.announce(told)
                 self._measures.budget_stops.inc()
-                _log.warning("asked run %s to stop because of its budget", told.before.id)
+                _log.warning("requested that run %s stops because of its budget", told.before.id)
 
-    # --- saying -------------------------------------------------------------------------------------------------------
+    # --- announcements ------------------------------------------------------------------------------------------------
 
     def _say(self, name: str, standing: Standing, marks: Sequence[int], going: Sequence[OngoingAttempt]) -> None:
-        """Announce each new threshold, the lowest first; runs get the event of the last one."""
+        """Announce each new threshold, the lowest first. Runs get an event only for the highest threshold."""
         at_ns, currency, start_ns = self._clock.wall_ns(), self._settings.currency, standing.window.start_ns
 
         def work(connection: sa.Connection) -> list[tuple[int, str]]:
@@ -145,7 +145,7 @@ class BudgetEnforcer:
             _log.warning("%s", sentence)
             self._measures.budget_warnings.labels("closed" if mark == CLOSED else str(mark)).inc()
         self._hub.touch(NOTICES)
-        # Runs that stop for the budget get the reason from the stop request.
+        # Runs that stop because of the budget get the reason from the stop request.
         concerned = [one for one in going if name in one.names and not one.spender.is_over]
         concerned = [one for one in concerned if one.spender.run_id not in standing.stop and not one.spender.stop_ns]
         for first in range(0, len(concerned), TOLD_TOGETHER):
@@ -173,7 +173,7 @@ def _ask(connection: sa.Connection, due: _Due, currency: str, at_ns: int) -> Tra
     there = budgets.find_in_force(connection, name)
     run = runs.find(connection, one.spender.run_id)
     if there is None or there.budget != standing.budget:
-        return None  # The next tick judges the changed budget.
+        return None  # The next tick checks the changed budget.
     if run is None or run.fence != one.spender.fence or run.state not in ACTIVE:
         return None
     because = stopped_text(name, standing, currency, is_open=is_open_to(standing.budget, one.subject))
@@ -186,7 +186,7 @@ def _ask(connection: sa.Connection, due: _Due, currency: str, at_ns: int) -> Tra
 
 
 def _document(name: str, standing: Standing, mark: int, currency: str) -> dict[str, object]:
-    """Return the notice of a threshold for the webhook and the audit: figures, no secrets."""
+    """Return the notice of a threshold for the webhook and the audit: amounts without secrets."""
     budget = standing.budget
     return {
         "budget": name,

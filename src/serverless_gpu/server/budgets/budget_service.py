@@ -1,4 +1,4 @@
-"""The budget service: lists, sets, reopens and deletes budgets; with its routes.
+"""Lists, sets, reopens and deletes budgets, with the routes.
 
 Each change adds an audit entry and wakes the scheduler and the budget loop.
 """
@@ -42,13 +42,13 @@ from serverless_gpu.wire.billing import AlarmView, BudgetList, BudgetRequest, Bu
 BUDGETS_MAX = 1_000
 MICROS_MAX = 10**15
 GPU_MS_MAX = 10**15
-"""A thousand million units of money, or 280 million GPU-hours."""
+"""The maximum limit of a budget: a thousand million units of money, or 280 million GPU-hours."""
 ALARM_DAYS = 7
 ALARMS_MAX = 50
 
 
 class BudgetService:
-    """Views, sets, reopens and deletes budgets."""
+    """Lists, sets, reopens and deletes budgets."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class BudgetService:
         self._budget_admission = budget_admission
 
     def view_all(self, who: Caller, reach: str) -> BudgetList:
-        """Return the budgets and alarms that the caller may see: their own, and those of their teams."""
+        """Return the budgets and alarms of the caller and of the caller's teams."""
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> tuple[dict[str, Standing], list[AlarmView]]:
@@ -91,7 +91,7 @@ class BudgetService:
         return BudgetList(budgets=tuple(self._views(seen)), alarms=tuple(alarms))
 
     def view(self, who: Caller, reach: str, name: str) -> BudgetView:
-        """Return one budget."""
+        """Return one budget that the caller may see."""
         standings = self._database.read(lambda connection: self._standings(connection))
         if name not in standings or not _may_see(standings[name].budget, who, reach):
             raise _unknown(name)
@@ -99,7 +99,7 @@ class BudgetService:
         return view
 
     def put(self, who: Caller, name: str, asked: BudgetRequest) -> BudgetView:
-        """Insert or replace a budget; usage since the start of its period counts."""
+        """Insert or replace a budget. Usage since the start of its period counts."""
         check_name("a budget", name)
         said = self._budget(asked)
         at_ns = self._clock.wall_ns()
@@ -115,7 +115,7 @@ class BudgetService:
                 raise TooLarge(f"there are already {BUDGETS_MAX} budgets, the maximum", hint="delete some")
             budgets.put(connection, StoredBudget(name=name, budget=budget, set_ns=at_ns))
             if before is not None and before.budget != budget:
-                # The enforcer announces thresholds again, and the budget is open.
+                # After a change, the enforcer announces thresholds again, and the budget is open.
                 budgets.forget_said(connection, name)
             audit.record(
                 connection,
@@ -131,7 +131,7 @@ class BudgetService:
         return self.view(who, AccessReach.ALL, name)
 
     def reopen(self, who: Caller, name: str) -> BudgetView:
-        """Open a hard budget again that has stopped runs; runs start while the rest pays for them."""
+        """Reopen a hard budget that has stopped runs; runs start while the remaining amount suffices."""
         at_ns = self._clock.wall_ns()
 
         now = self._budget_admission.as_of()
@@ -141,14 +141,14 @@ class BudgetService:
         if standing.is_spent:
             raise InvalidValue(
                 f"budget {name!r} is used up: {used_text(standing, self._settings.currency)}",
-                hint=f"raise it: sgpu budget set {name}; or wait: {renewal_text(standing)}",
+                hint=f"raise the budget: sgpu budget set {name}; or wait: {renewal_text(standing)}",
             )
 
         def work(connection: sa.Connection) -> None:
             if budgets.find(connection, name) is None:
                 raise _unknown(name)
             if not budgets.reopen(connection, name, start_ns=standing.window.start_ns):
-                raise InvalidValue(f"budget {name!r} is already open", hint=f"show it: sgpu budget show {name}")
+                raise InvalidValue(f"budget {name!r} is already open", hint=f"show the budget: sgpu budget show {name}")
             detail = _detail(standing.budget) | {"used": standing.budget.counts(standing.used)}
             audit.record(connection, who=who, action=Action.BUDGET_REOPEN, subject=name, now_ns=at_ns, detail=detail)
 
@@ -157,7 +157,7 @@ class BudgetService:
         return self.view(who, AccessReach.ALL, name)
 
     def delete(self, who: Caller, name: str) -> BudgetView:
-        """Delete a budget: it stops and delays no more runs. A run that was asked to stop still stops."""
+        """Delete a budget, so that it no longer delays or stops runs. Existing stop requests remain."""
         at_ns = self._clock.wall_ns()
         view = self.view(who, AccessReach.ALL, name)
 
@@ -174,14 +174,14 @@ class BudgetService:
         return view
 
     def _standings(self, connection: sa.Connection) -> dict[str, Standing]:
-        """Return the standings of the last look, some seconds old, because a look reads all attempts."""
+        """Return the standings of the last look, some seconds old, because a new look reads all attempts."""
         known = self._spending.known()
         return self._spending.look(connection, self._budget_admission.as_of()) if known is None else known
 
     def _ring(self) -> None:
         self._spending.change()
         self._hub.touch(BUDGETS)
-        self._hub.touch(SCHEDULER)  # Runs that the budget delayed may start now.
+        self._hub.touch(SCHEDULER)  # Runs that waited for the budget may start now.
 
     def _budget(self, asked: BudgetRequest) -> Budget:
         ours = self._settings.currency
@@ -240,34 +240,34 @@ class BudgetService:
 
 
 def _check_scope(connection: sa.Connection, scope: Scope) -> None:
-    """Refuse a scope that does not exist, except a tag, which runs may use later."""
+    """Refuse a scope that does not exist. A tag may be new, because later runs may use it."""
     kind, name = scope.kind, scope.name
     if kind == "everything":
         if name:
-            raise InvalidValue(f"a budget for everything must not have a name, but the request names {name[:64]!r}")
+            raise InvalidValue(f"a budget for all runs must not name a scope, but the request names {name[:64]!r}")
     elif kind == "user":
         principals.principal(connection, name)
     elif kind == "team":
         principals.team(connection, name)
     elif kind == "pool":
         if pools.find(connection, name) is None:
-            raise InvalidValue(f"there is no pool {name[:64]!r}", hint="sgpu pool list lists them")
+            raise InvalidValue(f"there is no pool {name[:64]!r}", hint="list all pools: sgpu pool list")
     elif kind == "policy":
         if policies.find(connection, name) is None:
-            raise InvalidValue(f"there is no policy {name[:64]!r}", hint="sgpu policy list lists them")
+            raise InvalidValue(f"there is no policy {name[:64]!r}", hint="list all policies: sgpu policy list")
     elif not name.partition("=")[0].strip() or not name.isprintable() or len(name) > 2 * TAG_CHARACTERS_MAX + 1:
         raise InvalidValue(f"{name[:64]!r} is not a valid tag", hint="write key=value, or key for all values")
 
 
 def _may_see(budget: Budget, who: Caller, reach: str) -> bool:
-    """Return True if the caller may see a budget: their own, or one of their teams."""
+    """Return True if the budget belongs to the caller or to one of the caller's teams."""
     kind, name = budget.scope.kind, budget.scope.name
     owner, team = (name if kind == "user" else "", name if kind == "team" else "")
     return access_control.covers(reach, name=who.name, teams=who.teams, owner=owner, team=team)
 
 
 def _unknown(name: str) -> NotFound:
-    return NotFound(f"there is no budget {name[:64]!r}", hint="sgpu budget list lists those that you may see")
+    return NotFound(f"there is no budget {name[:64]!r}", hint="list the budgets that you may see: sgpu budget list")
 
 
 def _detail(budget: Budget) -> dict[str, object]:
@@ -284,12 +284,17 @@ def _detail(budget: Budget) -> dict[str, object]:
 def _sentence(standing: Standing, currency: str) -> str:
     parts = [used_text(standing, currency)]
     if standing.is_used_up:
-        why = "" if standing.is_spent else ("closed, because the rest does not pay for another minute of its runs; ")
+        why = (
+            ""
+            if standing.is_spent
+            else ("closed, because the remaining amount does not pay for another minute of its runs; ")
+        )
         parts.append(f"{why}no new runs start until {next_day_text(standing)}")
     unpriced_ms = standing.used.unpriced_ms
     if unpriced_ms and standing.budget.limit_micros is not None:
         parts.append(
-            f"{format_gpu_ms(unpriced_ms, unit=time_unit())} have no price and do not count; set one: sgpu price set"
+            f"{format_gpu_ms(unpriced_ms, unit=time_unit())} have no price and do not count; set a price: sgpu "
+            "price set"
         )
     return "; ".join(parts)
 
@@ -299,7 +304,7 @@ routes = Routes("budgets")
 
 @routes.get("/budgets", needs=reading("budgets"))
 def list_budgets(call: Call, budgets: BudgetService) -> BudgetList:
-    """List budgets with their standings: the caller's own, and those of their teams."""
+    """List budgets with their standings: those of the caller and of the caller's teams."""
     return budgets.view_all(call.who, call.reach)
 
 
@@ -311,17 +316,17 @@ def show_budget(call: Call, budgets: BudgetService, name: str) -> BudgetView:
 
 @routes.put("/budgets/{name}", needs=writing("budgets"))
 def put_budget(call: Call, budgets: BudgetService, name: str, body: BudgetRequest) -> BudgetView:
-    """Insert or replace a budget; usage since the start of its period counts."""
+    """Insert or replace a budget. Usage since the start of its period counts."""
     return budgets.put(call.who, name, body)
 
 
 @routes.post("/budgets/{name}/reopen", needs=writing("budgets"))
 def reopen_budget(call: Call, budgets: BudgetService, name: str) -> BudgetView:
-    """Open a hard budget again that has stopped runs and is not used up."""
+    """Reopen a hard budget that has stopped runs and is not used up."""
     return budgets.reopen(call.who, name)
 
 
 @routes.delete("/budgets/{name}", needs=writing("budgets"))
 def delete_budget(call: Call, budgets: BudgetService, name: str) -> BudgetView:
-    """Delete a budget; a run that was asked to stop still stops."""
+    """Delete a budget. Existing stop requests of runs remain."""
     return budgets.delete(call.who, name)

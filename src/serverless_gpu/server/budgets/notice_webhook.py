@@ -1,4 +1,4 @@
-"""The webhook: a loop that posts notices, one at a time, to the address that the operator configured.
+"""Posts notices in a loop, one at a time, to the webhook that the operator configured.
 
     a threshold of a budget, an alarm ─▶ `notices` (written with the event) ─▶ POST, JSON ─▶ 2xx: sent
                                                                                  └─ else: retried later
@@ -6,19 +6,19 @@
     {"kind": "budget.warning", "at": "2026-11-22T17:40:00Z", "budget": "llm", "percent": 80, "used": …, "limit": …,
      "unit": "micros", "currency": "USD", "sentence": "budget 'llm' is at 80 %: …"}
 
-A notice may arrive twice, with the same `id`. Without an address, the server keeps notices for `sgpu budget list` and
-does not send them. Each notice has its own retries, so a refused notice delays no other.
+A notice may arrive twice, with the same `id`. Without a webhook address, the server only stores notices for `sgpu
+budget list`. The loop retries each notice independently, so a refused notice does not delay other notices.
 
 Failure cases:
 
-- No answer, or not 2xx: The loop retries after 5, 10, 20 … s, at most an hour. The loop gives a notice up after ten
-  tries or a day. A server that restarts knows the number of tries, not the pauses.
+- No answer, or not 2xx: The loop retries after 5, 10, 20 … s, at most an hour. After ten tries or a day, the loop gives
+  up the notice. The database stores the number of tries, but not the pauses between them.
 
-- An endless answer: The timeout is 5 s, and the loop does not read the body.
+- An endless answer: The loop does not read the body, and the request times out after 5 s.
 
-- A redirect: The loop does not follow it, so notices go only to the configured address.
+- A redirect: The loop does not follow redirects, so notices go only to the configured address.
 
-- The log contains the address without its path, which may be a secret.
+- Log messages contain the webhook address without its path, because the path may be a secret.
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 3_600.0
 IDLE_S = 30.0
 LOOKED_AT = 100
-"""The maximum number of notices in one read. Notices with the fewest tries come first.
-"""
+"""The maximum number of notices in one read. The notices with the fewest tries come first."""
 _log = logging.getLogger(__name__)
 
 
 class NoticeWebhook:
-    """Posts notices to the webhook."""
+    """Posts notices to the configured webhook."""
 
     def __init__(self, *, settings: Settings, clock: Clock, database: Transactions, measures: ServerMetrics) -> None:
         self._settings = settings
@@ -59,7 +58,7 @@ class NoticeWebhook:
         self._not_before_ns: dict[int, int] = {}
 
     def tick(self, now_ns: int) -> int | None:
-        """Post one notice that is due; return the time of the next tick."""
+        """Post one due notice; return the time of the next tick."""
         waiting = self._database.read(lambda connection: budgets.open_notices(connection, limit=LOOKED_AT))
         pauses = {one.seq: self._not_before_ns.get(one.seq, 0) for one in waiting}
         self._not_before_ns = pauses
@@ -90,12 +89,12 @@ class NoticeWebhook:
 
 
 def _post(url: str, one: Notice) -> str:
-    """Post a notice; return the problem, or ""."""
+    """Post a notice; return a description of the problem, or ""."""
     body = {"id": one.seq, "kind": one.kind, "at": format_utc(one.at_ns), **one.document}
     headers = {"User-Agent": f"serverless-gpu/{__version__}"}
     try:
-        # Each notice uses a new client: one notice a day needs no open connection. A proxy from the environment could
-        # read notices.
+        # Each notice uses a new client, because one notice a day needs no open connection. The client ignores proxies
+        # of the environment, because a proxy could read notices.
         with (
             httpx2.Client(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False) as client,
             client.stream("POST", url, json=body, headers=headers) as answer,

@@ -1,14 +1,15 @@
-"""The loop that detects unusual spending of runs and teams, each minute.
+"""Detects unusual spending of runs and teams, in a loop with one check a minute.
 
-    run      its usage per hour  >  3 × the median of its owner's last 50 runs of that name          once
+    run      its usage per hour  >  3 × the median of the owner's last 50 runs of that name          once
     team     its usage in the last hour  >  3 × the median of its own hours in four weeks            once a day
 
-Amounts are money if prices exist, else device time. An alarm goes to the log, the audit, the notices (`sgpu budget
-list`, the webhook) and, for a run, to the run. A row of `budget_warnings` with 0 per cent marks the alarm as sent.
+Amounts are money if prices exist, else device time. The loop writes an alarm to the log, the audit and the notices
+(`sgpu budget list`, the webhook). A run's alarm is also an event of the run. A row of `budget_warnings` with 0 per cent
+marks the alarm as sent.
 
-The loop keeps the hours of a team in memory and reads them from the ledger. The loop spreads an entry evenly over its
-time. The ledger gets the usage of a running attempt when the day is over, so the loop adds that usage for the last
-hour.
+The loop reads the usage per hour of a team from the ledger and caches it in memory. The loop distributes a ledger entry
+evenly over the time of the entry. The ledger contains a running attempt only up to the previous day, so the loop adds
+the current usage for the last hour.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ from serverless_gpu.server.records.duration_history import latest_of_name
 
 EVERY_S = 60.0
 AT_ONCE = 100
-"""The maximum number of attempts in one look."""
+"""The maximum number of attempts in one check."""
 PAGE = 5_000
-"""Entries of one read. After a start, the loop reads existing entries page by page."""
+"""The maximum number of ledger entries in one read. After a start, the loop reads existing entries page by page."""
 MONEY, TIME = "micros", "gpu_ms"
 _log = logging.getLogger(__name__)
 _Hours = dict[int, tuple[int, int]]
-"""Money and device-milliseconds by hour since 1970."""
+"""Money and device-milliseconds, by hour since 1970."""
 
 
 class SpendAlarms:
@@ -95,7 +96,7 @@ class SpendAlarms:
     # --- runs ---------------------------------------------------------------------------------------------------------
 
     def _look_at_runs(self, going: Sequence[OngoingAttempt]) -> None:
-        """Compare each attempt once with earlier ones, because its costs per hour do not change."""
+        """Compare each attempt once with earlier attempts, because its cost per hour does not change."""
         gangs = {(one.spender.run_id, one.spender.fence) for one in going}
         self._seen &= gangs
         new = [one for one in going if one.name and (one.spender.run_id, one.spender.fence) not in self._seen]
@@ -122,7 +123,7 @@ class SpendAlarms:
     # --- teams --------------------------------------------------------------------------------------------------------
 
     def _read(self, connection: sa.Connection) -> None:
-        """Read new entries of the ledger, some pages at most."""
+        """Read new ledger entries, at most a few pages."""
         oldest = self._clock.wall_ns() // HOUR_NS - HOURS
         for _ in range(20):
             page = charges.after(connection, self._seq, limit=PAGE)
@@ -145,7 +146,8 @@ class SpendAlarms:
 
     def _look_at_teams(self, going: Iterable[OngoingAttempt]) -> None:
         now_ns = self._clock.wall_ns()
-        # The ledger gets running usage when the day is over. So yesterday's part is already in the ledger.
+        # The ledger gets usage of running attempts after the end of each day, so yesterday's usage is already in the
+        # ledger.
         last = BudgetWindow(start_ns=max(now_ns - HOUR_NS, now_ns // DAY_NS * DAY_NS), end_ns=now_ns)
         uses: dict[str, BudgetUse] = {}
         for one in going:
@@ -155,7 +157,7 @@ class SpendAlarms:
         for team, use in uses.items():
             hours = self._teams.get(team, {})
             ahead, before = hours.get(this, (0, 0)), hours.get(this - 1, (0, 0))
-            part_ns = HOUR_NS - now_ns % HOUR_NS  # The part of the previous hour within the last 60 minutes.
+            part_ns = HOUR_NS - now_ns % HOUR_NS  # The part of the previous hour that lies within the last 60 minutes.
             which = 0 if use.micros else 1
             rate = (use.micros if which == 0 else use.gpu_ms) + ahead[which] + before[which] * part_ns // HOUR_NS
             past = [amounts[which] for hour, amounts in hours.items() if hour < this - 1]
@@ -165,7 +167,7 @@ class SpendAlarms:
                 sentence = f"team {team} used {self._words(found, (MONEY, TIME)[which])} in the last hour; {usual}"
                 self._say(f"team {team}", now_ns // DAY_NS * DAY_NS, sentence, found, {"team": team}, None)
 
-    # --- saying -------------------------------------------------------------------------------------------------------
+    # --- announcements ------------------------------------------------------------------------------------------------
 
     def _say(
         self,
@@ -177,7 +179,8 @@ class SpendAlarms:
         run: OngoingAttempt | None,
     ) -> None:
         at_ns = self._clock.wall_ns()
-        # Budget names contain no line break (`check_name`), so deleting a budget's warnings deletes no alarm.
+        # The name contains a line break. Budget names contain none (`check_name`), so deleting a budget's warnings
+        # deletes no alarm.
         key = f"alarm\n{hashlib.sha256(subject.encode()).hexdigest()[:32]}"
         document = {"subject": subject, "sentence": sentence, "rate": found.rate, "usual": found.usual, **whose}
 
@@ -216,7 +219,7 @@ class SpendAlarms:
 
 
 def _earlier(connection: sa.Connection, one: OngoingAttempt) -> tuple[list[StoredAttempt], dict[str, RunSpec]]:
-    """Return earlier attempts of a name, and the specs of their runs."""
+    """Return earlier attempts of runs with a name, and the specs of these runs."""
     found = latest_of_name(connection, one.subject.owner, one.name, limit=RUNS_MAX)
     there = runs.find_many(connection, [each.run_id for each in found])
     return found, {run.id: run.spec for run in there}

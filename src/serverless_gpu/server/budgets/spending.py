@@ -1,36 +1,36 @@
-"""The standing of every budget, in memory: ledger entries, running attempts and their holds.
+"""Computes the standing of every budget from ledger entries, running attempts and their holds.
 
-    charges, by account and day ─┐  one read of the database: entries between two reads would count twice, or
+    charges, by account and day ─┐  one transaction, because entries between two reads would count twice or
     running attempts ────────────┤  not at all
     their posted entries ────────┘
-            └─▶ look ─▶ standings ─┬─▶ `refuse`     submit: can it ever start in this period?
+            └─▶ look ─▶ standings ─┬─▶ `refuse`     submit: can the run start in this period?
                                    ├─▶ `BudgetsLeft.take` each tick: which waiting runs may start (`queue_snapshot.py`)
-                                   ├─▶ `enter`      the transaction that places one: is capacity left?
+                                   ├─▶ `enter`      in the transaction of a placement: is enough left?
                                    └─▶ `budget_enforcer.py`: which runs stop, which thresholds are reached
 
-`BudgetIndex` knows which budgets count a run. `LedgerSums` holds posted usage by budget and day, and reads only new
-entries. `BudgetsLeft` counts down the remaining amounts within one tick.
+`BudgetIndex` finds the budgets that count a run. `LedgerSums` caches posted usage by budget and day, and reads only new
+ledger entries. `BudgetsLeft` counts down the remaining amounts within one tick.
 
 A running attempt counts with the price of its devices, from the start of user code until its last report, by the
-server's clock. After its end, its charges replace this amount. An attempt pays the tariff of its placement, and counts
-for the account of its placement.
+server's clock. After the end of the attempt, its charges replace this amount. The tariff and the account of an attempt
+are those of its placement.
 
-Two loops look: the scheduler before each decision, and the budget enforcer. So the scheduler's own placements count at
-once. The caller provides the transaction. Between two looks, `enter` counts new placements. Readers get the standings
-that are `known`. All methods are thread-safe.
+Two loops call `look`: the scheduler before each decision, and the budget enforcer. The caller of `look` provides the
+transaction. Between two looks, `enter` counts new placements, so the scheduler's own placements count at once. Other
+readers use the standings that `known` returns. All methods of `Spending` are thread-safe.
 
-Several looks run concurrently, each at its own state of the database. This module numbers its events (`moment`). A look
-passes the number at which it began, before it read anything. If another look has finished in the meantime, the first
-may have read an older state. The first look then changes nothing and returns the result of the other look. An entered
-attempt counts in each look that began before the end of its transaction.
+Several looks may run concurrently, each in its own database transaction. This module numbers events (`moment`). Each
+look has the number of the event before its transaction began. If a newer look finishes first, an older look may have
+read an older state. The older look then changes nothing and returns the result of the newer look. A newly placed
+attempt counts in each look that began before the commit of the placement.
 
 Failure cases:
 
-- Before the first look, no run may start that a budget could count (`look` is part of reading the queue).
+- Before the first look, runs that a budget could count may not start. Reading the queue includes a look.
 
-- A look fails. The standings stay, and the caller fails too.
+- A look fails. The standings do not change, and the error propagates to the caller.
 
-- A budget changes during a look. The next look reads it.
+- A budget changes during a look. The next look reads the changed budget.
 """
 
 from __future__ import annotations
@@ -86,21 +86,21 @@ from serverless_gpu.server.records.pools import StoredPool
 from serverless_gpu.server.records.runs import StoredRun
 
 _KNOWN_MAX = 100_000
-"""The maximum number of cached accounts. Above it, the cache is cleared."""
+"""The maximum number of cached accounts. Above this number, the module clears the cache."""
 
 
 class LookInputs(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs of a look in addition to the database."""
 
-    wall_ns: int  # Now, nanoseconds since 1970.
-    boot_ns: int  # The same moment on the clock of the leases.
-    moment: int  # `Spending.moment` before the transaction of the look read anything.
+    wall_ns: int  # The current time, nanoseconds since 1970.
+    boot_ns: int  # The current time in boottime.
+    moment: int  # The value of `Spending.moment` before the transaction read anything.
     leases: Leases
-    currency: str  # Currency of the budgets. Charges in another currency have no price here.
+    currency: str  # Currency of the budgets. Charges in another currency count as unpriced.
 
 
 class OngoingAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that counts for budgets now."""
+    """An attempt whose current usage counts for budgets."""
 
     spender: Spender
     subject: Subject
@@ -109,7 +109,7 @@ class OngoingAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Known(msgspec.Struct):
-    """Constant values of a running attempt."""
+    """The values of a running attempt that do not change."""
 
     subject: Subject
     names: tuple[str, ...]
@@ -120,20 +120,20 @@ class _Known(msgspec.Struct):
 
 
 class Spending:
-    """The standing of every budget."""
+    """Holds the standing of every budget in memory."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._moment = 1
-        self._changed = 1  # When budgets last changed.
-        self._book_of = 0  # The moment at which this object read the budgets.
-        self._looked = 0  # When the last look finished.
+        self._changed = 1  # The event number of the last change of budgets.
+        self._book_of = 0  # The event number at which this object last read the budgets.
+        self._looked = 0  # The event number at which the last look finished.
         self._index = BudgetIndex(())
         self._ledger = LedgerSums()
         self._known: dict[Gang, _Known] = {}
         self._lives: dict[Gang, Lifetime] = {}
         self._going: dict[Gang, OngoingAttempt] = {}
-        # When the transaction of the placement ended; None while the transaction runs.
+        # The event number at the end of the placement's transaction; None while the transaction runs.
         self._entered: dict[Gang, int | None] = {}
         self._standings: dict[str, Standing] = {}
         self._closed: frozenset[tuple[str, int]] = frozenset()
@@ -146,14 +146,15 @@ class Spending:
             return self._moment
 
     def change(self) -> None:
-        """Note that budgets have changed, after the commit. The next look reads everything again."""
+        """Note that budgets have changed, after the commit. The next look reads all budgets again."""
         with self._lock:
             self._changed = self._next()
 
     def look(self, connection: sa.Connection, as_of: LookInputs, *, at_all: bool = False) -> dict[str, Standing]:
-        """Read the database and return the standing of each budget by name.
+        """Read the database, and return the standing of each budget by name.
 
-        The transaction must see one state of the database. With `at_all`, the look reads attempts even without budgets.
+        The transaction must see one state of the database. With `at_all`, the method reads attempts even without
+        budgets.
         """
         with self._lock:
             first_day = first_day_of(as_of.wall_ns)
@@ -185,22 +186,22 @@ class Spending:
             return dict(self._judge())
 
     def standings(self) -> dict[str, Standing]:
-        """Return the standings of the last look, including later placements."""
+        """Return the standings of the last look, updated by later placements."""
         with self._lock:
             return dict(self._standings)
 
     def known(self) -> dict[str, Standing] | None:
-        """Return the standings, or None without a look since the start or the last change of budgets."""
+        """Return the standings, or None before the first look since the start or the last budget change."""
         with self._lock:
             return None if self._book_of < self._changed else dict(self._standings)
 
     def going_on(self) -> list[OngoingAttempt]:
-        """Return the attempts that ran at the last look, and later placements that count for a budget."""
+        """Return the attempts that the last look found running, and later placements that count for a budget."""
         with self._lock:
             return list(self._going.values())
 
     def by_day(self, name: str) -> dict[int, int]:
-        """Return the daily usage of a budget in the last week and its period, in the unit of its limit."""
+        """Return the daily usage of a budget in the last week and its period, in the limit's unit."""
         with self._lock:
             if name not in self._index.budgets:
                 return {}  # The budget was deleted after the last look.
@@ -214,10 +215,10 @@ class Spending:
                     found[day] = found.get(day, 0) + amount
             return found
 
-    # --- what follows for one run -----------------------------------------------------------------------------------
+    # --- admission of one run ---------------------------------------------------------------------------------------
 
     def refuse(self, subject: Subject, hold: BudgetUse, *, currency: str) -> None:
-        """Refuse a run that cannot start in this period."""
+        """Refuse a run that budgets do not allow to start in this period."""
         with self._lock:
             for name in self._index.names(subject):
                 standing = self._standings.get(name)
@@ -247,23 +248,24 @@ class Spending:
         return ""
 
     def rooms(self, holds: Callable[[WaitingRun], BudgetUse]) -> BudgetsLeft | None:
-        """Return the remaining amounts, to be counted down in one tick; None without budgets."""
+        """Return the remaining amounts of all budgets, to be counted down in one tick; None without budgets."""
         with self._lock:
             if not self._standings:
                 return None
             return BudgetsLeft(self._index, dict(self._standings), holds)
 
     def longest_s(self, connection: sa.Connection, owner: str, name: str, now_ns: int) -> float | None:
-        """Return the longest time for which recent runs of this owner and name held devices; None if unknown."""
+        """Return the longest device time of recent runs of this owner and name in seconds; None if unknown."""
         with self._lock:
             return self._learned.longest_s(connection, owner, name, now_ns)
 
     def enter(
         self, connection: sa.Connection, run: StoredRun, account: Account, tariff: Tariff, *, gpus: int, now_ns: int
     ) -> str:
-        """Count an attempt that is about to be placed; return why it cannot start, or "".
+        """Count an attempt that is about to be placed; return why the attempt cannot start, or "".
 
-        A repeated call for the same attempt counts it once. Call `entered` after the end of the transaction.
+        Repeated calls for the same attempt count once. After the end of the transaction, the caller must call
+        `entered`.
         """
         gang = (run.id, run.fence + 1)
         with self._lock:
@@ -295,12 +297,12 @@ class Spending:
             return ""
 
     def entered(self) -> None:
-        """Note that the transaction of the entered attempts is over, so that the next look sees its result."""
+        """Note the end of the transaction of entered attempts, so that the next look sees its result."""
         with self._lock:
             at = self._next()
             self._entered = {gang: at if was is None else was for gang, was in self._entered.items()}
 
-    # --- below --------------------------------------------------------------------------------------------------------
+    # --- internals ----------------------------------------------------------------------------------------------------
 
     def _next(self) -> int:
         self._moment += 1
@@ -316,7 +318,7 @@ class Spending:
             spec = None if run is None else run.spec
             if one.account_id is not None:
                 subject, names, is_foreign = self._ledger.account(one.account_id)
-            else:  # An older server placed the attempt.
+            else:  # An older server version placed the attempt.
                 subject = Subject(owner="") if run is None else subject_of_run(run)
                 names, is_foreign = self._index.names(subject), False
             micros_per_hour = rate_of(one.tariff, one.gpu_type, one.world_size, spec)
@@ -386,9 +388,9 @@ class Spending:
 
 
 class BudgetIndex:
-    """The budgets, and which of them count a run.
+    """Finds the budgets that count a run.
 
-    The index needs the pools too, because a run without a named pool may use any pool that is not reserved.
+    The index also needs the pools, because a run without a named pool may use any pool that is not reserved.
     """
 
     def __init__(self, there: Iterable[StoredBudget], pools_there: Iterable[StoredPool] = ()) -> None:
@@ -403,7 +405,7 @@ class BudgetIndex:
         return self._sorted({name for key in keys(subject) for name in self._index.get(key, ())}, subject)
 
     def names_of_waiting(self, subject: Subject) -> tuple[str, ...]:
-        """Return the budgets that may count a waiting run. A run without a named pool may use several pools."""
+        """Return the budgets that may count a waiting run, which may use several pools."""
         found = set(self.names(subject))
         if not subject.pool:
             for (kind, pool), names in self._index.items():
@@ -417,7 +419,7 @@ class BudgetIndex:
 
 
 class BudgetsLeft:
-    """The remaining amounts, counted down along the queue (`concurrency_limits.BudgetRooms`)."""
+    """Counts down the remaining amounts of budgets along the queue (`concurrency_limits.BudgetRooms`)."""
 
     def __init__(
         self,
@@ -428,7 +430,7 @@ class BudgetsLeft:
         self._index, self._standings, self._hold = index, standings, holds
 
     def take(self, candidate: WaitingRun) -> str:
-        """Take the first hold of a run; return why a budget has too little left, or ""."""
+        """Subtract the first hold of a run; return why a budget has too little left, or ""."""
         names = self._index.names_of_waiting(candidate.subject)
         if not names:
             return ""
@@ -440,7 +442,7 @@ class BudgetsLeft:
         return ""
 
     def keep(self, candidate: WaitingRun) -> None:
-        """Take the same hold for a run that is about to be placed, even if too little is left."""
+        """Subtract the hold of a run that is about to be placed, even if too little is left."""
         self._count(self._index.names_of_waiting(candidate.subject), self._hold(candidate))
 
     def _count(self, names: Iterable[str], hold: BudgetUse) -> None:
@@ -449,7 +451,7 @@ class BudgetsLeft:
 
 
 class LedgerSums:
-    """Posted usage by budget and day; each read continues after the last entry."""
+    """Sums posted usage by budget and day; each read continues after the last ledger entry."""
 
     def __init__(self, first_day: int = -1, index: BudgetIndex | None = None, currency: str = "") -> None:
         self.first_day = first_day
@@ -461,20 +463,20 @@ class LedgerSums:
         self._cuts: dict[int, _Cut] = {}
 
     def days(self, name: str) -> Mapping[int, BudgetUse]:
-        """Return the posted usage of a budget, by day."""
+        """Return the posted usage of a budget by day."""
         return self._days[name]
 
     def posted_of(self, gang: Gang) -> Sequence[tuple[LedgerLine, BudgetUse]]:
-        """Return the posted usage of a running attempt, by line."""
+        """Return the posted usage of a running attempt, by metering line."""
         return self._posted.get(gang, ())
 
     def before(self, name: str, at_ns: int) -> BudgetUse:
-        """Return the posted usage of a budget on the UTC day of a time, before that time."""
+        """Return the posted usage of a budget on one UTC day, before a time on that day."""
         cut = self._cuts.get(at_ns)
         return NOTHING if cut is None else cut.uses.get(name, NOTHING)
 
     def account(self, number: int) -> tuple[Subject, tuple[str, ...], bool]:
-        """Return the subject of an account, the budgets that count it, and True if its currency differs."""
+        """Return the subject of an account, its budgets, and True if its currency differs."""
         return self._accounts.get(number, (Subject(owner=""), (), False))
 
     def read(
@@ -484,12 +486,12 @@ class LedgerSums:
         wall_ns: int,
         cuts: AbstractSet[int] = frozenset(),
     ) -> None:
-        """Read new entries, and all entries of running attempts.
+        """Read new ledger entries, and all ledger entries of running attempts.
 
-        The transaction must see one state of the database. `cuts` are times within a UTC day at which periods of
-        budgets began.
+        The transaction must see one state of the database. `cuts` contains the times within a UTC day at which budget
+        periods began.
         """
-        if not self._index.budgets:  # Without budgets, only running attempts matter.
+        if not self._index.budgets:  # Without budgets, only entries of running attempts matter.
             going = {one.attempt.account_id for one in there.values() if one.attempt.account_id is not None}
             self._get_to_know(connection, going)
             return
@@ -501,7 +503,7 @@ class LedgerSums:
         wanted = {one.account_id for one in sums}
         wanted |= {one.attempt.account_id for one in there.values() if one.attempt.account_id is not None}
         self._get_to_know(connection, wanted)
-        # The ledger gets entries of an attempt after its first day, or after its end.
+        # The ledger gets entries of an attempt only after its first day, or after its end.
         today_ns = wall_ns // DAY_NS * DAY_NS
         may = {gang for gang, one in there.items() if one.attempt.created_ns < today_ns or one.attempt.uncharged}
         if newest > self._seq or may != self._posted.keys():
@@ -523,7 +525,7 @@ class LedgerSums:
             self._read_cut(connection, at_ns, cut, newest)
 
     def _read_cut(self, connection: sa.Connection, at_ns: int, cut: _Cut, newest: int) -> None:
-        """Read new entries before a time, on its UTC day."""
+        """Read new ledger entries before a time, on the UTC day of that time."""
         if cut.seq == newest:
             return
         whole, crossing = charges.before(connection, at_ns, after_seq=cut.seq)
@@ -561,13 +563,13 @@ class _Cut:
         self.uses: dict[str, BudgetUse] = {}
 
     def add(self, names: Iterable[str], use: BudgetUse) -> None:
-        """Add usage to budgets."""
+        """Add usage to the sums of budgets."""
         for name in names:
             self.uses[name] = self.uses.get(name, NOTHING) + use
 
 
 def use_until(line: LedgerLine, use: BudgetUse, at_ns: int) -> BudgetUse:
-    """Return the part of a line's usage before a time."""
+    """Return the part of a metering line's usage before a time."""
     micros, gpu_ms, unpriced_ms = (
         part_until(amount, line.gpu_ms, line.gpus, line.start_ns, line.end_ns, at_ns)
         for amount in (use.micros, use.gpu_ms, use.unpriced_ms)
@@ -576,13 +578,13 @@ def use_until(line: LedgerLine, use: BudgetUse, at_ns: int) -> BudgetUse:
 
 
 def first_day_of(now_ns: int) -> int:
-    """Return the first UTC day that a period or forecast needs in any zone: days since 1970-01-01."""
+    """Return the first UTC day that a period or forecast needs in any time zone: days since 1970-01-01."""
     month = window(Period.MONTH, now_ns - DAY_NS)  # No time zone is a full day behind UTC.
     return min(month.days[0] - 1, now_ns // DAY_NS - FORECAST_DAYS)
 
 
 def rate_of(tariff: Tariff, gpu_type: str, gpus: int, spec: RunSpec | None) -> int | None:
-    """Return the cost of an attempt per hour; None if its devices have no price."""
+    """Return the cost of an attempt per hour; None if the devices of the attempt have no price."""
     cpus = memory_bytes = 0
     if spec is not None:
         cpus, memory_bytes = spec.resources.cpus or 0, spec.resources.memory_bytes or 0
@@ -590,7 +592,7 @@ def rate_of(tariff: Tariff, gpu_type: str, gpus: int, spec: RunSpec | None) -> i
 
 
 def is_open_to(budget: Budget, subject: Subject) -> bool:
-    """Return True if readers of a run may see a budget's amounts: it belongs to the owner or a team."""
+    """Return True if readers of a run may see a budget: it belongs to the run's owner or team."""
     teams = [("team", team) for team in subject.teams]
     return (budget.scope.kind, budget.scope.name) in (("user", subject.owner), *teams)
 
@@ -615,12 +617,12 @@ def subject_of_run(run: StoredRun) -> Subject:
 
 
 def with_hold(standing: Standing, hold: BudgetUse) -> Standing:
-    """Return a standing with one more hold."""
+    """Return a standing with one additional hold."""
     return msgspec.structs.replace(standing, held=standing.held + hold, ahead=standing.ahead + hold)
 
 
 def _days_of(budget: Budget, one: Spender, first_day: int) -> dict[int, int]:
-    """Return the usage of a running attempt on each day."""
+    """Return the usage of a running attempt by day."""
     if one.started_ns is None:
         return {}
     days = range(max(first_day, one.started_ns // DAY_NS), one.seen_ns // DAY_NS + 1)

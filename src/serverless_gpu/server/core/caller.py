@@ -1,4 +1,4 @@
-"""Defines the caller of a request, and validates text, numbers and names from outside."""
+"""Defines the caller of a request, and validates text, numbers and names that callers send."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serverless_gpu.wire.base import NAME_CHARACTERS_MAX
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """A principal, or one supervisor of an attempt.
+    """The authenticated caller of a request: a principal, or the supervisor of an attempt.
 
     Attributes:
         name: name of the principal; "" on public routes and for an attempt.
@@ -21,7 +21,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         teams: teams of the principal.
         scopes: uses that the token permits; empty if the token permits everything that its owner may do.
         token_id: identifier of the token, for the audit.
-        attempt: run, fence and number of the supervisor, for the token of an attempt.
+        attempt: run, fence and supervisor number, if the token belongs to an attempt.
         until_ns: end of the token's validity, nanoseconds since 1970; None for a token without an end.
         late: True if the server has given this attempt up and accepts only final reports from the supervisor.
     """
@@ -51,8 +51,8 @@ def check_text(name: str, text: str, most: int) -> None:
 
 
 def check_range(name: str, value: float | None, least: float, most: float) -> None:
-    """Refuse a number outside of a range; None passes."""
-    if value is not None and not least <= value <= most:  # also refuses NaN
+    """Refuse a number outside of a range; accept None."""
+    if value is not None and not least <= value <= most:  # The comparison also refuses NaN.
         raise InvalidValue(f"{name} must be between {least} and {most}, not {value}")
 
 

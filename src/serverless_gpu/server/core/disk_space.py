@@ -1,7 +1,7 @@
-"""Measures free disk space, and reserves some of it against users' data.
+"""Measures free disk space, and keeps a minimum free of users' data.
 
 A run must be able to end when payloads, results and logs have filled the disk. The database must still be able to
-record that end. Therefore every store of users' data leaves some space free.
+record the end of the run. Therefore every store of users' data leaves some space free.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from serverless_gpu.operating_system import lacks_inodes
 from serverless_gpu.units import format_bytes
 
 KEPT_FREE_BYTES = 128 << 20
-"""Minimum of free space that users' data must leave on a disk."""
+"""Minimum free bytes that stores of users' data must leave on a disk."""
 NO_INODES = "the disk has free space but no free inodes, and cannot hold one more file"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -35,7 +35,7 @@ def free_bytes(place: Path | int) -> int | None:
 
 
 def check_room(size: int, free: int | None, *, kept_free_bytes: int) -> None:
-    """Refuse to store more bytes than fit."""
+    """Raise an error if the disk cannot hold the given number of bytes."""
     if free is not None and size > free - kept_free_bytes:
         kept = f" ({format_bytes(kept_free_bytes)} must stay free)" if kept_free_bytes else ""
         raise storage_full(f"{format_bytes(size)} to write, {format_bytes(free)} free{kept}")
@@ -44,8 +44,9 @@ def check_room(size: int, free: int | None, *, kept_free_bytes: int) -> None:
 def storage_full(why: str) -> ServerStorageFull:
     """Return the error for a full disk."""
     return ServerStorageFull(
-        f"the server has no space to store this: {why}",
-        hint="the server kept nothing of it; ask the server's operator to free disk space, then send it again",
+        f"the server has no disk space for this request: {why}",
+        hint="the server stored no part of the request; ask its operator to free disk space, then send the "
+        "request again",
     )
 
 
@@ -55,11 +56,14 @@ def full_reason(directory: Path, error: OSError) -> str:
 
 
 def space_problem(directory: Path) -> str:
-    """Return the problem with space or inodes of a disk, for the server's health; "" if there is enough."""
+    """Return a message if the server's disk lacks space or inodes, "" otherwise; for health checks."""
     if lacks_inodes(directory):
         return f"the server's disk: {NO_INODES}"
     free = free_bytes(directory)
     if free is None or free > KEPT_FREE_BYTES:
         return ""
     needed = format_bytes(KEPT_FREE_BYTES)
-    return f"the server's disk has {format_bytes(free)} left: it refuses payloads, results and logs below {needed}"
+    return (
+        f"the server's disk has {format_bytes(free)} free; below {needed}, the server refuses payloads, "
+        "results and logs"
+    )

@@ -9,15 +9,16 @@
                    scheduler, …        each loop: a recent successful tick       memory
 
     Probe.answer() ─▶ recent good answer exists? ─▶ return it
-                      └─ else one thread asks; later callers wait for the same answer
+                      └─ else one thread runs the check; other callers wait for its answer
+
                            └─ after `bound_s` ─▶ "has not answered for 7 s", returned at once until the answer comes
 
-A failed disk or a bucket behind a broken network does not answer at all. If requests asked it directly, a few requests
-to `/health` would block every thread of the server. Therefore each part has one probe thread, a daemon thread that ends
-with the process. A bad answer is not kept: the next caller asks again.
+A failed disk or a bucket behind a broken network does not answer at all. If requests checked the disk or the bucket
+directly, a few requests to `/health` would block every thread of the server. Therefore each part has one probe thread,
+a daemon thread that ends with the process. A probe does not cache a failure: the next caller starts a new check.
 
 `/health` is public, so an answer names no host, path, user or run. An answer contains fixed names, fixed texts and
-milliseconds. The server's log has the details, once for each change.
+milliseconds. The server logs the details once for each change.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ Check = Callable[[], str]
 
 
 class Unwell(Exception):
-    """Reports a problem of a health check.
+    """Signals that a health check found a problem.
 
-    The message follows the name of the checked part. The message names no user or host, because `/health` is public;
-    the log has the cause.
+    The message is phrased to follow the name of the checked part. It contains no user and no host, because `/health` is
+    public. The log has the cause.
     """
 
 
@@ -69,11 +70,11 @@ class ProbeAnswer(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
 
 
 class Probe(Generic[T]):
-    """Asks one part of the server in a thread of its own. Any thread may call the methods.
+    """Checks one part of the server in a separate thread. The methods are thread-safe.
 
     Args:
         name: name of the thread, also used in the log.
-        ask: blocking question. An exception counts as no answer; the log records it once until the next success.
+        ask: blocking check. An exception counts as a failed check, which the probe logs once until the next success.
         clock: measures the age of answers.
         fresh_s: seconds that a good answer stays valid.
         bound_s: maximum wait of a caller in seconds.
@@ -101,7 +102,7 @@ class Probe(Generic[T]):
         self._is_failing = False  # True once the log contains the current failure
 
     async def answer(self) -> ProbeAnswer[T]:
-        """Return a fresh answer, or the current problem once the bound has passed."""
+        """Return a fresh answer, or a problem if the check takes longer than `bound_s`."""
         with self._lock:
             now_ns = self._clock.boottime_ns()
             if self._last is not None and now_ns - self._last_ns < self._fresh_ns:
@@ -109,7 +110,7 @@ class Probe(Generic[T]):
             asking = self._asking
             if asking is None:
                 asking = Future()
-                # A caller that cancels its wait must not cancel the shared question.
+                # A caller that cancels its wait must not cancel the shared check.
                 asking.set_running_or_notify_cancel()
                 self._asking, self._asked_ns = asking, now_ns
                 arguments = (asking, now_ns)
@@ -118,7 +119,7 @@ class Probe(Generic[T]):
         if left_ns > 0 and not asking.done():
             waited = asyncio.wrap_future(asking)
             await asyncio.wait({waited}, timeout=left_ns / 1e9)
-            waited.cancel()  # This ends only the caller's wait; the probe thread keeps the question.
+            waited.cancel()  # This ends only the caller's wait; the probe thread continues the check.
         if asking.done():
             return asking.result()
         waited_ns = self._clock.boottime_ns() - self._asked_ns
@@ -167,7 +168,7 @@ class ServerHealth:
             self._memory[name] = check if before is None else lambda: before() or check()
 
     def probe(self, name: str, check: Check, *, fresh_s: float = 0.0, bound_s: float = BOUND_S) -> None:
-        """Add a part that a thread must ask, because the part may not answer."""
+        """Add a part that needs a probe thread, because its check may block."""
         made = Probe(
             name, check, clock=self._clock, fresh_s=fresh_s, bound_s=bound_s, is_good=lambda problem: not problem
         )
@@ -188,7 +189,7 @@ class ServerHealth:
         return found
 
     def last(self) -> dict[str, bool]:
-        """Return the last known health of each part: True if it had no problem."""
+        """Return the last known health of each part: True for a part without a problem."""
         with self._lock:
             return {name: not problem for name, problem in self._last.items()}
 
@@ -200,4 +201,4 @@ class ServerHealth:
             if one.problem and not was:
                 _log.warning("health: %s", one.problem)
             elif was and not one.problem:
-                _log.info("health: the %s is well again", one.name)
+                _log.info("health: the %s has recovered", one.name)

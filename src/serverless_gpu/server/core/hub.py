@@ -1,15 +1,14 @@
-"""Wakes readers when something changed. Each key has a version that only grows.
+"""Wakes readers when the data under a key has changed. Each key has an increasing version.
 
     writer (any thread):  the transaction is committed, then  hub.touch(run_key(run_id))
     reader (event loop):  seen = hub.version(key);  read;  show;  seen = await hub.changed(key, seen, timeout_s)
 
 A reader notes the version *before* it reads. If the key changes between the read and the wait, the wait then ends
-immediately. A touch carries no data. If a touch is lost with the process, a reader only waits until its timeout, and
-every reader has a timeout.
+immediately. A touch carries no data. Every reader has a timeout, so a lost touch only delays the reader.
 
-Once the hub is closed, every wait ends immediately. Streams learn this way that the server is stopping, so a stream
-checks `closed` before it waits again. The hub drops keys that were not touched for long. A reader that waits for a
-dropped key wakes once without a change.
+Once the hub is closed, every wait ends immediately. A stream checks `closed` before each wait, because the server may
+be stopping. The hub drops keys without recent touches. A reader that waits for a dropped key wakes once without a
+change.
 """
 
 from __future__ import annotations
@@ -20,36 +19,36 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 SCHEDULER = "scheduler"
-"""Touch this key when there may be a run to place; the scheduler then ticks immediately."""
+"""Key to touch when a run may be ready for placement; the scheduler then ticks immediately."""
 RECONCILER = "reconciler"
 COLLECTOR = "collector"
 RETENTION = "retention"
 AUDIT = "audit"
 LEDGER = "ledger"
-"""Touch this key when an attempt has ended or was settled; the ledger loop then charges its usage."""
+"""Key to touch when an attempt has ended or was settled; the ledger loop then charges its usage."""
 CHARGED = "charged"
-"""The server touches this key after it wrote entries of the ledger."""
+"""Key that the server touches after it has written ledger entries."""
 SELF_CHECK = "self-check"
 USAGE = "usage"
 BUDGETS = "budgets"
 ALARMS = "alarms"
 NOTICES = "notices"
-"""Touch this key when there is a notice for the webhook."""
+"""Key to touch when a notice for the webhook is waiting."""
 KEYS_MAX = 20_000
 
 
 def run_key(run_id: str) -> str:
-    """Return the key of a run: it covers the row, events, logs and files."""
+    """Return the key of a run, which covers the run's row, events, logs and files."""
     return f"run:{run_id}"
 
 
 def node_key(node_id: str) -> str:
-    """Return the key of a node, for which orders wait."""
+    """Return the key that signals new orders for a node."""
     return f"node:{node_id}"
 
 
 class Hub:
-    """Versions by key, and readers that wait for changes. Any thread may call every method but `changed`."""
+    """Wakes readers that wait for a new version of a key. All methods but `changed` are thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -100,7 +99,7 @@ class Hub:
             return self._versions.get(key, self._forgotten)
 
     def listen(self, key: str, listener: Callable[[], None]) -> None:
-        """Call `listener` at every touch of a key, in the touching thread; it must return immediately."""
+        """Call `listener` at every touch of a key, in the touching thread. The listener must not block."""
         with self._lock:
             self._listeners.setdefault(key, []).append(listener)
 

@@ -1,13 +1,15 @@
-"""Runs ticks in loops, and provides a wall clock that does not follow jumps immediately.
+"""Runs periodic work in loops, and provides a wall clock that does not follow jumps immediately.
 
-A loop calls `tick(now) → next wake-up` in a thread. A ring wakes it sooner. Tests call the ticks directly.
+A loop calls `tick(now) → next wake-up` in a thread. `Loop.ring` wakes the loop sooner. Tests call the ticks directly.
 
     ring (any thread) ─┐
-    the wake-up time ──┴─▶ tick in a thread of its own ─▶ next wake-up
+    the wake-up time ──┴─▶ tick in the loop's thread ─▶ next wake-up
 
-A loop works at most half of the time. After a long tick it pauses for as long as the tick took, even if it is rung. A
-loop logs a failed tick and retries it with growing pauses, so a database outage of half a minute does not end the
-scheduler. A tick keeps its state in the database. After a stop, the next server therefore finishes the remaining work.
+
+A loop is busy at most half of the time. After a long tick, the loop sleeps for as long as the tick took, even if
+another thread rings. A loop logs a failed tick and retries with backoff. A database outage of half a minute therefore
+does not end the scheduler. A tick stores its state in the database. After a stop, the next server therefore finishes
+the remaining work.
 
 `JumpTolerantClock` reads the machine's clock:
 
@@ -15,14 +17,14 @@ scheduler. A tick keeps its state in the database. After a stop, the next server
     slews, small steps        accepted: within two minutes of the expected time
     a jump, forward or back   ignored for an hour; then accepted, unless the clock has jumped back
 
-A clock that is set wrong and corrected within the hour has no effect. Tokens keep their lifetimes, retention removes
-nothing early, and the server gives up no receipt. Durations and deadlines never depend on this clock, because they use
-boottime. The log records each jump and its acceptance.
+A wrong clock that is corrected within the hour has no effect. Tokens keep their lifetimes, retention deletes nothing
+early, and the server abandons no pending receipt. Durations and deadlines use boottime, so this clock does not affect
+them. The server logs each jump, and the acceptance of a jump.
 
 Failure cases:
 
-* The server starts while the clock is wrong: the server accepts the clock, because it has no better source. With a slow
-  clock it accepts expired tokens.
+* The server starts while the clock is wrong: the server accepts the clock, because it has no better source. If the
+  clock is behind, the server accepts expired tokens.
 
 * The clock jumps repeatedly: the hour starts again with each jump.
 """
@@ -53,7 +55,7 @@ Tick = Callable[[int], int | None]
 
 
 class Loop:
-    """Runs one tick function in a thread of its own."""
+    """Runs one tick function in a separate thread."""
 
     def __init__(
         self, name: str, tick: Tick, *, clock: Clock, late_s: float = LATE_S, measures: ServerMetrics | None = None
@@ -78,7 +80,7 @@ class Loop:
         silent_s = (self._clock.boottime_ns() - self._good_ns) / 1e9
         if silent_s <= self._late_s:
             return ""
-        return f"the {self._name} has finished nothing for {silent_s:.0f} s"
+        return f"the {self._name} has completed no tick for {silent_s:.0f} s"
 
     def start(self) -> None:
         """Start the loop's thread; the first tick runs immediately."""
@@ -116,7 +118,7 @@ class Loop:
         except ServerProblem as error:
             _log.warning("%s: %s", self._name, error.message)
         except Exception:  # noqa: BLE001 — a failed tick must not end the loop, because runs depend on it
-            _log.exception("%s failed; the loop tries again", self._name)
+            _log.exception("a tick of the %s failed; the loop will retry it", self._name)
         else:
             self._failures = 0
             self._good_ns = self._clock.boottime_ns()
@@ -161,7 +163,7 @@ class JumpTolerantClock:
             return now_ns + self._base_ns
 
     def _consider(self, base_ns: int, now_ns: int) -> None:
-        """Accept a changed clock after it has kept its new time long enough."""
+        """Accept a jump of the clock after the new time has lasted long enough."""
         if self._jumped_ns is None or abs(base_ns - self._seen_ns) > STEP_S * 1e9:
             self._jumped_ns, self._seen_ns = now_ns, base_ns
             jump_s, minutes = (base_ns - self._base_ns) / 1e9, round(BELIEVED_S / 60)
@@ -172,4 +174,6 @@ class JumpTolerantClock:
             )
         elif now_ns - self._jumped_ns >= BELIEVED_S * 1e9:
             self._base_ns, self._jumped_ns = base_ns, None
-            _log.warning("the server accepts the clock of this machine again: it is %s", format_utc(now_ns + base_ns))
+            _log.warning(
+                "the server now follows the clock of this machine again; the time is %s", format_utc(now_ns + base_ns)
+            )

@@ -6,14 +6,14 @@
 
     sealed = form (1 byte) · identifier of the key (8) · nonce (12, random) · ciphertext and tag (AES-256-GCM)
 
-The identifier of the owner, such as a run, is authenticated with the sealed data. A copy in the row of another run
-therefore does not open. The key's identifier distinguishes a wrong key from damaged data.
+The encryption also authenticates the identifier of the owner, such as a run. Sealed data that was copied to the row of
+another run therefore cannot be opened. The key's identifier distinguishes a wrong key from damaged data.
 
 The server computes an attempt's token instead of storing the token. The server can therefore deliver an order again
-after a restart, and renew a lease without a write. A token expires: its last second is a part of it.
+after a restart, and renew a lease without a write. An attempt's token contains its expiry time.
 
     sgpa_<run>_<fence>_<until>_<43 characters>     until: seconds since 1970
-    sgpa_<run>_<fence>_<43 characters>             for nodes without renewal; the database has its hash. No end
+    sgpa_<run>_<fence>_<43 characters>             for nodes without renewal; the database has its hash. No expiry
     sgpa_<run>_<fence>-<crew>_…                    for later supervisors of a gang on several nodes
 
 A reader of the database without this file can neither read callers' variables nor act as an attempt. Without the file,
@@ -57,7 +57,7 @@ class Keys:
 
     def __init__(self, key: bytes) -> None:
         if len(key) != KEY_BYTES:
-            raise ServerProblem(f"the server's key has {len(key)} bytes and not {KEY_BYTES}")
+            raise ServerProblem(f"the server's key has {len(key)} bytes instead of {KEY_BYTES}")
         self.sealing = _derived(key, "sealing")
         self._attempts = _derived(key, "attempts")
         self._requests = _derived(key, "requests")
@@ -68,7 +68,7 @@ class Keys:
         Args:
             run_id: the run.
             fence: number of the attempt.
-            crew: number of the supervisor in its gang; the token of the first one contains no number.
+            crew: number of the supervisor in its gang; the token of supervisor 0 contains no number.
             until_s: expiry, seconds since 1970; None for a node that does not renew tokens.
         """
         whose = [run_id, f"{fence}-{crew}" if crew else f"{fence}", *([] if until_s is None else [f"{until_s}"])]
@@ -76,7 +76,7 @@ class Keys:
         return PREFIX + "_".join([*whose, encode(said)])
 
     def has_signed(self, token: str) -> bool:
-        """Return True if this server has signed an attempt token that has an end."""
+        """Return True if this server signed an attempt token that contains an expiry time."""
         whose, until_s = parse_attempt_token(token), token_until_s(token)
         if whose is None or until_s is None:
             return False
@@ -123,7 +123,7 @@ def encode(data: bytes) -> str:
 
 
 def remove_unnamed(directory: Path) -> None:
-    """Remove files that an interrupted `write_private` left behind; no process may be writing there now."""
+    """Remove files that an interrupted `write_private` left behind; no process may write one now."""
     for path in directory.glob(".*"):
         if _UNNAMED.fullmatch(path.name):
             path.unlink(missing_ok=True)
@@ -141,7 +141,7 @@ class Sealer:
         self._cipher = AESGCM(key)
 
     def seal(self, data: bytes, *, about: str) -> bytes:
-        """Encrypt data so that only this key opens it, and only with the same `about`.
+        """Encrypt data; decryption needs this key and the same `about`.
 
         Args:
             data: bytes of any length.
@@ -158,15 +158,15 @@ class Sealer:
         """Return the decrypted data.
 
         Raises:
-            ServerProblem: the data was sealed with another key, belongs to something else, or was changed.
+            ServerProblem: the data was sealed with another key, belongs to another owner, or was changed.
         """
         if sealed[:1] != _FORM or len(sealed) < _HEAD_BYTES:
             raise ServerProblem(f"the sealed data of {about} is damaged")
         if not self.is_mine(sealed):
             message = f"the sealed data of {about} was sealed with another key"
-            raise ServerProblem(message, hint="put back the file `key` that belongs to this database")
+            raise ServerProblem(message, hint="restore the file `key` that belongs to this database")
         nonce = sealed[1 + _KEY_BYTES : _HEAD_BYTES]
         try:
             return self._cipher.decrypt(nonce, sealed[_HEAD_BYTES:], about.encode())
         except InvalidTag:
-            raise ServerProblem(f"the sealed data of {about} is damaged, or belongs to something else") from None
+            raise ServerProblem(f"the sealed data of {about} is damaged, or belongs to another owner") from None

@@ -7,10 +7,11 @@
            └─ _log.warning("…") ─▶ queue of 10,000 records ─▶ a thread ─▶ redacted ─▶ file, 16 MiB,
                                                                                      and three rotated files
 
-A line can contain only the fields of `FIELDS`. A request's contents, a token or a caller's variable therefore cannot
-enter by mistake. The server's own code writes the messages; a traceback contains source lines and the text of the
-exception. The formatter removes several kinds of secrets from both: our tokens, passwords in addresses, and secrets
-given at the server's start. Threads that anyio starts have the context of their caller; loops bind their own.
+A log line contains only the fields of `FIELDS`. Request bodies, tokens and callers' variables therefore cannot enter
+the log by mistake. The server's own code writes the messages; a traceback contains source lines and the text of the
+exception. The formatter removes several kinds of secrets from messages and tracebacks: our tokens, passwords in
+addresses, and secrets given at the server's start. Threads that anyio starts inherit the context of their caller. Loops
+bind their own fields.
 
 One thread writes the file, and callers never wait for its locks. Neither the event loop nor the end of the process
 waits for the disk.
@@ -55,7 +56,7 @@ FIELDS = (
     "ms",  # milliseconds until the response began
     "total_ms",  # milliseconds until the response ended
     "peer",  # network address of the peer
-    "more",  # number of lines like this that the log dropped before
+    "more",  # number of similar lines that the log has dropped
 )
 VALUE_CHARACTERS_MAX = 200
 _fields: ContextVar[dict[str, object] | None] = ContextVar("sgpu_log_fields", default=None)
@@ -65,10 +66,10 @@ BYTES_MAX = 16 << 20
 KEPT = 3
 LOGGERS = ("serverless_gpu", "uvicorn.error", "asyncio")
 ACCESS = "serverless_gpu.server.http.access_log"
-"""The logger of lines about requests."""
+"""Logger of the access log."""
 QUEUE_MAX = 10_000
 CLOSING_S = 5.0
-"""Seconds that the end of the process waits for unwritten lines."""
+"""Seconds that the ending process waits for unwritten lines."""
 MESSAGE_CHARACTERS_MAX = 8_000
 TRACEBACK_CHARACTERS_MAX = 32_000
 SECRET_CHARACTERS_MIN = 6
@@ -99,7 +100,7 @@ def note(**fields: object) -> None:
 
 
 def current() -> Mapping[str, object]:
-    """Return the fields that log lines get now."""
+    """Return the fields that the current context adds to log lines."""
     return _fields.get() or {}
 
 
@@ -152,7 +153,7 @@ class RedactingFormatter(logging.Formatter):
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
-    """A log file that a thread of its own writes, so that no caller waits for the disk."""
+    """A log file with a separate writer thread, so that no caller waits for the disk."""
 
     def __init__(self, path: Path, secrets: Collection[str] = ()) -> None:
         super().__init__(path, maxBytes=BYTES_MAX, backupCount=KEPT, encoding="utf-8")
@@ -182,7 +183,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
         return True
 
     def flush(self) -> None:
-        """Flush the file; only the writer thread does so, because other threads would wait for it."""
+        """Flush the file in the writer thread; do nothing in other threads, which must not wait for the disk."""
         if self.stream and threading.current_thread() is self._thread:
             self.stream.flush()
 

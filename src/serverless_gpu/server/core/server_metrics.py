@@ -7,9 +7,9 @@
 A new metric needs an attribute here with its help text, and a row in docs/how-to/operating-a-server.md. If operators
 should watch the metric, add a panel or an alert in `deploy/`. Tests compare the three places.
 
-A label has few values, and callers cannot add any. Valid labels are a loop, a declared route, a reason or a class of
-status. A run, a user, a node, or text from a request is never a label. Prometheus keeps each new value for ever, and
-readers of metrics must not see which user works on which run.
+A label has few values, and callers cannot add values. Valid labels are a loop, a declared route, a reason or a class of
+status. A run, a user, a node, or text from a request is never a label. Prometheus stores each label value permanently.
+Readers of metrics must not see which user works on which run.
 
 Counters restart at zero with each process, which Prometheus handles. Metrics are in memory, so they cannot fail a
 request.
@@ -29,14 +29,14 @@ from serverless_gpu.version import __version__
 
 CONTENT_TYPE = exposition.CONTENT_TYPE_PLAIN_0_0_4
 OTHER = "other"
-"""The label value for everything that is not in a short list."""
+"""Label value that replaces every value outside of the permitted ones."""
 LABEL_VALUES_MAX = 24
-"""Maximum number of values of a label from outside, such as GPU types; others become `OTHER`."""
+"""Maximum number of external values of one label, such as GPU types; `OTHER` replaces further values."""
 _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _SLOW_S = (0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _WORKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-# Without this, every metric has one more unused series.
+# Without this call, every metric has an additional, unused series with its creation time.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call] # the library has no annotation
 
 
@@ -49,7 +49,7 @@ class MetricsSource(Collector, abc.ABC):
 
 
 class ServerMetrics:
-    """Counters and histograms of one server, with a registry of its own because tests run several servers."""
+    """Counters and histograms of one server, in a separate registry because tests run several servers."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry(auto_describe=False)
@@ -85,7 +85,9 @@ class ServerMetrics:
         self.tick_success = gauge("tick_success_time_seconds", "Time of the last successful tick of a loop.", "loop")
         self.submitted = counter("runs_submitted", "Accepted runs.")
         self.placed = counter("attempts_placed", "Attempts placed on a node.")
-        self.preempted = counter("attempts_preempted", "Attempts asked to stop so that another run can start.")
+        self.preempted = counter(
+            "attempts_preempted", "Attempts that the scheduler asked to stop so that another run can start."
+        )
         self.reservations = gauge("reservations", "Runs with reserved devices.")
         self.budgets = gauge("budgets", "Defined budgets.")
         self.budgets_used_up = gauge("budgets_used_up", "Budgets that are used up, so that no new run starts.")
@@ -106,7 +108,7 @@ class ServerMetrics:
         self.store = histogram("store_seconds", "Seconds of one call to a store.", _SLOW_S, "store", "operation")
         self.store_errors = counter("store_errors", "Failed calls to a store.", "store", "operation")
         self.violations = counter("violations", "Invariant violations that the self-check found.", "invariant")
-        # Create the series now: a series that starts with its first failure shows no increase.
+        # Create the series now, because Prometheus sees no increase in a series that starts with its first failure.
         for kind in ("read", "write"):
             self.transaction_failures.labels(kind)
         for reason in (Reason.NODE_GONE, Reason.NODE_REBOOTED):

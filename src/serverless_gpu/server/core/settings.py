@@ -1,4 +1,4 @@
-"""Reads the settings of the server from `sgpu up` options, variables, `server.toml` and defaults.
+"""Reads the server's settings from options, environment variables, `server.toml` and defaults.
 
     sgpu up --partition-grace 1h    >    SGPU_PARTITION_GRACE=1h    >    server.toml    >    default
 
@@ -19,8 +19,8 @@ Files of the server are in `$SERVERLESS_GPU_HOME/server/`:
 
     server.db  key  token  node.token  port  server.log  logs/<run>/<fence>/<rank>.<stream>  store/  blobs/
 
-`_Options` is the only table of settings: each field is a key of the file, a variable and an option. An error names the
-place of the wrong value. An empty variable counts as not given.
+`_Options` is the only table of settings: each field is a key of the file, an environment variable and an option. An
+error names the place of the wrong value. An empty variable counts as unset.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ RETENTION_MIN_S = 3_600.0
 RETENTION_MAX_S = 3_650 * DAY_S
 STOP_WITHIN_MAX_S = 600.0
 VARIABLES = "SGPU_"
-"""Prefix of the variables; the rest is the setting's name in capital letters."""
-# Variables for ranks, callers, tests and benchmarks, which are not settings.
+"""Prefix of the environment variables; the setting's name in capital letters follows."""
+# Environment variables with this prefix that are not settings: for ranks, callers, tests and benchmarks.
 _NO_SETTINGS = (
     *("SGPU_RUN_ID", "SGPU_FENCE", "SGPU_GPU_UUIDS", "SGPU_STOP_FILE", "SGPU_STOP_REASON"),
     *("SGPU_CHECKPOINT_DIR", "SGPU_RESUME_DIR", "SGPU_RESUME_FENCE", "SGPU_SECRETS_DIR", "SGPU_FAULT"),
@@ -71,7 +71,7 @@ _USUAL = QueuePolicy()
 _DEFAULT = "default"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-# Secrets in an address
+# Passwords and other secrets in a URL.
 _SECRET = re.compile(r"(?<=://)([^/@:]*):[^/@]*@|\b(\w*(?:password|secret|token|sig)\w*)=[^&\s]+", re.IGNORECASE)
 
 
@@ -79,7 +79,7 @@ class RaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of Ray, which combines machines into one pool.
 
     Attributes:
-        port: the first of this machine's ports.
+        port: first port of the range that Ray uses on this machine.
         node_address: address of this machine for other machines; "" to detect it.
         address: address of an existing cluster; "" for a cluster that this server starts.
         token_file: path of the file with the existing cluster's token.
@@ -156,32 +156,33 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         hosts: additional host names that the server accepts.
         tls_cert: file with the server's certificate and intermediate certificates; "" for plain HTTP.
         tls_key: file with the key of the certificate.
-        tls_ca: file with the certificate authority for machines that join; "" where machines already trust it.
-        behind_proxy: addresses or networks of TLS proxies. The server trusts their client address headers, and beyond
-            loopback it answers only these proxies.
+        tls_ca: file with the certificate authority for machines that join; "" if machines already trust the authority.
+        behind_proxy: addresses or networks of TLS proxies. The server trusts the client address headers of these
+            proxies. Except for loopback, the server answers only these proxies.
         node: True if the server's machine is also a node.
         partition_grace_s: time that an attempt continues without an answer of the server.
         partition_margin_s: additional wait of the server before it assumes that the grace has passed.
-        soft_expiry_s: silence after which the server shows an attempt as unreachable.
+        soft_expiry_s: time without a report after which the server shows an attempt as unreachable.
         heartbeat_s: maximum interval between heartbeats of nodes and attempts.
         lease_written_s: minimum interval between two database writes of one renewed lease.
-        upload_s: time that this machine's node retries sending outputs of an ended attempt while the server answers.
+        upload_s: time in which this machine's node retries to upload outputs of an ended attempt.
         retention_s: age after which the server removes rows, output and results of ended runs.
-        unsatisfiable_after_s: time until a run ends that no joined node can ever serve; 0 for never.
+        unsatisfiable_after_s: time after which the server ends a run that no joined node can serve; 0 for never.
         max_run_s: maximum runtime of an attempt whose usage policy has no limit; None for no limit.
         logs_bytes_max: maximum output of all runs; beyond it, the server removes the oldest output.
         nearby_bytes_max: maximum disk space for copies of environments in a bucket; 0 for no copies.
         runs_waiting_max: maximum number of waiting runs of one principal.
-        on_owner_disabled: fate of the runs of an owner who may not start runs any more: finish, or stop.
+        on_owner_disabled: action for running runs of an owner who may not start runs any more: finish, or stop.
         currency: currency of prices and charges.
         ray: settings of Ray for a pool of several machines; None for this machine alone.
         key_lost: True to start although the key of secrets or unfinished runs is lost.
         accept_rollback: True to start although the database lacks changes that this server had acknowledged.
         mlflow: True if an MLflow server runs beside this server.
-        mlflow_store: url or path of the MLflow store; "" for the home's own.
+        mlflow_store: url or path of the MLflow store; "" for the MLflow store in the home.
         mlflow_url: address of MLflow for clients and nodes; "" for its address on loopback.
-        webhook: address that gets notices of budgets and alarms; "" for none.
-        stopping_s: time that running requests get when the server stops; it refuses new requests meanwhile.
+        webhook: URL to which the server posts notices of budgets and alarms; "" for none.
+        stopping_s: time for running requests to finish when the server stops; the server refuses new requests
+            meanwhile.
         queue: policy of the queue without the shares, which are in the database (`records/pools.py`).
     """
 
@@ -227,7 +228,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def store_place(self) -> str:
-        """Return the place of environments: the given url, or the path of the server's own store."""
+        """Return the configured store of environments, or the path of the server's own store."""
         return self.store or str(self.directory / "store")
 
 
@@ -308,7 +309,7 @@ def effective_settings(
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return a message for each variable that is named like a setting but is not one."""
+    """Return a message for each environment variable that has the prefix but names no setting."""
     known = {f"{VARIABLES}{name.upper()}": name for name in _Options.__struct_fields__}
     as_options = {f"{VARIABLES}{option_of(name)[2:].replace('-', '_').upper()}": name for name in known.values()}
     found: list[str] = []
@@ -453,18 +454,20 @@ class _Checked:
             raise self._impossible(name, f"{name}: {error.message}", hint=error.hint) from None
         if bool(address) != bool(token_file):
             there, lacks = ("ray_address", "ray_token_file") if address else ("ray_token_file", "ray_address")
-            hint = "an existing cluster needs an address and a token"
+            hint = "an existing Ray cluster needs an address and a token"
             raise self._impossible(there, f"{there} comes without {lacks}", hint=hint)
         host, _, number = address.rpartition(":")
         if address and not (host and number.isdigit() and 0 < int(number) < 65_536):
-            hint = "name an address and a port: 10.0.0.5:6379"
+            hint = "use an address with a port: 10.0.0.5:6379"
             raise self._impossible("ray_address", f"ray_address is {address!r}", hint=hint)
         return RaySettings(port=port, node_address=node_address, address=address, token_file=token_file)
 
     def tls(self, said: _Options) -> str:
         if bool(said.tls_cert) != bool(said.tls_key):
             there, lacks = ("tls_cert", "tls_key") if said.tls_cert else ("tls_key", "tls_cert")
-            raise self._impossible(there, f"{there} comes without {lacks}", hint="TLS needs both files")
+            raise self._impossible(
+                there, f"{there} comes without {lacks}", hint="TLS needs both a certificate and a key file"
+            )
         if said.tls_cert and said.behind_proxy:
             hint = "either the proxy or this server handles TLS; remove one of the settings"
             raise self._impossible("behind_proxy", "behind_proxy comes with tls_cert", hint=hint)
@@ -501,8 +504,8 @@ class _Checked:
             raise self._impossible("webhook", f"webhook is {_shown(text)!r}: {error}") from error
         if text and (not host or not (parts.scheme == "https" or (parts.scheme == "http" and host in _LOOPBACK))):
             hint = (
-                "use https://hooks.example.com/…; plain http is for loopback only, because others could read "
-                "it on the way"
+                "use https://hooks.example.com/…; plain http is for loopback only, because other machines "
+                "could read the notices in transit"
             )
             raise self._impossible("webhook", f"webhook is {_shown(text)!r}", hint=hint)
         return text

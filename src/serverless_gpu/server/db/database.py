@@ -4,28 +4,28 @@
     SQLite          a connection per thread, a snapshot      one thread; waiting callers share a commit (`group_commit`)
     PostgreSQL      a connection from the pool, a snapshot   a connection from the pool, REPEATABLE READ, retried
 
-A transaction function takes a connection and runs as one transaction. Either all its changes are durable when `write`
-returns, or none exists. The function sees the database as of its start. If another transaction changes the same row
-meanwhile, the function runs again. Therefore such a function must only use the database: no clock, no file, no network
-and no engine.
+A transaction function receives a connection and runs as one transaction. `write` makes either all changes of the
+function durable, or none. The function reads a snapshot of the database. If another transaction changes the same row
+meanwhile, `write` runs the function again. A transaction function must therefore use only the database: no clock, no
+file, no network and no engine.
 
 Failure cases:
 
-* The database is unreachable or too busy: callers get `ServerUnavailable`. Usually nothing was written. If the
-  connection broke during the commit, all changes may be durable. Callers repeat their request, which is safe.
+* The database is unreachable or too busy: callers get `ServerUnavailable`. Usually the database has written nothing. If
+  the connection broke during the commit, all changes may be durable. Callers repeat their request, which is safe.
 
-* The disk is full: the disk reserve is released, and the function runs again (`disk_reserve`). Without a reserve,
-  callers get `ServerStorageFull`, and reads continue.
+* The disk is full: the server releases the disk reserve and runs the function again (`disk_reserve`). Without a
+  reserve, callers get `ServerStorageFull`, and reads continue.
 
-* A value does not fit into its column: callers get `InvalidValue`. This is the last check after those of each request
+* A value does not fit into its column: callers get `InvalidValue`. This check follows the validation of the request
   body.
 
 * The database file is damaged or not a database: callers get `ServerProblem`, and the operator restores a backup.
 
-* A transaction function starts another transaction: the database refuses the inner one, because it would wait for
-  itself.
+* A transaction function starts another transaction: `Database` refuses the inner transaction, because it would wait for
+  the outer one.
 
-* Another server uses the database, or the leader lock's session broke: nothing is written (`leader_lock`).
+* Another server uses the database, or the leader lock's session broke: the server writes nothing (`leader_lock`).
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ TOLD_EVERY_NS = 5_000_000_000
 PROBE_NS = 10_000_000_000
 """Nanoseconds without a write after which a health check writes."""
 DAMAGED = "the database file is damaged or not a database"
-DAMAGED_HINT = "stop the server, move server/ away, and restore a backup with `sgpu server restore`"
+DAMAGED_HINT = "stop the server, rename its directory server/, and restore a backup with `sgpu server restore`"
 OLDEST = {"postgresql": (15,), "sqlite": (3, 35)}
-_CHANGED_MEANWHILE = frozenset({"40001", "40P01"})  # serialisation failure, deadlock
+_CHANGED_MEANWHILE = frozenset({"40001", "40P01"})  # PostgreSQL error codes for serialisation failure and deadlock
 _UNIQUE = "23505"
 _FULL = "53100"
 # SQLite reports SHMSIZE when the log's index does not fit on the disk.
@@ -86,7 +86,8 @@ UNWRITABLE = "the database cannot be written: its disk is read-only or failing"
 
 
 _KINDS = "write sqlite:///path/to/server.db or postgresql://user:password@host/name"
-# A failed machine does not close its connections, so they count as broken after half a minute of silence.
+# A failed machine does not close its connections. A connection therefore counts as broken after half a minute of
+# silence.
 _KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000}
 
 
@@ -112,12 +113,12 @@ class Database:
 
     Args:
         url: ``sqlite:///path``, ``sqlite://`` (in memory, for tests) or ``postgresql://…``.
-        clock: bounds the time in which one commit collects transactions.
+        clock: limits how long one commit collects transactions.
         measures: metrics that count transactions.
 
     Attributes:
-        leader_lock: lock of the server that owns this database; `acquire` takes it.
-        reserve: reserved disk space; the loop `reserve` maintains it.
+        leader_lock: lock of the server that owns this database, acquired by `acquire`.
+        reserve: disk space reserve, which the loop `reserve` maintains.
     """
 
     def __init__(self, url: str, *, clock: Clock, measures: ServerMetrics | None = None) -> None:
@@ -157,7 +158,7 @@ class Database:
         self._writer = GroupCommit(self._engine, clock=clock, measures=self._measures)
 
     def acquire(self) -> None:
-        """Make this server the only server of the database until it is closed.
+        """Make this server the only server of the database until the database is closed.
 
         Raises:
             ServerProblem: another server uses the database.
@@ -193,12 +194,15 @@ class Database:
             with contextlib.closing(sqlite3.connect(self._file, timeout=0)) as connection:
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
         except sqlite3.Error as error:
-            self._tell_operator(f"SQLite's log was not copied into the database file: {error}", logging.WARNING)
+            self._tell_operator(
+                f"the server could not copy SQLite's log into the database file: {error}", logging.WARNING
+            )
 
     def migrate(self) -> None:
         """Migrate the tables to this version; takes a few milliseconds if they are current."""
         is_current = self.read(migrations.is_current)
-        version = tuple(self._readers.dialect.server_version_info or ())  # known since the first connection
+        # The driver knows the version since the first connection.
+        version = tuple(self._readers.dialect.server_version_info or ())
         if version < OLDEST[self.kind]:
             there, least = (".".join(map(str, numbers)) for numbers in (version, OLDEST[self.kind]))
             raise ServerProblem(f"the database is {self.kind} {there}", hint=f"use {self.kind} {least} or newer")
@@ -211,10 +215,10 @@ class Database:
             self.write(migrations.bring)
             return
         with self._told(), self._engine.connect() as connection:
-            # This waits for the lock first, and must then see changes committed in the meantime.
+            # The transaction waits for the lock before it reads, and must then see changes committed during the wait.
             committed = connection.execution_options(isolation_level="READ COMMITTED")
             with committed.begin():
-                # Another server may migrate for minutes, so this waits without a timeout.
+                # Another server may migrate for minutes, so this statement waits for the lock without a timeout.
                 committed.execute(sa.text("SET LOCAL lock_timeout = 0"))
                 committed.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": migrations.LOCK})
                 migrations.bring(committed)
@@ -257,7 +261,8 @@ class Database:
     def problem(self, *, now_ns: int) -> str:
         """Return the database's problem, or "". The check reads, and sometimes writes too.
 
-        A database whose disk turned read-only still answers reads, so a read alone proves too little.
+        A database whose disk turned read-only still answers reads, so a successful read does not prove that writes
+        work.
         """
         try:
             self.read(lambda connection: connection.scalar(sa.select(tables.principals.c.name).limit(1)))
@@ -326,7 +331,9 @@ class Database:
     @contextlib.contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
         if getattr(self._working, "now", False):
-            raise RuntimeError("a transaction function must not start another one; pass the connection on instead")
+            raise RuntimeError(
+                "a transaction function must not start another transaction; pass its connection on instead"
+            )
         if self._closed:
             raise WriterClosed
         self._working.now = True
@@ -357,7 +364,8 @@ class Database:
         except leader_lock.Superseded as error:
             self.leader_lock.lose()
             raise ServerUnavailable(
-                "another server has taken the database over", hint="send the request again; the other server answers it"
+                "another server has taken the database over",
+                hint="send the request again; the new server will answer it",
             ) from error
         except OverflowError as error:  # SQLite's driver checks values before it sends them.
             raise InvalidValue(f"a value does not fit into the database: {error}") from error
@@ -378,7 +386,7 @@ class Database:
             raise problem from error
 
     def _tell_operator(self, line: str, level: int) -> None:
-        """Log an error with its hosts and paths, which requests must not see; at most every five seconds."""
+        """Log an error with hosts and paths, which clients must not see; at most once in five seconds."""
         now_ns = self._clock.boottime_ns()
         if now_ns - self._told_ns >= TOLD_EVERY_NS:
             self._told_ns = now_ns
@@ -388,8 +396,8 @@ class Database:
 class _Turns:
     """Coordinates writes to PostgreSQL: many transactions together, or one retry alone.
 
-    Concurrent transactions that change the same row make each other fail. A failed one runs again alone, so its second
-    run succeeds unless another process also writes.
+    Concurrent transactions that change the same row make each other fail. A failed transaction runs again alone, so its
+    second run succeeds unless another process also writes.
     """
 
     def __init__(self) -> None:
@@ -483,8 +491,8 @@ def _postgres(url: sa.URL, leader: LeaderLock) -> sa.Engine:
     @sa.event.listens_for(engine, "connect")
     def _connect(connection: Any, _record: object) -> None:
         with connection.cursor() as cursor:
-            # A forgotten session must not block the server. Acknowledged changes must be on disk. Both hold even if the
-            # database is configured otherwise.
+            # These settings override the configuration of the database. A forgotten session must not block the server,
+            # and acknowledged changes must be on disk.
             cursor.execute(f"SET lock_timeout = '{WAIT_S}s'")
             cursor.execute(
                 "SELECT set_config('synchronous_commit', 'on', false)"
@@ -497,7 +505,7 @@ def _postgres(url: sa.URL, leader: LeaderLock) -> sa.Engine:
 
 
 def _postgres_alone(url: sa.URL, name: str) -> sa.Engine:
-    """Return an engine without a pool, where each statement commits by itself."""
+    """Return an engine without a connection pool that commits after each statement."""
     return sa.create_engine(
         url,
         isolation_level="AUTOCOMMIT",
@@ -520,18 +528,18 @@ def _problem(error: sa.exc.DBAPIError, said: str) -> ServerlessGpuError | None:
     """Translate a driver's error for the caller; return None for a mistake in the server's own SQL."""
     state = getattr(error.orig, "sqlstate", None) or ""
     if _is_full(error):
-        return ServerStorageFull("the database's disk is full", hint="free disk space, then ask again")
+        return ServerStorageFull("the database's disk is full", hint="free disk space, then send the request again")
     if getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _DAMAGED:
         return ServerProblem(DAMAGED, hint=DAMAGED_HINT)
     if getattr(error.orig, "sqlite_errorcode", 0) & 0xFF in _FAILING or state in _READ_ONLY:
-        hint = "the kernel's log (dmesg) says why; mount the disk again or replace it, then restart the server"
+        hint = "read the kernel's log (dmesg) for the cause; remount or replace the disk, then restart the server"
         return ServerUnavailable(UNWRITABLE, hint=hint)
     if state in _CHANGED_MEANWHILE:
-        return ServerUnavailable("the database is busy: other requests change the same rows", hint="ask again later")
+        return ServerUnavailable("the database is busy: other requests change the same rows", hint="try again later")
     if isinstance(error, sa.exc.DataError):  # The text is too long or has a zero byte; only PostgreSQL checks this.
         return InvalidValue(f"a value does not fit into the database: {said}")
     if getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR:  # for example a missing table
         return None
     if isinstance(error, sa.exc.OperationalError | sa.exc.InterfaceError) or error.connection_invalidated:
-        return ServerUnavailable("the database does not answer", hint="ask again later; the server's log says more")
+        return ServerUnavailable("the database does not answer", hint="try again later; the server's log has details")
     return None

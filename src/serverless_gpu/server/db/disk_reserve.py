@@ -4,19 +4,20 @@
     PostgreSQL    an unlogged table of filler in the database; its disk may belong to another machine
 
     space ─┬─ little left (SQLite) ───────▶ low: submissions are refused
-           └─ a write does not fit ───────▶ reserve released, the write done again ─▶ low
+           └─ a write does not fit ───────▶ reserve released, write repeated ─▶ low
+
     low ──── space is free again, checked every ten seconds ─▶ reserved again, submissions are accepted
 
-A stop, a heartbeat and an end of a run take a few kilobytes each; the reserve has sixteen megabytes.
+Each stop, heartbeat or end of a run needs a few kilobytes. The reserve has sixteen megabytes.
 
 Failure cases:
 
-* The reserve is used up too: requests fail. Nodes keep their reports and send them again.
+* The reserve is used up too: requests fail. Nodes store their reports and send them again later.
 
-* The reserve cannot be created: the log says so, and writes fail as soon as the disk is full.
+* The server cannot create the reserve: the server logs this, and writes fail as soon as the disk is full.
 
-* PostgreSQL has no space for its log: it stops, and the database does not answer until an operator frees disk space. At
-  its next start PostgreSQL empties unlogged tables, including the reserve, which frees some space.
+* PostgreSQL has no space for its log: PostgreSQL stops, and does not answer until an operator frees disk space. At its
+  next start PostgreSQL empties unlogged tables, including the reserve, which frees some space.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class DiskReserve(abc.ABC):
         self._told = ""
 
     def problem(self) -> str:
-        """Return why the server accepts no new runs, or "" if it does."""
+        """Return why the server accepts no new runs, or "" while it accepts new runs."""
         if self._given:
             return "the database's disk is full; the disk reserve is only for existing runs"
         return self._short()
@@ -82,7 +83,7 @@ class DiskReserve(abc.ABC):
             except (OSError, sa.exc.SQLAlchemyError) as error:
                 kept, why = False, str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
                 if why != self._told:
-                    _log.warning("no disk space is reserved for the database: %s", why)
+                    _log.warning("the server could not reserve disk space for the database: %s", why)
                 self._told = why
             if kept and self._given:
                 _log.warning("the database's disk has free space again; the server accepts new runs")
@@ -96,7 +97,7 @@ class DiskReserve(abc.ABC):
 
     @abc.abstractmethod
     def _short(self) -> str:
-        """Return a message if little space is left and the amount is known, or ""."""
+        """Return a message if the disk is known to have little free space, or ""."""
 
     @abc.abstractmethod
     def _release(self) -> bool:
@@ -118,7 +119,7 @@ class FileReserve(DiskReserve):
         free = free_bytes(self._path.parent)
         if free is None or free >= LOW_BYTES:
             return ""
-        return f"the database's disk has {format_bytes(free)} left, and new runs need {format_bytes(LOW_BYTES)}"
+        return f"the database's disk has {format_bytes(free)} free, and new runs need {format_bytes(LOW_BYTES)}"
 
     def _release(self) -> bool:
         try:
@@ -148,7 +149,7 @@ class FileReserve(DiskReserve):
 
 
 class TableReserve(DiskReserve):
-    """An unlogged filler table in a PostgreSQL database; creating it needs no space for the log."""
+    """An unlogged filler table in a PostgreSQL database; creating the table writes nothing to the log."""
 
     def __init__(self, connect: Callable[[], sa.Connection]) -> None:
         super().__init__()

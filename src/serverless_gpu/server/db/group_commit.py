@@ -5,15 +5,16 @@
     thread C ── work ─▶┘            COMMIT, one fsync ─▶ A, B and C get their results
 
 SQLite lets one connection write at a time, and a durable commit costs one fsync. Therefore callers do not compete for
-the lock. Callers queue transaction functions. Functions that arrive during one fsync share the next.
+the lock. Callers queue transaction functions. Functions that arrive during one fsync share the next fsync.
 
 Failure cases:
 
 * A transaction function raises: the writer rolls its savepoint back, and its caller gets the exception. Other functions
   are not affected.
 
-* The whole transaction fails (disk full, I/O error, lock held by another process): nothing of it is written. The writer
-  then runs each function in a transaction of its own, so that only callers of failing functions get an error.
+* The whole transaction fails (disk full, I/O error, lock held by another process): SQLite writes no change of the
+  transaction. The writer then runs each function in a separate transaction, so that only callers of failing functions
+  get an error.
 
 * The process dies: committed changes remain, and all others are lost. No caller has received a result for a lost
   change.
@@ -43,7 +44,7 @@ Work = Callable[[sa.Connection], Any]
 
 TOGETHER_MAX = 256
 TOGETHER_NS = 20_000_000
-"""Maximum functions and age (ns) of one commit; the first caller waits for the last function."""
+"""Maximum number of functions and maximum age (ns) of one commit."""
 
 
 class WriterClosed(Exception):
@@ -71,16 +72,16 @@ class _Waiting:
 
 
 class GroupCommit:
-    """Runs transaction functions in the order of arrival, and commits waiting ones together.
+    """Runs transaction functions in the order of arrival, and commits waiting functions together.
 
     Args:
         engine: an engine whose connections begin with ``BEGIN IMMEDIATE``.
-        clock: bounds the time in which a commit accepts more transaction functions.
+        clock: limits how long a commit accepts more transaction functions.
         measures: metrics that count commits.
 
     Attributes:
-        holder: `LeaderLock.name`, once this server has a generation; commits are then counted in the database.
-        on_commit: called with the number of each commit, before its writers return.
+        holder: `LeaderLock.name`, once this server has a generation; the writer then counts commits in the database.
+        on_commit: called with the number of each commit, before the commit's callers get their results.
     """
 
     def __init__(self, engine: sa.Engine, *, clock: Clock, measures: ServerMetrics | None = None) -> None:
@@ -99,7 +100,7 @@ class GroupCommit:
         """Run a transaction function and return its result, once its changes are durable.
 
         Raises:
-            WriterClosed: the writer was closed before.
+            WriterClosed: the writer is closed.
             Exception: the exception of the function, or the error of its commit.
         """
         waiting = _Waiting(work)
@@ -111,7 +112,7 @@ class GroupCommit:
         return value
 
     def close(self) -> None:
-        """Finish waiting transactions, and end the thread."""
+        """Finish waiting transactions, and end the writer thread."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -135,7 +136,7 @@ class GroupCommit:
                 return
 
     def _together(self, first: _Waiting, taken: list[_Waiting]) -> bool:
-        """Run a transaction function and all later arrivals in one commit; return True at the end."""
+        """Run a function and all functions that arrive meanwhile in one commit; return True at the end."""
         taken.append(first)
         with self._engine.connect() as connection:
             transaction = connection.begin()
@@ -188,7 +189,7 @@ class GroupCommit:
             waiting.error = error
 
     def _count(self, connection: sa.Connection, before: int) -> int:
-        """Count a transaction that changed rows, inside itself; return its number, or 0 without counting."""
+        """Count a transaction that changed rows, within itself; return the transaction's number, or 0."""
         if not self.holder or _changes(connection) == before:
             return 0
         return leader_lock.count_commit(_driver(connection), self.holder)
@@ -208,7 +209,7 @@ def _attempt(waiting: _Waiting, connection: sa.Connection) -> None:
 
 
 def _in_savepoint(waiting: _Waiting, connection: sa.Connection) -> None:
-    """Run a function in a savepoint; the driver sets it, because SQLAlchemy's costs too much."""
+    """Run a function in a savepoint of the driver, because SQLAlchemy's savepoints are slow."""
     driver = _driver(connection)
     try:
         driver.execute("SAVEPOINT work")

@@ -6,25 +6,26 @@
     commit is durable ─▶ mark written ─▶ the write returns         SQLite: every commit
     each second       ─▶ audit number, written and synced          both
 
-A database behind its mark was rolled back. The database's log was lost, an old copy replaced it, or a standby without
-the last transactions took over. Changes that the server had acknowledged since are lost.
+A database behind its mark was rolled back, and lacks changes that the server had acknowledged. Possible causes are a
+lost log, an old copy of the database, or a standby without the last transactions.
 
-The mark lags behind the database and never leads it. A start compares both (`operations/backup.py`).
+The mark may lag behind the database, but is never ahead of the database. A starting server compares the mark with the
+database (`operations/backup.py`).
 
 * SQLite: the server writes the mark before a write returns. The mark survives the end of the process; a power failure
   may undo its last second (`SYNC_S`).
 
 * PostgreSQL: the mark lags by a second, and records only the audit.
 
-The server writes two slots in turn, each with a checksum, so that one is always intact after a power failure.
+The server writes two slots in turn, each with a checksum. One slot is therefore always intact after a power failure.
 
 Failure cases:
 
 * The mark cannot be written: the server logs this once, and the mark lags until a write succeeds.
 
-* The mark is missing, after a server of an older version or in a copied home: there is nothing to compare.
+* The mark is missing, after a server of an older version or in a copied home: the start skips the comparison.
 
-* Neither slot is intact: the start refuses this like a rollback, because the disk lost synced data.
+* Neither slot is intact: the server refuses to start, as after a rollback, because the disk lost synced data.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ class HighWaterMark(msgspec.Struct, frozen=True, kw_only=True):
 
     position: DatabasePosition  # Minimum position of the database.
     at_ns: int  # Time of this mark, nanoseconds since 1970.
-    place: str = ""  # Place of the database if the mark is not beside it; without a password.
+    place: str = ""  # Location of a database that is not beside its mark; without a password.
 
 
 def rollback(mark: HighWaterMark | None, found: DatabasePosition | None, *, place: str = "") -> str:
-    """Return how a database lags behind its mark, or "" if it does not.
+    """Return a message about a database that is behind its mark, or "" otherwise.
 
-    `mark` is None where no mark was written, `found` None where no server has claimed the database.
+    `mark` is None if no mark exists. `found` is None if no server has claimed the database.
     """
     if mark is None:
         return ""
@@ -69,27 +70,24 @@ def rollback(mark: HighWaterMark | None, found: DatabasePosition | None, *, plac
         if mark.place != place:
             return ""  # The operator has configured another database.
         what = (
-            "the present database is empty or has no identity yet"
+            "the current database is empty or has no identity yet"
             if found is None
-            else f"the present database is {found.database_id[:8]}"
+            else f"the current database is {found.database_id[:8]}"
         )
-        return f"this server used database {there.database_id[:8]} here, up to {there}; {what}"
+        return f"this server last used database {there.database_id[:8]}, up to {there}; {what}"
     behind = found.generation < there.generation or found.commits < there.commits or found.audit < there.audit
-    return f"the database ends at {found}, but this server had acknowledged {there}" if behind else ""
+    return f"the database ends at {found}, but this server had acknowledged changes up to {there}" if behind else ""
 
 
 class UnreadableMark(Exception):
-    """Neither slot of a mark is intact."""
+    """Signals that neither slot of a high-water mark is intact."""
 
 
 def read_mark(path: Path) -> HighWaterMark | None:
-    """The mark of a running server. Only the writer's thread calls `commit`.
+    """Return the newest intact slot of the mark in a file, or None without a file.
 
-    Args:
-        path: path of the file; None for a database in memory, which has no mark.
-        position: current position of the database.
-        now_ns: nanoseconds since 1970.
-        place: as in `HighWaterMark.place`.
+    Raises:
+        UnreadableMark: neither slot is intact.
     """
     try:
         data = path.read_bytes()
@@ -145,7 +143,7 @@ class MarkFile:
             self._move(position, now_ns)
             fd = os.dup(self._fd)
         try:
-            os.fsync(fd)  # without the lock, so that commits do not wait
+            os.fsync(fd)  # This sync holds no lock, so that commits do not wait.
             self._synced = position
         except OSError as error:
             self._tell(error)
@@ -179,7 +177,7 @@ class MarkFile:
 class Checkpoints:
     """Checkpoints a database with new commits, soon after the start and then every ten seconds.
 
-    SQLite's own checkpoint waits for a thousand pages. Until then all data of a new server is only in its log.
+    SQLite's own checkpoint waits for a thousand pages. Until then all data of a new server is only in SQLite's log.
     """
 
     def __init__(self, database: Database, mark: MarkFile) -> None:
@@ -188,7 +186,7 @@ class Checkpoints:
         self._due_ns = 0
 
     def tick(self, now_ns: int) -> None:
-        """Run a checkpoint if one is due."""
+        """Run a checkpoint if the database has new commits and the last checkpoint is old enough."""
         commits = self._mark.position.commits
         if commits != self._commits and now_ns >= self._due_ns:
             self._commits, self._due_ns = commits, now_ns + round(CHECKPOINT_S * 1e9)

@@ -3,16 +3,16 @@
 A server keeps leases and deliveries in memory, so two servers of one database would contradict each other.
 
     SQLite        a lock on a file beside the database, held until the process ends
-    PostgreSQL    an advisory lock in a session of its own, checked every second. PostgreSQL ends that session after
+    PostgreSQL    an advisory lock in a separate session, checked every second. PostgreSQL ends that session after
                   half a minute without a check (`TTL_S`)
 
     take ─▶ held ──session broke──▶ not held: nothing is written ──taken again──▶ held
                                         └── another generation, or refused for a minute ─▶ gone: the server ends
 
-A session breaks when PostgreSQL restarts. The session's lock is then free, and the server takes it again immediately.
-After a network failure or a pause of the machine, the old session keeps the lock until PostgreSQL notices. This takes
-up to half a minute. A minute of refusals therefore proves that another server has the lock. A server that lost the lock
-to another one never writes again:
+A session breaks when PostgreSQL restarts. The session's lock is then free, and the server acquires the lock again
+immediately. After a network failure or a pause of the machine, the old session keeps the lock. PostgreSQL ends that
+session within half a minute. A minute of refusals therefore proves that another server has the lock. A server that lost
+the lock to another server never writes again:
 
 * The next owner first ends all sessions of other servers, and with them their open transactions.
 
@@ -28,9 +28,8 @@ The generation fences writes:
     SQLite        each commit that changed rows also increments a counter in the row. The commit fails if the row has
                   another holder. `high_water_mark_file.py` detects a rollback by that count
 
-A server may pause in the middle of a transaction and continue an hour later: its transaction is then rolled back. A
-server that has not checked the lock for `STALE_S` seconds checks it before it reads, because its memory may be
-outdated.
+A server may pause during a transaction and continue an hour later. The database then rolls the transaction back. After
+`STALE_S` seconds without a check, the server checks the lock before it reads, because its memory may be outdated.
 """
 
 from __future__ import annotations
@@ -71,11 +70,11 @@ WAIT_S = 5
 """Seconds that a starting server waits for a stopping server to release the lock."""
 REFUSED_S = 60.0
 STALE_S = 5.0
-"""Seconds after the last check after which the server checks the lock before it answers from memory."""
+"""Seconds without a check after which the server checks the lock before it answers from memory."""
 APPLICATION = "serverless-gpu"
 _KEY = migrations.LOCK + 1
-_TAKEN = "55P03"  # lock_not_available
-_NOT_MINE = "42501"  # insufficient_privilege
+_TAKEN = "55P03"  # PostgreSQL error code lock_not_available
+_NOT_MINE = "42501"  # PostgreSQL error code insufficient_privilege
 _ENDED_S = 10.0
 _PAUSE_S = 0.05
 _END = sa.text(
@@ -87,7 +86,7 @@ _log = logging.getLogger(__name__)
 
 
 class DatabasePosition(msgspec.Struct, frozen=True, kw_only=True):
-    """The position of a database; each number only grows."""
+    """The position of a database; each number only increases."""
 
     database_id: str  # Random identifier, assigned once.
     generation: int  # Number of servers that have claimed the database.
@@ -100,7 +99,7 @@ class DatabasePosition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TakenOver(ServerProblem):
-    """Another server has taken the database over while this one was paused."""
+    """Signals that another server took over the database while this server was paused."""
 
 
 class LeaderLock:
@@ -108,7 +107,7 @@ class LeaderLock:
 
     Attributes:
         name: application name of this server's sessions in PostgreSQL.
-        on_gone: called once, when another server has taken the database over.
+        on_gone: called once, when another server has taken over the database.
     """
 
     def __init__(self, url: sa.URL, connect: Callable[[], sa.Connection], *, clock: Clock) -> None:
@@ -130,28 +129,27 @@ class LeaderLock:
         self.on_gone: Callable[[], None] = lambda: None
 
     def take(self) -> None:
-        """Take the lock, so that this server is the only one of the database."""
+        """Acquire the lock, so that this server is the only server of the database."""
         with self._lock:
             taken = self._take_session() if self._is_postgres else self._take_file()
             if not taken:
                 raise ServerProblem(
                     "another server uses this database",
-                    hint="a database has one server: stop the other server, or give this one another database "
-                    "with --database",
+                    hint="stop the other server, or give this server another database with --database",
                 )
             self._taken = True
             self._looked_ns = self._clock.boottime_ns()
 
     def numbered(self) -> None:
-        """Note that this server's generation is in the database; another holder there now ends this server."""
+        """Record that the database has this server's generation; a different holder now ends this server."""
         self._is_numbered = True
 
     def lose(self) -> None:
-        """Note that another server has claimed the database; this server stops writing and ends."""
+        """Record that another server has claimed the database; this server stops writing and ends."""
         self._held = False
         if not self.is_gone:
             self.is_gone = True
-            _log.error("another server has taken the database over; this one ends")
+            _log.error("another server has taken the database over; this server ends")
             self.on_gone()
 
     @property
@@ -160,7 +158,7 @@ class LeaderLock:
         return self._held and not self.is_gone
 
     def require(self) -> None:
-        """Return if this server owns the database; after a broken session, check first."""
+        """Raise an error unless this server owns the database; after a broken session, check the lock first."""
         if self._held and not self.is_stale:
             return
         seen = self._looks
@@ -171,7 +169,7 @@ class LeaderLock:
         if not is_held:
             raise ServerUnavailable(
                 "the database does not answer, or belongs to another server",
-                hint="ask again later; the server's log says more",
+                hint="try again later; the server's log has details",
             )
 
     @property
@@ -187,7 +185,7 @@ class LeaderLock:
             self._held = False
 
     def look(self) -> bool:
-        """Check the lock and return True if this server owns the database; called every `LOOK_S`."""
+        """Check the lock and return True if this server owns the database; called every `LOOK_S` seconds."""
         with self._lock:
             self._look()
         return self._held
@@ -268,7 +266,7 @@ class LeaderLock:
         return is_mine
 
     def _is_mine(self, session: sa.Connection) -> bool:
-        """Return True if no other server has taken a generation since this server did."""
+        """Return True if no other server has claimed the database since this server did."""
         if not self._is_numbered:
             session.scalar(sa.text("SELECT 1"))
             return True
@@ -292,7 +290,7 @@ class LeaderLock:
         return False
 
     def end_others(self, session: sa.Connection) -> None:
-        """End open sessions of other servers; this server holds the lock, so they cannot open new ones."""
+        """End open sessions of other servers, which cannot open new sessions without the lock."""
         values = {"mine": self.name, "all": f"{APPLICATION} %"}
         try:
             for _ in range(round(_ENDED_S / _PAUSE_S)):
@@ -333,7 +331,7 @@ class LeaderLock:
 
 
 class Superseded(Exception):
-    """Another server has claimed the database."""
+    """Signals that another server has claimed the database."""
 
 
 def begin(connection: sa.Connection, *, holder: str, now_ns: int) -> DatabasePosition:
@@ -380,7 +378,7 @@ def newest_audit_seq(connection: sa.Connection) -> int:
 
 
 def require_postgres(connection: sa.Connection, holder: str) -> None:
-    """Begin a write transaction; no other server can claim the database until it ends.
+    """Begin a write transaction; no other server can claim the database until the transaction ends.
 
     Args:
         connection: connection of a transaction that has read nothing yet, so that its snapshot is made under the lock.
@@ -403,7 +401,7 @@ def require_postgres(connection: sa.Connection, holder: str) -> None:
 
 
 def count_commit(driver: sqlite3.Connection, holder: str) -> int:
-    """Count a commit just before it happens; return its number."""
+    """Count the commit of the current transaction; return the commit's number."""
     row = driver.execute(_COUNT, (holder,)).fetchone()
     if row is None:
         raise Superseded

@@ -18,17 +18,17 @@ NAMES = {
 }
 metadata = sa.MetaData(naming_convention=NAMES)
 RETURN_S = 300.0
-"""Default for the seconds within which a pool gets the devices back that it lends."""
+"""Default seconds within which borrowing runs must return a pool's lent devices."""
 
 principals = sa.Table(
     "principals",
     metadata,
     sa.Column("name", sa.String(64), primary_key=True),
-    sa.Column("kind", sa.String(16), nullable=False),  # user, service
+    sa.Column("kind", sa.String(16), nullable=False),  # kind of principal: user or service
     sa.Column("role", sa.String(16), nullable=False),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
     sa.Column("disabled_ns", sa.BigInteger),
-    sa.Column("runs", sa.String(8)),  # for a disabled principal: the fate of its running runs, finish or stop
+    sa.Column("runs", sa.String(8)),  # action for running runs of a disabled principal: finish or stop
 )
 
 teams = sa.Table(
@@ -58,18 +58,19 @@ tokens = sa.Table(
     sa.Column("created_ns", sa.BigInteger, nullable=False),
     sa.Column("expires_ns", sa.BigInteger),
     sa.Column("revoked_ns", sa.BigInteger),
-    sa.Column("used_ns", sa.BigInteger),  # written at most once a minute
-    sa.Column("renews", sa.Boolean),  # true for a node's token: each use extends its validity
+    sa.Column("used_ns", sa.BigInteger),  # last use of the token, written at most once a minute
+    sa.Column("renews", sa.Boolean),  # True for a node's token: each use extends the token's validity.
 )
 
 pools = sa.Table(
     "pools",
     metadata,
     sa.Column("name", sa.String(64), primary_key=True),
-    sa.Column("kind", sa.String(16), nullable=False),  # on-demand, reserved
+    sa.Column("kind", sa.String(16), nullable=False),  # kind of pool: on-demand or reserved
     # A reserved pool lends its idle devices to BEST_EFFORT runs.
     sa.Column("lends", sa.Boolean, nullable=False, default=False),
-    sa.Column("return_s", sa.Float, nullable=False, default=RETURN_S),  # seconds within which lent devices return
+    # seconds within which borrowing runs must return lent devices
+    sa.Column("return_s", sa.Float, nullable=False, default=RETURN_S),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
     sa.Column("isolation", sa.String(16)),  # none: principals may share a uid; unset: they may not; NULL: undecided
 )
@@ -77,7 +78,7 @@ pools = sa.Table(
 shares = sa.Table(  # weights of the fair share; 1 without a row
     "shares",
     metadata,
-    sa.Column("kind", sa.String(8), primary_key=True),  # team, user
+    sa.Column("kind", sa.String(8), primary_key=True),  # kind of holder: team or user
     sa.Column("name", sa.String(64), primary_key=True),
     sa.Column("weight", sa.Float, nullable=False),
     sa.Column("set_ns", sa.BigInteger, nullable=False),
@@ -87,7 +88,7 @@ policies = sa.Table(
     "policies",
     metadata,
     sa.Column("name", sa.String(64), primary_key=True),
-    sa.Column("document_json", sa.Text, nullable=False),  # model.usage_policy.UsagePolicy
+    sa.Column("document_json", sa.Text, nullable=False),  # JSON of model.usage_policy.UsagePolicy
     sa.Column("set_ns", sa.BigInteger, nullable=False),
 )
 
@@ -95,15 +96,15 @@ policy_holders = sa.Table(  # principals and teams with attached usage policies
     "policy_holders",
     metadata,
     sa.Column("policy", sa.ForeignKey("policies.name"), primary_key=True),
-    sa.Column("kind", sa.String(8), primary_key=True),  # user, service, team
+    sa.Column("kind", sa.String(8), primary_key=True),  # kind of holder: user, service or team
     sa.Column("name", sa.String(64), primary_key=True),
     sa.Index("ix_policy_holders_name", "kind", "name"),
 )
 
-prices = sa.Table(  # the price book; rows get an end time and are never changed otherwise
+prices = sa.Table(  # price book; the server only adds rows and sets their end times
     "prices",
     metadata,
-    sa.Column("resource", sa.String(256), primary_key=True),  # a GPU type, "core", "memory"
+    sa.Column("resource", sa.String(256), primary_key=True),  # a GPU type, "core" or "memory"
     sa.Column("pool", sa.String(64), primary_key=True, default=""),  # "" for every pool
     sa.Column("from_ns", sa.BigInteger, primary_key=True),
     sa.Column("until_ns", sa.BigInteger),
@@ -116,7 +117,7 @@ budgets = sa.Table(
     "budgets",
     metadata,
     sa.Column("name", sa.String(64), primary_key=True),
-    sa.Column("document_json", sa.Text, nullable=False),  # model.billing.budget.Budget
+    sa.Column("document_json", sa.Text, nullable=False),  # JSON of model.billing.budget.Budget
     sa.Column("set_ns", sa.BigInteger, nullable=False),
 )
 
@@ -134,7 +135,7 @@ notices = sa.Table(  # outbox of notices for the webhook
     metadata,
     sa.Column("seq", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
     sa.Column("at_ns", sa.BigInteger, nullable=False),
-    sa.Column("kind", sa.String(32), nullable=False),  # budget.warning, budget.reached, spend.alarm
+    sa.Column("kind", sa.String(32), nullable=False),  # kind of notice: budget.warning, budget.reached or spend.alarm
     sa.Column("document_json", sa.Text, nullable=False),
     sa.Column("tries", sa.Integer, nullable=False, default=0),
     sa.Column("sent_ns", sa.BigInteger),
@@ -160,13 +161,13 @@ nodes = sa.Table(
     sa.Column("principal", sa.ForeignKey("principals.name"), nullable=False),  # owner of the agent's token
     sa.Column("token_id", sa.String(26), nullable=False, default=""),  # token of the agent's last registration
     sa.Column("pool", sa.ForeignKey("pools.name"), nullable=False),
-    sa.Column("hello_json", sa.Text, nullable=False),  # last wire.agents.AgentHello, without its attempts
+    sa.Column("hello_json", sa.Text, nullable=False),  # last wire.agents.AgentHello of the node, without its attempts
     sa.Column("seen_ns", sa.BigInteger, nullable=False),  # coalesced
     sa.Column("forgotten_ns", sa.BigInteger),
     sa.Column("rules_json", sa.Text, nullable=False, default="{}"),  # a document of type wire.nodes.NodeRules
 )
 
-node_bindings = sa.Table(  # the node that may use a token; an administrator must approve it first
+node_bindings = sa.Table(  # node that may use a token, once an administrator has approved the node
     "node_bindings",
     metadata,
     sa.Column("token", sa.ForeignKey("tokens.id"), primary_key=True),
@@ -178,7 +179,7 @@ node_bindings = sa.Table(  # the node that may use a token; an administrator mus
     sa.Column("approved_ns", sa.BigInteger),
     sa.Column(
         "approved_by", sa.String(64), nullable=False, default=""
-    ),  # a principal, a join token, "server", "upgrade"
+    ),  # approved by: a principal, a join token, "server" or "upgrade"
     sa.Index("ix_node_bindings_node", "node"),
 )
 
@@ -199,7 +200,7 @@ runs = sa.Table(
     sa.Column("team", sa.String(64), nullable=False, default=""),
     sa.Column("name", sa.String(256), nullable=False, default=""),
     sa.Column("pool", sa.String(64), nullable=False, default=""),
-    sa.Column("priority", sa.Integer, nullable=False),  # Lower values are served first.
+    sa.Column("priority", sa.Integer, nullable=False),  # priority of the run; runs with lower values start first
     sa.Column("state", sa.String(16), nullable=False),
     sa.Column("reason", sa.String(32)),
     sa.Column("detail", sa.Text, nullable=False, default=""),
@@ -209,7 +210,7 @@ runs = sa.Table(
     sa.Column("infra_retries_used", sa.Integer, nullable=False, default=0),
     sa.Column("fault_retries_used", sa.Integer, nullable=False, default=0),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
-    # start of the run's age in the queue; a requeued run keeps it
+    # time from which the queue counts the run's age; requeueing does not change this time
     sa.Column("queued_ns", sa.BigInteger, nullable=False),
     sa.Column("started_ns", sa.BigInteger),
     sa.Column("ended_ns", sa.BigInteger),
@@ -232,7 +233,8 @@ runs = sa.Table(
     sa.Column("saved", sa.Integer, nullable=False, default=0, server_default="0"),  # Newest attempt with a checkpoint.
     # consecutive attempts without a checkpoint.
     sa.Column("unsaved", sa.Integer, nullable=False, default=0, server_default="0"),
-    sa.Column("ran", sa.Integer, nullable=False, default=0, server_default="0"),  # attempts that count for its policy
+    # number of attempts that count against the maximum of the usage policy
+    sa.Column("ran", sa.Integer, nullable=False, default=0, server_default="0"),
     # milliseconds of user code in earlier attempts
     sa.Column("ran_ms", sa.BigInteger, nullable=False, default=0, server_default="0"),
     sa.Index("ix_runs_queue", "state", "priority", "queued_ns"),
@@ -289,21 +291,21 @@ crews = sa.Table(  # the part of an attempt on one node: a supervisor and its ra
     sa.Column("first_rank", sa.Integer, nullable=False, default=0),
     sa.Column("gpus", sa.Integer, nullable=False),
     sa.Column("token_sha256", sa.String(64), nullable=False, unique=True),
-    # time of the last lease renewal written here; not every renewal is written
+    # last lease renewal that the server wrote to the database; it does not write every renewal
     sa.Column("lease_ns", sa.BigInteger, nullable=False),
-    sa.Column("grace_s", sa.Float, nullable=False),  # longest granted time without an answer of the server, in seconds
+    sa.Column("grace_s", sa.Float, nullable=False),  # maximum seconds without an answer of the server
     sa.Column("state", sa.String(16), nullable=False),
     sa.Column("before", sa.String(16)),  # state before UNREACHABLE
     sa.Column("began", sa.Boolean, nullable=False, default=False),
     sa.Column("reason", sa.String(32)),
-    # for an ended attempt: true if no process of it is left
+    # true if no process of the ended attempt remains on the node
     sa.Column("proven", sa.Boolean, nullable=False, default=True),
     sa.Column("sentence", sa.Text, nullable=False, default=""),
-    sa.Column("leave_ns", sa.BigInteger),  # deadline announced to the owner for leaving the node
+    sa.Column("leave_ns", sa.BigInteger),  # announced deadline for leaving the node
     sa.Column("started_ns", sa.BigInteger),
     sa.Column("ended_ns", sa.BigInteger),
     sa.Column("settled_ns", sa.BigInteger),
-    # reason of the end as the node reported it, after the server had given the attempt up
+    # end reason that the node reported after the server had given the attempt up
     sa.Column("late_reason", sa.String(32)),
     sa.Column("stopped_json", sa.Text),  # record of the stop, as model.lifecycle.attempt.Stopped
     sa.Column("receipt_json", sa.Text),
@@ -327,7 +329,7 @@ secrets = sa.Table(
     sa.Column("kind", sa.String(8), primary_key=True),  # user, team
     sa.Column("owner", sa.String(64), primary_key=True),
     sa.Column("name", sa.String(64), primary_key=True),
-    sa.Column("version", sa.Integer, primary_key=True),  # 1, 2, 3 … for each name; a deletion also takes a number
+    sa.Column("version", sa.Integer, primary_key=True),  # number per secret, from 1; deletions are numbered too
     # encrypted value; NULL after deletion, or after replacement once no attempt uses it
     sa.Column("sealed", sa.LargeBinary),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
@@ -342,7 +344,7 @@ orders = sa.Table(  # outbox of orders, written with each decision and delivered
     sa.Column("run_id", sa.String(26), nullable=False),
     sa.Column("fence", sa.Integer, nullable=False),
     sa.Column("crew", sa.Integer, nullable=False, default=0),
-    sa.Column("kind", sa.String(8), nullable=False),  # start, stop
+    sa.Column("kind", sa.String(8), nullable=False),  # kind of order: start or stop
     sa.Column("stop", sa.String(16)),
     sa.Column("created_ns", sa.BigInteger, nullable=False),
     sa.Column("taken_ns", sa.BigInteger),
@@ -354,7 +356,7 @@ events = sa.Table(
     "events",
     metadata,
     sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
-    sa.Column("seq", sa.Integer, primary_key=True),  # 1, 2, 3 … of this run
+    sa.Column("seq", sa.Integer, primary_key=True),  # sequence number within the run, from 1
     sa.Column("fence", sa.Integer, nullable=False),
     sa.Column("at_ns", sa.BigInteger, nullable=False),
     sa.Column("state", sa.String(16), nullable=False),
@@ -398,7 +400,7 @@ accounts = sa.Table(  # dimensions of usage: the owner, pool, tags and other val
     sa.Column("policy", sa.String(64), nullable=False),
     sa.Column("gpu_type", sa.String(256), nullable=False),
     sa.Column("name", sa.String(256), nullable=False),  # name of the run
-    sa.Column("workload", sa.String(16), nullable=False),  # function, command, kernel
+    sa.Column("workload", sa.String(16), nullable=False),  # kind of workload: function, command or kernel
     sa.Column("environment", sa.String(64), nullable=False),  # address of the snapshot, or ""
     sa.Column("currency", sa.String(8), nullable=False),
     sa.Column("tags_json", sa.Text, nullable=False),
@@ -415,7 +417,7 @@ charges = sa.Table(  # the ledger of `LedgerEntry` rows; append-only, and kept w
     sa.Column("fence", sa.Integer, nullable=False),
     sa.Column("crew", sa.Integer, nullable=False, default=0),
     sa.Column("number", sa.Integer, nullable=False),
-    sa.Column("kind", sa.String(16), nullable=False),  # original, reversal, restated
+    sa.Column("kind", sa.String(16), nullable=False),  # kind of entry: original, reversal or restated
     sa.Column("provisional", sa.Boolean, nullable=False),
     sa.Column("account_id", sa.ForeignKey("accounts.id"), nullable=False),
     sa.Column("posted_ns", sa.BigInteger, nullable=False),
@@ -547,9 +549,9 @@ server_identity = sa.Table(  # one row: identity of the database, and the server
     sa.Column("name", sa.String(16), primary_key=True),
     sa.Column("database_id", sa.String(32), nullable=False),  # random, assigned once
     sa.Column("generation", sa.BigInteger, nullable=False),  # incremented by each server that claims the database
-    sa.Column("holder", sa.String(64), nullable=False),  # `LeaderLock.name` of the owner; each process has another one
+    sa.Column("holder", sa.String(64), nullable=False),  # `LeaderLock.name` of the owner, different for each process
     sa.Column("claimed_ns", sa.BigInteger, nullable=False),
-    # only SQLite counts; PostgreSQL's writers share no row
+    # number of commits in SQLite; the writers of PostgreSQL must not share a row
     sa.Column("commits", sa.BigInteger, nullable=False, default=0),
     sa.Column("probed_ns", sa.BigInteger, nullable=False, default=0),  # time of the last probe write by `/health`
 )

@@ -1,11 +1,12 @@
-"""Counts every request and logs a line about it; this middleware refuses nothing.
+"""Counts and logs every request; this middleware refuses no request.
 
     request ─▶ an identifier, bound for every log line of the request ─▶ proxy ─▶ authentication ─▶ route
                 └─ response: header SGPU-Request ─▶ histogram by method, route, class of status ─▶ one line
 
 A line contains the declared route, never the path, and no data of the request. Every node sends frequent requests such
-as heartbeats. The log has one in a hundred of them, and every one that failed or was slow. Requests refused before
-authentication could fill the log. The log limits their lines per second, and the next line says how many it dropped.
+as heartbeats. The log has a line for one in a hundred of these requests, and for each that failed or was slow. Requests
+that are refused before authentication could fill the log. The middleware therefore limits their lines per second. The
+next line reports the number of dropped lines.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ QUIET = frozenset(
         ("POST", "/attempts/{run}/{fence}/report"),
     }
 )
-"""The log has one line for every `QUIET_EVERY` of these requests."""
+"""Frequent requests; the log has a line for one in `QUIET_EVERY` of these."""
 QUIET_EVERY = 100
 SLOW_S = 1.0
 REFUSED_PER_S = 20
@@ -130,7 +131,7 @@ class _Budget:
         self._left_out = 0
 
     def spend(self) -> int | None:
-        """Return how many lines were dropped before this one, or None if this one is dropped too."""
+        """Return the number of lines dropped before this line, or None to drop this line too."""
         second = self._clock.boottime_ns() // 1_000_000_000
         if second != self._second:
             self._second, self._spent = second, 0

@@ -4,16 +4,16 @@
                                      │             └▶ token ─▶ route ─▶ allowed?  ─▶ body bounds ─┴▶ route
                                   refused             401      404/405   403          413, 415
 
-The order of the checks matters. The Host check stops pages in a user's browser, even if they know a token. A caller
-without a token cannot learn which paths exist. The server reads a body only after its sender is authorized, up to a
-limit and only in the declared type.
+The order of the checks matters. The Host check refuses requests from web pages in a user's browser, even with a valid
+token. A caller without a token cannot learn which paths exist. The server reads a body only after its sender is
+authorized, up to a limit and only in the declared type.
 
 `PUBLIC_ROUTES` is the complete list of routes without a token. The server does not start if this list differs from the
 routes declared with `needs=PUBLIC`. The API has no WebSockets and no mounts; the middleware refuses both.
 
-The middleware finds the route in the table from which the application is built. The middleware stores the route and the
-caller in the request's scope. A route serves only requests that the middleware admitted for exactly this route. If two
-parsers disagree about a path, the result is therefore a refusal and not a security hole.
+The middleware finds the route in the table from which `composition.py` builds the application. The middleware stores
+the route and the caller in the request's scope. A route serves only requests that the middleware admitted for exactly
+this route. If two parsers disagree about a path, the result is therefore a refusal and not a security hole.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ HEADER_BYTES_MAX = 32 << 10
 PATH_BYTES_MAX = 4 << 10
 TOKEN_CHARACTERS_MAX = 200
 BODY_SILENCE_S = 60.0
-"""Seconds that an incomplete body may send nothing."""
+"""Maximum seconds between two parts of a request body."""
 AUTHENTICATING_MAX = 8
-"""Maximum number of concurrent token checks; bad tokens then cannot occupy all threads."""
+"""Maximum number of concurrent token checks, so that requests with bad tokens cannot occupy all threads."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _BEARER = "bearer "
 
@@ -89,7 +89,7 @@ class WrongMethod(InvalidValue):
 
     def __init__(self, method: str, possible: Collection[str]) -> None:
         self.possible = ", ".join(possible)
-        super().__init__(f"{method[:20]} is not possible here", hint=f"possible: {self.possible}")
+        super().__init__(f"this path does not support {method[:20]}", hint=f"possible: {self.possible}")
 
 
 class WrongContent(InvalidValue):
@@ -131,7 +131,7 @@ class AuthMiddleware:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008, "reason": "there are no WebSockets here"})
+            await send({"type": "websocket.close", "code": 1008, "reason": "the server does not support WebSockets"})
         else:
             await self._http(scope, receive, send)
 
@@ -162,10 +162,10 @@ class AuthMiddleware:
         who = await to_thread.run_sync(self._authenticate, token, limiter=self._asking)
         server_log.note(principal=who.name)
         if not routes:
-            raise NotFound(f"there is nothing at {scope['path'][:200]!r}", hint="docs/openapi.json lists all routes")
+            raise NotFound(f"no route has the path {scope['path'][:200]!r}", hint="docs/openapi.json lists all routes")
         if route is None:
             raise WrongMethod(scope["method"], routes)
-        scope[ROUTE] = route  # for the log, also if the route refuses this caller
+        scope[ROUTE] = route  # for the log, even if the route refuses this caller
         call = self._call(route, who, self._reach_of(who, route, scope["path"]))
 
         def admit_again() -> None:
@@ -200,11 +200,12 @@ class AuthMiddleware:
         if len(hosts) != 1 or _name(hosts[0]) not in self._hosts:
             shown = ", ".join(host[:100] for host in hosts) or "no name"
             raise NotAllowed(
-                f"this server is not reached as {shown!r}", hint="add the name with `sgpu up --allow-host NAME`"
+                f"the server does not accept the host name {shown!r}",
+                hint="add the name with `sgpu up --allow-host NAME`",
             )
         for origin in request.headers.getlist("origin"):
             if urlsplit(origin).netloc.lower() != hosts[0].lower():
-                raise NotAllowed("requests from pages of other sites are refused")
+                raise NotAllowed("the server refuses requests from pages of other sites")
 
 
 class _Table:
@@ -259,7 +260,7 @@ class _Bounded:
             async with asyncio.timeout(BODY_SILENCE_S):
                 message = await self._receive()
         except TimeoutError:
-            raise InvalidValue(f"the body made no progress for {BODY_SILENCE_S:.0f} s") from None
+            raise InvalidValue(f"no data of the request body arrived for {BODY_SILENCE_S:.0f} s") from None
         self._taken += len(message.get("body", b""))
         self._complete = not message.get("more_body", False)
         if self._taken > self._limit:
@@ -299,7 +300,7 @@ def _check_body(request: HttpRequest, route: Route) -> None:
         raise WrongContent("the server accepts only uncompressed bodies")
     lengths = request.headers.getlist("content-length")
     if len(lengths) > 1 or not all(length.isascii() and length.isdigit() for length in lengths):
-        raise InvalidValue("Content-Length is not one number")
+        raise InvalidValue("the Content-Length header must be one number")
     if lengths and int(lengths[0]) > route.limit:
         raise TooLarge(f"a body of {int(lengths[0])} bytes is larger than the limit of {route.limit}")
 
@@ -336,7 +337,7 @@ class Authenticator:
                 self._database.write(lambda connection: principals.note_use(connection, [who.token_id], now_ns=now_ns))
             except ServerProblem as error:
                 # Reads must work even when the disk is full.
-                _log.warning("the use of token %s was not recorded: %s", who.token_id, error.message)
+                _log.warning("the server could not record the use of token %s: %s", who.token_id, error.message)
         return who
 
     def reach(self, who: Caller, need: Need) -> str:

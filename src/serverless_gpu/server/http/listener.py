@@ -1,18 +1,21 @@
 """Opens the server's listening sockets, bounds its connections, and locks its home.
 
-    lock     server.lock and server/lock, held until the process ends. They refuse a second server of the home.
+    lock     server.lock and server/lock, held until the process ends. They prevent a second server of the home.
+
              Servers of one PostgreSQL may share server/. The database then decides which of them works
              (`leader_lock.py`).
-    port     The configured port, else the last one (server/port), else 7878, else any free one. The server stores
+    port     The configured port, else the last port (server/port), else 7878, else any free port. The server stores
+
              the port for the next start.
     beside   A second socket on loopback, without TLS, if the first is not plain HTTP on loopback. This machine's
              own node and clients use this socket, so that they need no host name and no certificate.
     protocol uvicorn's protocol with three more bounds: on the length and duration of headers, on silent
-             connections, and on the number of connections. The last one keeps the server from running out of
+             connections, and on the number of connections. The last bound keeps the server from running out of
+
              descriptors. Over the limit, the server closes the connection with the longest idle time.
 
-The server stores its port, so that earlier clients find it after a restart. The port can change only if the operator
-configured none.
+The server stores its port, so that earlier clients find the server after a restart. The port can change only if the
+operator did not configure a port.
 """
 
 from __future__ import annotations
@@ -41,13 +44,13 @@ BACKLOG = 2048
 HEAD_BYTES_MAX = 64 << 10
 """Maximum bytes of a request line and headers; the limit in `AuthMiddleware` is lower."""
 HEAD_S = 20.0
-"""Seconds that a connection gets to send the headers of a request, and to start the first one."""
+"""Seconds in which a new connection must start a request, and in which a request's headers must be complete."""
 CONNECTIONS_MAX = 10_000
 OTHER_FILES = 256
 """Descriptors reserved for other uses than connections: the database, logs, bodies in transfer."""
 _turns = itertools.count()
 
-_HINT = "`sgpu status` shows it; for a second server, use another SERVERLESS_GPU_HOME"
+_HINT = "`sgpu status` shows the running server; for a second server, use another SERVERLESS_GPU_HOME"
 
 
 @contextlib.contextmanager
@@ -56,8 +59,8 @@ def lock_server(directory: Path, *, may_share: bool = False) -> Iterator[str]:
 
     Args:
         directory: the server's directory.
-        may_share: True if a process of another home may hold the directory's lock. That process may be paused, and
-            the database decides if this one replaces it.
+        may_share: True if a process of another home may hold the directory's lock. That process may be paused. The
+            database then decides if this process replaces it.
 
     Yields:
         A description of the process that holds the directory's lock, or "".
@@ -91,7 +94,7 @@ def _held(path: Path, hint: str = _HINT) -> Iterator[None]:
         except BlockingIOError:
             said = os.pread(fd, 200, 0).decode("utf-8", "replace").strip()
             raise ServerProblem(
-                f"a server of this home runs already{': ' + said if said else ''}",
+                f"a server of this home is already running{': ' + said if said else ''}",
                 hint=hint,
             ) from None
         except OSError as error:
@@ -108,7 +111,7 @@ class ListeningSockets(NamedTuple):
 
     Attributes:
         main: socket for all clients.
-        beside: plain HTTP socket on loopback for this machine; None where `main` already is such a socket.
+        beside: plain HTTP socket on loopback for this machine; None if `main` is already such a socket.
     """
 
     main: socket.socket
@@ -161,7 +164,7 @@ def url_of(settings: Settings, listening: ListeningSockets) -> str:
 
 
 def host_names(settings: Settings, certified: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the names of the server in addition to those of loopback."""
+    """Return the server's host names, without the names of loopback."""
     own = () if _is_unspecified(settings.host) else (settings.host,)
     return tuple(f"[{name}]" if ":" in name else name for name in (*own, *settings.hosts, *certified))
 
@@ -181,7 +184,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._quiet_since = next(_turns)
         self._wait_for_head()
         if len(self.connections) > connections_max():
-            # This closes the connection with the longest idle time, or the new one if all others are busy.
+            # Close the connection with the longest idle time, or the new connection if all others are busy.
             there = (one for one in self.connections if isinstance(one, BoundedProtocol) and not one.is_closing)
             min(there, key=lambda one: (one.quiet_since, one is self)).transport.close()
 
@@ -206,7 +209,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Process received bytes, and close the connection if the head of a request is too long."""
         was_in_head, self._one_is_over = self._in_head, False
         super().data_received(data)
-        # Otherwise the head began somewhere within these bytes.
+        # If the head began within these bytes, they do not count.
         if was_in_head and self._in_head and not self._one_is_over:
             self._head_bytes += len(data)
         if self._in_head and self._head_bytes > HEAD_BYTES_MAX:
@@ -253,7 +256,7 @@ def connections_max() -> int:
 
 
 def _remembered(host: str, file: Path, first: int) -> socket.socket:
-    """Return a socket on the last port, else on the first choice, else on any; store the port."""
+    """Return a socket on the last port, else on the preferred port, else on any; store the port."""
     ports = [first, 0]
     with contextlib.suppress(OSError, ValueError):
         last = int(file.read_text(encoding="ascii"))
@@ -301,7 +304,7 @@ def _is_unspecified(host: str) -> bool:
 
 
 def lock_holder(directory: Path) -> int | None:
-    """Return the pid of the server that runs in a directory, or None without one."""
+    """Return the pid of the server that runs in a directory, or None if no server runs."""
     try:
         fd = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

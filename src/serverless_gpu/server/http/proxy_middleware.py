@@ -46,7 +46,7 @@ class ProxyMiddleware:
         self.busy = 0
 
     def close(self) -> None:
-        """Refuse new requests, and end streams, which have no end of their own."""
+        """Refuse new requests, and end streams, which would otherwise never end."""
         self._hub.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,11 +90,11 @@ def _check_tls(scope: Scope) -> None:
     said = [value for name, values in scope["headers"] if name == b"x-forwarded-proto" for value in values.split(b",")]
     if not said:
         raise NotAllowed(
-            "the proxy does not say that it was reached by TLS",
+            "the proxy does not report that its client used TLS",
             hint="configure the proxy to set X-Forwarded-Proto (see the how-to)",
         )
     if any(value.strip().lower() != b"https" for value in said):
-        raise NotAllowed("the proxy was reached without TLS", hint="use https://")
+        raise NotAllowed("the client reached the proxy without TLS", hint="use https://")
 
 
 def _address(scope: Scope) -> _Address | None:

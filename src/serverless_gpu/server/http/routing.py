@@ -19,7 +19,7 @@
 
 Parameters of a handler:
 
-* The first one is the `Call`: the caller (`call.who`), and the caller's reach (`call.reach`).
+* The first parameter is the `Call`: the caller (`call.who`), and the caller's reach (`call.reach`).
 
 * `query` is a `Query`. The server refuses unknown parameters.
 
@@ -37,10 +37,10 @@ response (annotated like `-> Health | Response`). Exceptions of `errors.py` beco
 of their class. The server logs any other exception and answers 500 without details. Raise `NotFound` for objects that
 the caller may not see.
 
-`needs` names the requirement that `AuthMiddleware` checks before it reads the body:
+`needs` names the requirement that `AuthMiddleware` checks before reading the body:
 
     reading(noun), writing(noun)   access to a resource of `model.access_control`
-    ANY_CALLER                        any valid token
+    ANY_CALLER                     any valid token
     ATTEMPT                        the attempt's own token; the path has {run} and {fence}
     PUBLIC                         no token; the route must also be in the list `PUBLIC_ROUTES`
 
@@ -164,7 +164,7 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Call:
-    """One admitted request on its way through a route.
+    """An admitted request.
 
     Attributes:
         who: the caller that the token belongs to.
@@ -173,7 +173,7 @@ class Call:
         measures: metrics that count streams.
         again: authorizes the caller again and updates `who` and `reach`; raises `NotAuthenticated` or `NotAllowed`;
             called in a thread.
-        look: check by the route while it streams; raises `NotFound` once the object is out of reach.
+        look: check that the server repeats during a stream; raises `NotFound` once the caller may not see the object.
     """
 
     def __init__(self, route: Route, who: Caller, reach: str, *, clock: Clock, measures: ServerMetrics) -> None:
@@ -219,7 +219,7 @@ class Incoming:
 class Stream(Generic[T]):
     """A response of server-sent events, one JSON object each; ends when `source` ends.
 
-    `source` yields messages, and None after some time without a message. The iterator must end soon after the hub was
+    `source` yields messages, and None after some time without a message. The iterator must end soon after the hub is
     closed. The server reads `source` at the reader's pace. The server closes `source` when the reader disconnects or
     loses access. A revoked token or a lost team membership ends its streams within some seconds.
     """
@@ -415,7 +415,7 @@ def _newer(protocol: str, error: InvalidValue) -> InvalidValue:
     if not (protocol.isascii() and protocol.isdigit() and len(protocol) < 6) or int(protocol) <= PROTOCOL:
         return error
     return InvalidValue(
-        f"the client uses protocol {protocol}, and this server uses {PROTOCOL}: {error.message}",
+        f"the client uses protocol {protocol}, but this server supports at most {PROTOCOL}: {error.message}",
         hint="upgrade serverless-gpu on the server first",
     )
 
@@ -437,7 +437,7 @@ def _query(request: HttpRequest, kind: Any) -> object:
 
 
 def _identified(parts: typing.Mapping[str, object]) -> dict[str, object]:
-    """Return the identifiers in a path, which the log may contain, without any other text of the caller."""
+    """Return the identifiers in a path that the log may contain; leave out the caller's other text."""
     named = {
         name: str(parts[name]) for name in ("run", "node") if created_wall_ns(str(parts.get(name, ""))) is not None
     }
@@ -466,7 +466,7 @@ def make_response(call: Call, answer: object) -> Response:
 
 
 def range_response(read: Reader, size: int, asked: str) -> Response:
-    """Return the bytes that a request asks for.
+    """Return a response with the bytes that a request selects.
 
     Args:
         read: source of the bytes.

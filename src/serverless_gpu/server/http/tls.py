@@ -9,12 +9,12 @@ Open connections keep their certificate, so a renewal does not interrupt them.
 
 Failure cases:
 
-* A file is missing or invalid, the key belongs to another certificate, or other users may read the key. The start
-  refuses all of these. A renewal logs the reason and keeps the certificate in use.
+* A file is missing or invalid, the key belongs to another certificate, or other users may read the key. A starting
+  server refuses all of these. A renewal logs the reason and keeps the certificate in use.
 
 * The certificate has expired or is not yet valid. A start logs an ERROR and continues, because local calls and runs use
-  loopback without a certificate. Without a server these runs would end after the grace. A renewal refuses such a
-  certificate and keeps the one in use.
+  loopback without a certificate. Without a server these runs would end after the partition grace. A renewal refuses
+  such a certificate and keeps the certificate in use.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CertificateInUse(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...]
 
     def sentence(self, now_ns: int) -> str:
-        """Return a message about the expiry."""
+        """Return a message about the expiry of the certificate."""
         apart = format_days_ms(abs(self.until_ns - now_ns) // 1_000_000)
         when = f"ended {apart} ago" if self.until_ns <= now_ns else f"ends in {apart}"
         return f"the certificate {self.path} ({', '.join(self.names) or 'without names'}) {when}"
@@ -63,7 +63,7 @@ class Certificate:
         self.in_use = self._take(ended_too=True)
 
     def sentence(self) -> str:
-        """Return a message about the expiry."""
+        """Return a message about the expiry of the certificate."""
         return self.in_use.sentence(self._clock.wall_ns())
 
     def renew(self) -> None:
@@ -71,7 +71,7 @@ class Certificate:
         try:
             self.in_use = self._take(ended_too=False)
         except InvalidValue as error:
-            _log.error("the certificate was not renewed, the one in use stays: %s", error.message)
+            _log.error("the server did not renew its certificate and continues with the current one: %s", error.message)
 
     @property
     def is_over(self) -> bool:
@@ -86,14 +86,15 @@ class Certificate:
             raise InvalidValue(found.sentence(now_ns), hint="install a valid certificate, then send SIGHUP again")
         if not ended_too and from_ns > now_ns:
             begins = format_days_ms((from_ns - now_ns) // 1_000_000)
-            raise InvalidValue(f"the certificate {found.path} is not good before {begins} from now")
+            raise InvalidValue(f"the certificate {found.path} is not valid yet; it becomes valid in {begins}")
         try:
-            # A test load first, because a failed load must not leave half of a certificate in use.
+            # Test the files in another context first, because a failed load must not leave half of a certificate in
+            # use.
             _context().load_cert_chain(self._cert, self._key, self._no_passphrase)
             self.context.load_cert_chain(self._cert, self._key, self._no_passphrase)
         except (OSError, ssl.SSLError) as error:
             hint = "check that the key belongs to the certificate"
-            raise InvalidValue(f"{self._cert} and {self._key} do not go together: {error}", hint=hint) from error
+            raise InvalidValue(f"{self._cert} and {self._key} do not match: {error}", hint=hint) from error
         soon = logging.WARNING if found.until_ns - now_ns < SOON_NS else logging.INFO
         _log.log(logging.ERROR if found.until_ns <= now_ns else soon, "%s", found.sentence(now_ns))
         self._write_down(found)
@@ -106,12 +107,12 @@ class Certificate:
             beside.write_bytes(msgspec.json.encode(found))
             beside.replace(self._directory / FILE)
         except OSError as error:
-            _log.warning("%s was not written: %s", self._directory / FILE, error.strerror)
+            _log.warning("the server could not write %s: %s", self._directory / FILE, error.strerror)
 
     def _no_passphrase(self) -> str:
         hint = (
-            f"write it without a passphrase: openssl pkey -in {self._key} -out FILE; only the server's user "
-            "may read that file"
+            f"write the key without a passphrase: openssl pkey -in {self._key} -out FILE; make FILE readable only "
+            "for the server's user"
         )
         raise InvalidValue(f"{self._key} has a passphrase; encrypted keys are not supported", hint=hint)
 
@@ -143,7 +144,7 @@ def _read(path: Path) -> tuple[CertificateInUse, int]:
         first = x509.load_pem_x509_certificates(path.read_bytes())[0]
     except (OSError, ValueError) as error:
         raise InvalidValue(
-            f"{path} is no certificate: {error}", hint="write a PEM file: the certificate, then its chain"
+            f"{path} is not a certificate: {error}", hint="write a PEM file: the certificate, then its chain"
         ) from error
     try:
         alternatives = first.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -165,7 +166,7 @@ def _check_private(key: Path) -> None:
     except OSError as error:
         raise InvalidValue(f"{key} cannot be read: {error.strerror}") from error
     if stat.S_ISDIR(status.st_mode):
-        raise InvalidValue(f"{key} is a directory", hint="give the file of the key to --tls-key")
+        raise InvalidValue(f"{key} is a directory", hint="pass the key file with --tls-key")
     forbidden = 0o077 if status.st_uid == os.geteuid() != 0 else 0o027
     if status.st_mode & forbidden:
-        raise InvalidValue(f"others may read {key}", hint=f"chmod 600 {key}")
+        raise InvalidValue(f"other users can read {key}", hint=f"chmod 600 {key}")

@@ -6,14 +6,15 @@
     server/join.token    a token of the same service, with which one machine may join within a day; a start replaces it
                          when it is used up or has expired
 
-Each start checks that the database knows the tokens in the files. The server replaces an unknown token after a first
-start, a lost file, a change of the database, or a crash between file and database. The server writes the file first,
-then the row, and revokes the file's earlier token. An operator can therefore change a token by deleting its file and
-restarting. A known token stays, even if it was revoked.
+Each start checks that the database knows the tokens in the files. The server replaces a token that the database does
+not know. Possible reasons are a first start, a lost file, a change of the database, or a crash between file and
+database. The server writes the file first, then the row, and revokes the file's earlier token. An operator can
+therefore change a token by deleting its file and restarting. The server does not replace a known token, even after its
+revocation.
 
 The first two tokens expire 90 days after their creation. Each use extends the node's token. The server replaces the
-administrator's token in its last 30 days, at a start and by `FileTokens` while it runs. The old token stays valid until
-its own end, so waiting clients can still use it.
+administrator's token in its last 30 days, at a start or through `FileTokens` while the server runs. The old token stays
+valid until its expiry, so waiting clients can still use the old token.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class FirstTokens(msgspec.Struct, frozen=True, kw_only=True):
 def first_tokens(
     database: Transactions, directory: Path, *, login: str, now_ns: int, node: NodeIdentity | None = None
 ) -> FirstTokens:
-    """Return the tokens of the server's files, and create missing ones.
+    """Return the tokens in the server's files, and create missing tokens.
 
     The administrator gets the name `login`, the operating system's login name of the user who starts the server. The
     node's token is bound to `node`.
@@ -76,7 +77,7 @@ def first_tokens(
 
 
 class FileTokens:
-    """Replaces the administrator's token in its file before it expires. For one thread."""
+    """Replaces the administrator's token in its file before the token expires. Not thread-safe."""
 
     def __init__(
         self, *, settings: Settings, clock: Clock, database: Transactions, login: str, renewed: Callable[[], None]
@@ -106,7 +107,7 @@ def _admin_token(database: Transactions, directory: Path, *, login: str, now_ns:
 
 
 def join_token(database: Transactions, directory: Path, *, now_ns: int) -> str:
-    """Return the token for joining machines; create one if it is missing, used up or expired."""
+    """Return the token for joining machines; replace a token that is missing, used up or expired."""
     path = directory / "join.token"
     with contextlib.suppress(FileNotFoundError):
         secret = path.read_text(encoding="ascii", errors="replace").strip()
@@ -156,7 +157,7 @@ def _held(
     secret = principals.new_secret()
     write_private(path, f"{secret}\n".encode())
     faults.reach("after_token_file_before_row")
-    # Another machine or home that uses the same database has tokens of its own.
+    # Another machine or home that uses the same database has its own tokens.
     label = f"made by the server: {path.name} ({sha256(f'{machine()}:{path.absolute()}')[:12]})"
     new = NewToken(principal=wanted.name, label=label, scopes=scopes, expires_ns=expires_ns)
     database.write(lambda connection: _grant(connection, wanted, new, secret=secret, kept=before, now_ns=now_ns))
@@ -197,7 +198,7 @@ def _bind(connection: sa.Connection, token_id: str, node: NodeIdentity | None, *
 
 
 def _is_spent(connection: sa.Connection, token_id: str, *, now_ns: int) -> bool:
-    """Return True if no machine can join with a token any more. A revoked token stays in its file."""
+    """Return True if a token is used up or expired. The server keeps a revoked token in its file."""
     with contextlib.suppress(NotFound):
         token = principals.token(connection, token_id)
         invitation = nodes.invitation(connection, token_id)

@@ -1,7 +1,8 @@
 """Creates and changes users, services, teams and tokens, and serves their routes.
 
-Each change and its entry in the audit are one transaction. A token with scopes must not lead to more rights. Such a
-token cannot create or change principals. Tokens that it creates have none but its own scopes.
+The service writes each change and its audit entry in one transaction. A token with scopes must not give access to more
+rights. Callers with such a token cannot create or change principals. They can create only tokens that have some or all
+of these scopes.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class PrincipalService:
         return changed
 
     def delete(self, who: Caller, name: str) -> PrincipalView:
-        """Delete a user or service that nothing refers to; return it as it was."""
+        """Delete a user or service without references; return the deleted principal."""
         _check_unscoped(who)
         if name == who.name:
             raise InvalidValue("you cannot delete yourself", hint="ask another administrator")
@@ -110,7 +111,7 @@ class PrincipalService:
 
         def work(connection: sa.Connection) -> PrincipalView:
             found = principals.principal(connection, name)
-            disabling = f"to only end their access: sgpu user set {name} --disable"
+            disabling = f"to keep {name} but end the access: sgpu user set {name} --disable"
             references.refuse(f"user {name!r}", references.of_principal(connection, name), also=disabling)
             principals.delete_principal(connection, name)
             detail = {"kind": found.kind, "role": found.role, "teams": found.teams}
@@ -122,7 +123,7 @@ class PrincipalService:
         return deleted
 
     def delete_team(self, who: Caller, name: str) -> TeamView:
-        """Delete a team that nothing refers to; return it as it was."""
+        """Delete a team without references; return the deleted team."""
         _check_unscoped(who)
         now_ns = self._clock.wall_ns()
 
@@ -192,7 +193,7 @@ class PrincipalService:
         if not covers(reach, name=who.name, teams=(), owner=owner):
             raise NotFound(f"there is no user or service {owner[:64]!r}")
         if who.scopes and not (request.scopes and set(request.scopes) <= set(who.scopes)):
-            hint = f"this token can pass on these scopes: {', '.join(who.scopes)}"
+            hint = f"a token that you create with this token can have these scopes: {', '.join(who.scopes)}"
             raise NotAllowed("a token with scopes cannot create a token with more rights", hint=hint)
         if request.expires_s is not None and not 0 < request.expires_s <= TOKEN_EXPIRY_MAX_S:  # also refuses NaN
             raise InvalidValue("the lifetime of a token must be more than 0 s and at most 10 years")
@@ -265,7 +266,7 @@ def change_user(call: Call, principals: PrincipalService, name: str, body: Princ
 
 @routes.delete("/users/{name}", needs=writing("users"))
 def delete_user(call: Call, principals: PrincipalService, name: str) -> PrincipalView:
-    """Delete a user or service that nothing refers to."""
+    """Delete a user or service without references."""
     return principals.delete(call.who, name)
 
 
@@ -290,7 +291,7 @@ def change_team(call: Call, principals: PrincipalService, team: str, body: TeamC
 
 @routes.delete("/teams/{team}", needs=writing("teams"))
 def delete_team(call: Call, principals: PrincipalService, team: str) -> TeamView:
-    """Delete a team that nothing refers to."""
+    """Delete a team without references."""
     return principals.delete_team(call.who, team)
 
 

@@ -1,13 +1,14 @@
 """Decides which principals a pool serves, because runs on a node share a uid.
 
-Every run of a node shares the uid of its agent. The code of one run can read files that another run leaves there. On
-the server's machine it can also read the server's key and tokens. A pool therefore serves only one principal, the
-server's first administrator. This holds until an administrator accepts the risk with `sgpu pool set --isolation none`.
+Every run of a node shares the uid of its agent. The code of one run can read files that another run leaves on the node.
+On the server's machine it can also read the server's key and tokens. A pool therefore serves only one principal, the
+server's first administrator. An administrator can accept the risk and lift this restriction with `sgpu pool set
+--isolation none`.
 
 The first administrator is the oldest user in the database, normally the user who started the server. A personal server
-therefore needs no decision, and a team member who submits first cannot become the first administrator. The server reads
-this from database rows, so it survives restarts. If that user is demoted or disabled, every principal waits for the
-decision.
+therefore needs no decision, and a team member who submits first cannot become the first administrator. The server
+derives the first administrator from database rows, so a restart does not change the result. If that user is demoted or
+disabled, every principal waits for the decision.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Exposure(msgspec.Struct, frozen=True, kw_only=True):
 
     principals: tuple[str, ...]  # Other principals that may start runs or own runs, by name.
     had_runs: tuple[str, ...]  # Other principals that own runs; their code may have run on this machine.
-    undecided: tuple[str, ...]  # Pools without a decision.
+    undecided: tuple[str, ...]  # Pools whose isolation no administrator has decided.
     closed: tuple[str, ...]  # Pools where runs of other principals wait, including the undecided pools.
     shared: tuple[str, ...]  # Pools where all runs share a uid.
 

@@ -3,9 +3,9 @@
     load(connection, after=…)     a page of runs in the order of their identifiers, with all their rows
     of_runs(connection, ids)      the same for named runs
 
-This module only reads. A page costs a handful of queries by key and is one snapshot of the database. Very large parts
-are omitted and listed (`RecordedRuns.skipped`), such as a run with many thousand events or an attempt with many
-thousand facts. A crew is the part of a gang on one node.
+This module only reads. A page costs a handful of queries by key and is one snapshot of the database. `load` omits very
+large data, such as a run with many thousand events or an attempt with many thousand facts, and lists them in
+`RecordedRuns.skipped`. A `Crew` is the part of a gang on one node.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FACTS_MAX = 20_000
 PARTS_MAX = 2_000
 """Maximum numbers of events of one run, facts of one page, and result parts of one page."""
 OfCrew = tuple[int, int]
-"""Fence and number of a crew, within its run."""
+"""Key of a node's part in a gang: the fence, and the node's number within the attempt."""
 _decode_fact = msgspec.json.Decoder(Fact).decode
 _decode_parts = msgspec.json.Decoder(tuple[str, ...]).decode
 
@@ -74,14 +74,14 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     """One run with all of its rows."""
 
     run: StoredRun
-    attempts: tuple[StoredAttempt, ...] = ()  # in the order of their fences
-    events: tuple[StoredEvent, ...] = ()  # in the order of their numbers; empty if there are too many
+    attempts: tuple[StoredAttempt, ...] = ()  # attempts, sorted by fence
+    events: tuple[StoredEvent, ...] = ()  # events, sorted by number; empty if the run has too many
     orders: tuple[RecordedOrder, ...] = ()
-    facts: Mapping[OfCrew, tuple[Fact, ...]] = {}  # by crew, in the order of their numbers
-    unread: frozenset[OfCrew] = frozenset()  # crews with too many facts to load
-    receipts: Mapping[OfCrew, SeenReceipt] = {}  # receipts by crew
+    facts: Mapping[OfCrew, tuple[Fact, ...]] = {}  # facts by node's part, sorted by number
+    unread: frozenset[OfCrew] = frozenset()  # keys with too many facts to load
+    receipts: Mapping[OfCrew, SeenReceipt] = {}  # receipts by node's part
     charges: Mapping[OfCrew, tuple[PostedEntry, ...]] = {}
-    """Entries of the ledger by crew, in the order of their numbers."""
+    """Ledger entries by node's part, sorted by number."""
     results: Mapping[int, Results] = {}  # results by fence
     actions: Mapping[str, int] = {}  # number of audit entries about this run, by action
 
@@ -89,7 +89,7 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
 class RecordedRuns(msgspec.Struct, frozen=True, kw_only=True):
     """Some runs in one snapshot of the database."""
 
-    runs: tuple[RecordedRun, ...] = ()  # in the order of their identifiers
+    runs: tuple[RecordedRun, ...] = ()  # sorted by run identifier
     absent: Mapping[str, Mapping[str, int]] = {}
     """Missing runs that the caller named: the number of audit entries about each, by action."""
     details: tuple[str, ...] = ()  # details of the audit entries about these runs
@@ -109,7 +109,7 @@ def load(connection: sa.Connection, *, after: str = "", limit: int = PAGE_RUNS) 
 
 
 def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> RecordedRuns:
-    """Return named runs; missing ones are in `absent`."""
+    """Return the named runs; `absent` contains the missing runs."""
     found = {run.id: run for run in run_rows.find_many(connection, run_ids)}
     ids = sorted(found)
     skipped = [f"events of run {run_id}" for run_id in ids if found[run_id].events > EVENTS_MAX]

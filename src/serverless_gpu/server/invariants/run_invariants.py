@@ -1,4 +1,4 @@
-"""Defines invariants of runs, which must hold after kills, losses, duplicates, delays, full disks.
+"""Defines invariants of runs, which hold after crashes, lost or repeated messages, and full disks.
 
     RecordedRuns (rows of some runs)   ─┐
     History (observations of clients    ├─▶ violations ─▶ [I3 run …: attempts 1 and 2 were on devices at the same time]
@@ -6,22 +6,23 @@
     LiveState (memory of a server)     ─┘
 
 Tests check simulated clusters and servers that were killed at each fault point. A running server checks itself
-(`self_check.py`). This module works on values: it uses no clock, no database and no log. Invariants that need more than
-rows are checked only if the caller gives that input. A crew is the part of a gang on one node.
+(`self_check.py`). This module works on values: it uses no clock, no database and no log. The module checks an invariant
+that needs more than rows only if the caller passes that input. A `Crew` is the part of a gang on one node.
 
     I1  Clients can read an acknowledged run until retention removes it. The audit records the removal.
-    I2  A run has one end. The end is its last event and never changes.
-    I3  Attempts of a run follow each other. No process of one is left when user code of the next begins, but its
-        devices may still be checked then. Only the last attempt may be open. User code runs again only for a retry.
-        crews      An attempt has one crew per node. Numbers and ranks are consecutive, and the devices add up.
-        ended      An attempt has ended when all of its crews have. No crew of a newer attempt exists before that,
-                   nor on a node where a process of an older attempt may be left.
-        written    The state of an unended run on several nodes follows from the states of its crews.
-        met        User code of several crews begins only after their rendezvous, and never in a cancelled gang.
-        released   All ranks have returned. After that, only a crew whose results are missing can change the end.
-        reason     A failed peer is never a crew's own reason.
-    I4  No device is lent twice at the same time, from the reservation until its check.
-    I5  States change only along the table. Events are numbered without a gap.
+    I2  A run ends once. The end is the run's last event and never changes.
+    I3  Attempts of a run do not overlap. No process of an attempt remains when user code of the next attempt begins,
+        but the node may still check its devices. Only the last attempt may be open. User code runs again only for
+        a retry.
+        crews      An attempt has one `Crew` per node. Numbers and ranks are consecutive, and the devices add up.
+        ended      An attempt has ended when it has ended on every node. A newer attempt starts only after that, and
+                   on no node that may have a process of an older attempt.
+        written    The state of an unended run on several nodes follows from the states on its nodes.
+        met        User code on several nodes begins only after the rendezvous, and never in a cancelled gang.
+        released   All ranks have returned. After that, only a node whose results are missing can change the end.
+        reason     The failure of a peer is never the reason of a whole run.
+    I4  A device belongs to one attempt at a time, from its reservation until its check.
+    I5  States change only as `MOVES` permits. The numbers of events have no gap.
     I6  SUCCEEDED: the complete result of every rank is stored.
     I7  Facts are in order, and a receipt exists only at an end. Charges follow from facts and tariff, and equal the
         receipt. Charges never change; the server only reverses and posts them again.
@@ -31,9 +32,10 @@ rows are checked only if the caller gives that input. A crew is the part of a ga
     I12 The server asks a run to stop when its hard budget is used up, which bounds the overspend
         (`model/billing/budget.py`).
     I14 Every waiting run has a reason.
-    I15 Everything that grows has a bound, and stays within it.
+    I15 Every growing table in memory has a bound and stays within the bound.
 
-Not checked: I9 and I10, which tests of the node check, and I13, because there are no schedules yet.
+This module does not check I9 and I10, because tests of the node check them. It does not check I13, because schedules do
+not exist yet.
 """
 
 from __future__ import annotations
@@ -69,10 +71,10 @@ from serverless_gpu.server.records.crews import StoredCrew
 from serverless_gpu.server.records.events import StoredEvent, is_remark
 
 LENDINGS_MAX = 50_000
-"""Maximum number of remembered lendings for the comparison with later pages."""
+"""Maximum number of remembered device lendings for the comparison with later pages."""
 Place = tuple[str, ...]
 UNPLACED_S = 60.0
-"""Seconds that a placeable run may wait; a shorter wait may be due to a slow scheduler."""
+"""Seconds that a placeable run may wait; a slow scheduler may explain a shorter wait."""
 UNTOLD_S = 60.0
 """Seconds that a run may wait without a reason."""
 UNSTOPPED_S = 30.0
@@ -85,7 +87,8 @@ MOVES: Mapping[State, frozenset[State]] = {
     State.STARTING: frozenset({State.RUNNING, State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
     State.RUNNING: frozenset({State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
     State.UNREACHABLE: _OPEN | {State.QUEUED} | TERMINAL,
-    # A final stop may replace a stop after which the run may continue. The state stays, and the change is an event.
+    # A final stop may replace a stop after which the run may continue. The state does not change, but the server writes
+    # an event.
     State.STOPPING: frozenset({State.STOPPING, State.UNREACHABLE, State.QUEUED}) | TERMINAL,
     **{state: frozenset() for state in TERMINAL},
 }
@@ -93,28 +96,28 @@ MOVES: Mapping[State, frozenset[State]] = {
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
-    """User code of one crew, as a test observed it on the node, by one clock for all crews."""
+    """User code of one attempt on one node, as a test observed it; all nodes use one clock."""
 
     run_id: str
     fence: int
     node: str
-    devices: tuple[str, ...]  # Identifiers, unique over all nodes.
+    devices: tuple[str, ...]  # Device identifiers, unique over all nodes.
     began_ns: int  # Time of the first exec.
-    ended_ns: int | None = None  # Time when no process was left; None while a process runs.
+    ended_ns: int | None = None  # Time when the last process ended; None while a process runs.
     freed_ns: int | None = None  # Time when the devices were released; None before.
-    crew: int = 0  # Number of the crew within its attempt.
+    crew: int = 0  # Number of the node within the attempt.
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
     """Observations of clients and nodes that a test recorded."""
 
     acknowledged: frozenset[str] = frozenset()  # runs whose submission was acknowledged
-    ends: Mapping[str, tuple[State, Reason]] = {}  # end that a client has seen, by run
+    ends: Mapping[str, tuple[State, Reason]] = {}  # ends that a client has seen, by run
     stretches: Sequence[Stretch] = ()  # observed executions of user code
     changed: Mapping[tuple[str, str], int] = {}
     """Number of successful requests that changed something, by (action, subject).
 
-    Each of these requests has a row in the audit. So has each one whose response was lost.
+    Each of these requests has a row in the audit. Requests whose response was lost also have rows.
     """
     secrets: tuple[str, ...] = ()  # texts that the audit must not contain
 
@@ -169,7 +172,7 @@ def _one_end(recorded: RecordedRun) -> Iterator[Violation]:
     if ends and told[-1] is not ends[-1]:
         yield violation_of(recorded, "I2", f"event {told[-1].seq} ({told[-1].state}) came after its end")
     if told and told[-1].state is not run.state:
-        yield violation_of(recorded, "I2", f"is {run.state}, but its last event says {told[-1].state}")
+        yield violation_of(recorded, "I2", f"is {run.state}, but its last event has the state {told[-1].state}")
     is_over = run.state in TERMINAL
     if is_over != (run.ended_ns is not None) or is_over != (run.reason is not None):
         yield violation_of(recorded, "I2", f"is {run.state}, with reason {run.reason} and end {run.ended_ns}")
@@ -253,7 +256,7 @@ def _attempt(recorded: RecordedRun, attempt: StoredAttempt) -> Iterator[Violatio
 
 
 def _crew(recorded: RecordedRun, crew: StoredCrew, own: Sequence[RecordedOrder]) -> Iterator[Violation]:
-    name = f"attempt {crew.fence}{f' (crew {crew.number})' if crew.number else ''}"
+    name = f"attempt {crew.fence}{f' (node {crew.number})' if crew.number else ''}"
     if (crew.ended_ns is None) != (crew.state in _OPEN) or (crew.ended_ns is None) != (crew.reason is None):
         yield violation_of(recorded, "I3", f"{name} is {crew.state} on {crew.node_id}, ended {crew.ended_ns}")
     starts = [order for order in own if order.kind == "start"]
@@ -287,7 +290,7 @@ def _one_after_another(stretches: Sequence[Stretch]) -> Iterator[Violation]:
     for run_id, own in by_run.items():
         own.sort(key=lambda one: (one.fence, one.began_ns))
         if len({(one.fence, one.crew) for one in own}) < len(own):
-            yield Violation(invariant="I3", subject=f"run {run_id}", sentence="one attempt of it ran twice")
+            yield Violation(invariant="I3", subject=f"run {run_id}", sentence="ran one of its attempts twice")
         for one, following in _pairs_of_attempts(own):
             if one.ended_ns is None or following.began_ns < one.ended_ns:
                 sentence = f"attempts {one.fence} and {following.fence} ran at the same time"
@@ -309,7 +312,7 @@ def _ran_as_asked(page: RecordedRuns, history: History) -> Iterator[Violation]:
         run = recorded.run
         for attempt in recorded.attempts:
             if attempt.called_off and (run.id, attempt.fence) in attempts:
-                yield violation_of(recorded, "I3", f"attempt {attempt.fence} was called off, but its user code ran")
+                yield violation_of(recorded, "I3", f"attempt {attempt.fence} was cancelled, but its user code ran")
         again = run.retries_used + run.fault_retries_used
         if not run.spec.resume and ran[run.id] > 1 + again:
             yield violation_of(recorded, "I3", f"ran user code {ran[run.id]} times with only {again} retries")
@@ -372,7 +375,7 @@ def ledger(recorded: RecordedRun) -> Iterator[Violation]:
 
 
 class _OfCrew(msgspec.Struct, frozen=True, kw_only=True):
-    """A crew together with its attempt."""
+    """A `Crew` together with its attempt."""
 
     attempt: StoredAttempt
     crew: StoredCrew
@@ -384,7 +387,7 @@ class _OfCrew(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         number = self.crew.number
-        return f"attempt {self.crew.fence}{f' (crew {number})' if number else ''}"
+        return f"attempt {self.crew.fence}{f' (node {number})' if number else ''}"
 
 
 def _receipt(one: _OfCrew, own: Sequence[Fact], recorded: RecordedRun) -> Iterator[str]:
@@ -394,7 +397,7 @@ def _receipt(one: _OfCrew, own: Sequence[Fact], recorded: RecordedRun) -> Iterat
     if len(own) < receipt.facts:
         yield f"only {len(own)} of the {receipt.facts} facts of {one.name} exist"
     elif (charged := _charge_ms(own, one.attempt.gpu_type)) != receipt.gpu_ms:
-        yield f"{one.name} is charged {receipt.gpu_ms} ms, but its facts say {charged}"
+        yield f"{one.name} is charged {receipt.gpu_ms} ms, but its facts amount to {charged}"
 
 
 def _charge_ms(own: Iterable[Fact], gpu_type: str) -> int | str:
@@ -441,7 +444,7 @@ def _charged(of: _OfCrew, own: Sequence[Fact], posted: Sequence[PostedEntry], re
         return
     stands = standing(one.entry for one in posted).values()
     if [entry.line for entry in stands] != list(wanted):
-        yield f"{of.name} is charged {_told(entry.line for entry in stands)}, but its facts say {_told(wanted)}"
+        yield (f"{of.name} is charged {_told(entry.line for entry in stands)}, but its facts amount to {_told(wanted)}")
         return
     receipt = recorded.receipts.get(of.key)
     is_whole = receipt is not None and receipt.facts is not None and len(own) >= receipt.facts
@@ -450,14 +453,14 @@ def _charged(of: _OfCrew, own: Sequence[Fact], posted: Sequence[PostedEntry], re
     if receipt is not None and is_whole and _is_alike(of, receipt):
         micros = sum_of(wanted, of.attempt.tariff).micros
         if micros != receipt.micros:
-            yield f"the receipt of {of.name} says {receipt.micros} micros, but the ledger {micros}"
+            yield f"the receipt of {of.name} contains {receipt.micros} micros, but the ledger {micros}"
 
 
 def _is_alike(of: _OfCrew, receipt: SeenReceipt) -> bool:
     """Return True if a receipt is comparable: its node knows the tariff, and its end is the server's.
 
-    An attempt that was given up and then ended on its own has two ends, and the server uses its own. The ends of
-    all crews in the gang decide who pays for a crew, but a node knows only its own crew's end.
+    If the server gives up an attempt that later ends by itself, the attempt has two ends. The server then uses the end
+    that it recorded. The ends on all nodes decide who pays, but a node knows only its own end.
     """
     own, whole = of.crew.reason, of.attempt.reason
     if own is None or whole is None or MEANINGS[own].is_billed is not MEANINGS[whole].is_billed:
@@ -485,7 +488,7 @@ def _created_once(recorded: RecordedRun) -> Iterator[Violation]:
 
 
 def broken_chain(number: int, sentence: str) -> Violation:
-    """Return the violation for a problem that `ChainCheck` found in the audit's chain."""
+    """Return the violation for a problem that `ChainCheck` found in the audit chain."""
     return Violation(invariant="I8", subject=f"audit entry {number}", sentence=sentence)
 
 
@@ -548,12 +551,12 @@ def lent_once(page: RecordedRuns) -> Iterator[Violation]:
 
 
 def crew_name(gang: str, number: int) -> str:
-    """Return the name of a crew among holders of devices."""
-    return f"{gang} (crew {number})" if number else gang
+    """Return the name of a node's part of a gang, as a holder of devices."""
+    return f"{gang} (node {number})" if number else gang
 
 
 def lent_devices(gang: str, node_id: str, own: Sequence[Fact]) -> Iterator[tuple[Place, LentDevice]]:
-    """Yield the lent devices of a crew with the times of lending, which are also the charged times."""
+    """Yield the devices lent to a node's part of a gang with their lending times, which are also charged."""
     for one in metering.lendings(own):
         for device in one.gpus:
             # A declared device belongs to one home, and a real device to the whole machine.
@@ -620,7 +623,7 @@ def double_lendings(device: str, ones: list[LentDevice]) -> Iterator[Violation]:
 
 
 def gangs(recorded: RecordedRun) -> Iterator[Violation]:
-    """Yield violations in the crews of a run."""
+    """Yield violations in the gangs of a run."""
     for attempt in recorded.attempts:
         for sentence in (*_laid_out(attempt), *_amounting(attempt), *_met(attempt, recorded), *_released(attempt)):
             yield violation_of(recorded, "I3", f"attempt {attempt.fence} {sentence}")
@@ -633,7 +636,9 @@ def gangs(recorded: RecordedRun) -> Iterator[Violation]:
             yield violation_of(recorded, "I3", sentence)
     run = recorded.run
     if run.attempt is not None and run.attempt.num_nodes > 1 and run.state in ACTIVE and not is_folded(run):
-        yield violation_of(recorded, "I3", f"attempt {run.fence} is {run.state}, which does not follow from its crews")
+        yield violation_of(
+            recorded, "I3", f"attempt {run.fence} is {run.state}, which does not follow from the states on its nodes"
+        )
     if run.reason is Reason.PEER_FAILED:
         yield violation_of(recorded, "I3", "ended because of a peer, which cannot be its own reason")
 
@@ -642,13 +647,13 @@ def _laid_out(attempt: StoredAttempt) -> Iterator[str]:
     crews = attempt.crews
     if len(crews) != attempt.num_nodes or sum(crew.gpus for crew in crews) != attempt.world_size:
         devices = sum(crew.gpus for crew in crews)
-        yield f"has {len(crews)} crews of {attempt.num_nodes}, and {devices} devices of {attempt.world_size}"
+        yield f"has {len(crews)} of {attempt.num_nodes} nodes, and {devices} of {attempt.world_size} devices"
     if len({crew.node_id for crew in crews}) != len(crews):
-        yield "has two crews on one node"
+        yield "has the same node twice"
     firsts = [sum(other.gpus for other in crews[:number]) for number in range(len(crews))]
     if [(crew.number, crew.first_rank) for crew in crews] != list(enumerate(firsts)):
-        found = ", ".join(f"{crew.number} from rank {crew.first_rank} on" for crew in crews)
-        yield f"has crews that do not follow one another: {found}"
+        found = ", ".join(f"node {crew.number} from rank {crew.first_rank}" for crew in crews)
+        yield f"has nodes whose ranks are not consecutive: {found}"
     if (attempt.num_nodes > 1) != bool(attempt.nonce):
         yield f"is on {attempt.num_nodes} nodes, and its nonce is {'missing' if not attempt.nonce else 'set'}"
 
@@ -656,32 +661,32 @@ def _laid_out(attempt: StoredAttempt) -> Iterator[str]:
 def _amounting(attempt: StoredAttempt) -> Iterator[str]:
     still_open = len(attempt.open_crews)
     if attempt.ended_ns is not None and still_open:
-        yield f"has {still_open} open crews, but has ended"
+        yield f"has ended, but is still open on {still_open} nodes"
     if attempt.ended_ns is None and not still_open:
-        yield "has no open crew, but has not ended"
+        yield "has ended on every node, but is still open"
     states = ", ".join(crew.state for crew in attempt.crews)
     is_silent = any(crew.state is State.UNREACHABLE for crew in attempt.open_crews)
     if is_silent != (attempt.state is State.UNREACHABLE) or attempt.began != any(crew.began for crew in attempt.crews):
-        yield f"is {attempt.state}, began {attempt.began}: crews {states}"
+        yield f"is {attempt.state}, began {attempt.began}, but the states on its nodes are {states}"
     if attempt.reason is Reason.PEER_FAILED:
-        yield "ended because of a peer, but none of its crews says why"
+        yield "ended because of a failed peer, but no node reported the cause"
     cause = attempt.cause
     if cause is not None and cause.crew is not None and not 0 <= cause.crew < len(attempt.crews):
-        yield f"ends because of crew {cause.crew}, which it does not have"
+        yield f"ends because of node {cause.crew}, which it does not have"
     if cause is not None and cause.reason is Reason.PEER_FAILED:
-        yield "ends because of a peer, but none of its crews says why"
+        yield "ends because of a failed peer, but no node reported the cause"
 
 
 def _met(attempt: StoredAttempt, recorded: RecordedRun) -> Iterator[str]:
     if attempt.called_off and (attempt.chosen_json is not None or attempt.began):
-        yield "was called off, but its crews have met"
+        yield "was cancelled, but its rendezvous took place"
     chosen = attempt.chosen
     if chosen is not None and not len(chosen.addresses) == len(chosen.interfaces) == attempt.num_nodes:
-        yield f"is on {attempt.num_nodes} nodes, but {len(chosen.addresses)} addresses were chosen"
+        yield f"is on {attempt.num_nodes} nodes, but its rendezvous has {len(chosen.addresses)} addresses"
     # A restored server may not know the chosen addresses.
     is_known = recorded.run.restored_ns is None
     if attempt.num_nodes > 1 and attempt.began and chosen is None and not attempt.called_off and is_known:
-        yield "has begun, but its crews have not met"
+        yield "has begun without a rendezvous"
 
 
 def _released(attempt: StoredAttempt) -> Iterator[str]:
@@ -690,14 +695,14 @@ def _released(attempt: StoredAttempt) -> Iterator[str]:
     early = [crew for crew in attempt.crews if not crew.returned and not _succeeded(crew)]
     if early or attempt.called_off:
         names = ", ".join(crew.node for crew in early)
-        yield f"was released, but not all ranks had returned: {names or 'the attempt was called off'}"
+        yield f"was released, but not all ranks had returned: {names or 'the attempt was cancelled'}"
     cause = attempt.cause
     if cause is not None and (cause.crew is None or not _failed_after_all(attempt, cause.crew)):
         yield f"was released, but ended early ({cause.reason})"
 
 
 def _failed_after_all(attempt: StoredAttempt, number: int) -> bool:
-    """Return True if a crew ended without success: its results are missing, or its node was lost."""
+    """Return True if a node's part of the gang failed: its results are missing, or its node was lost."""
     crew = attempt.crews[number] if number < len(attempt.crews) else None
     return crew is not None and crew.ended_ns is not None and not _succeeded(crew)
 

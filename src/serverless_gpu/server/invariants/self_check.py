@@ -7,27 +7,30 @@
 
     sgpu server check    everything at once, from the database alone: `check`
 
-The loop only reads, a page at a time, so a million runs take an hour and delay nothing. The loop remembers the ends of
-runs, and reports an end that changes later. The loop also remembers the last `LENDINGS_MAX` lendings of devices. Two
-runs that had one device at the same time are therefore found even if they are pages apart.
+The loop only reads, one page at a time. A million runs take an hour and delay no request. The loop remembers the ends
+of runs, and reports an end that changes later. The loop also remembers the last `LENDINGS_MAX` lendings of devices. The
+loop therefore finds two runs that had one device at the same time, even many pages apart.
 
 `MissedRunCheck` searches for runs that the scheduler forgot:
 
-    database ─▶ a planner of its own, with every running run and no waiting run
+    database ─▶ a separate planner, with every running run and no waiting run
+
                    └─ for each waiting run: would it start immediately if it were the only one?
-                          └─ yes, but the scheduler says that no capacity is free ─▶ forgotten
+                          └─ yes, but the scheduler reports that no capacity is free
+ ─▶ forgotten
 
 A run that waits because of a rule is not forgotten (reserved devices, runs ahead, a calendar, a drain). The check finds
-a scheduler whose memory differs from the database: it missed a change, or wrongly counts a node as away.
+a scheduler whose memory differs from the database. Such a scheduler has missed a change, or wrongly counts a node as
+unreachable.
 
 Failure cases:
 
 * The database or the store does not answer: the loop tries again and reports no violation.
 
-* There are very many violations: the loop logs each one once. Beyond `TOLD_MAX` it only counts them, and the log says
-  so.
+* There are very many violations: the loop logs each violation once. Beyond `TOLD_MAX`, the loop only counts violations
+  and logs that it does so.
 
-The loop forgets violations of the current moment when they end.
+The loop forgets a violation in the server's memory when the violation ends.
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ ROUND_S = 60.0
 QUEUE_MAX = 1_000
 """Maximum queue length for the check of missed runs, which costs as much as scheduling."""
 TELL_MAX = 20
-"""Maximum number of waiting runs whose reason a tick computes; others only need a known wait."""
+"""Maximum number of waiting runs for which a tick computes the reason; further runs only need a known wait."""
 PARTS_MAX = 50
 ENDS_MAX = 50_000
 TOLD_MAX = 1_000
@@ -86,7 +89,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
     runs: int = 0  # number of checked runs
     violations: tuple[Violation, ...] = ()  # sorted violations
-    skipped: tuple[str, ...] = ()  # omitted data, because it is too much
+    skipped: tuple[str, ...] = ()  # data that the check omitted because of its size
     lost: tuple[str, ...] = ()
     """Signs of lost data: a rolled-back database, or files of runs without rows."""
 
@@ -123,7 +126,7 @@ class SelfCheck:
         self._told: set[tuple[str, str, str]] = set()
         self._is_full_said = False
         self.seen = 0  # number of checked runs
-        self.found = 0  # number of violations; each one counts once while it is remembered
+        self.found = 0  # number of violations; a violation counts once while the loop remembers it
 
     def tick(self, now_ns: int) -> int | None:
         """Check the next page and the server's memory; return the time of the next tick."""
@@ -135,7 +138,7 @@ class SelfCheck:
         self._remember(page)
         self.seen += len(page.runs)
         self._after = page.following
-        # Violations that last a minute need more checks than one at each end.
+        # A violation that must last a minute needs more checks than one at each end of the minute.
         is_in_doubt = bool(self._untold or self._unplaced or self._unstopped)
         goes_on = bool(page.following) or not self._chain.done
         if not goes_on:
@@ -199,7 +202,7 @@ class SelfCheck:
 def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS) -> CheckResult:
     """Check every run of a database and the chain of its audit, page by page.
 
-    The check also searches missing runs that `history` names.
+    The check also searches for missing runs that `history` names.
     """
     found: set[Violation] = set()
     skipped: list[str] = []
@@ -220,12 +223,12 @@ def check(read: Read, *, history: History | None = None, limit: int = PAGE_RUNS)
 
 
 def _since(before: dict[str, int], now: Collection[str], now_ns: int) -> dict[str, int]:
-    """Return the time since when each run has been in the set without interruption."""
+    """Return the time since which each run has been in the set without interruption."""
     return {run_id: before.get(run_id, now_ns) for run_id in now}
 
 
 class MissedRunCheck:
-    """Finds runs that could be placed but that the scheduler does not place. For one thread."""
+    """Finds runs that could be placed but that the scheduler does not place. Not thread-safe."""
 
     def __init__(
         self,

@@ -1,14 +1,14 @@
 """Issues attempt tokens and decides their lifetime and renewal.
 
-    order ─▶ token ─▶ report, report, report … ─▶ the answer brings the next token after a quarter of its lifetime
-                          └─ refused (long partition, or a clock was set) ─▶ the node's heartbeat names the attempt
-                                                                             and brings the next token
+    order ─▶ token ─▶ report, report, report … ─▶ after a quarter of its lifetime, the answer contains the next token
+                          └─ refused (long partition, or clock change) ─▶ the node's heartbeat names the attempt, and
+                                                                       its answer contains the next token
 
-A token is valid for the time of its lease plus the time that the server waits before it gives up an attempt. A token
-that was copied out of a run's directory therefore expires soon. The server never refuses a token that worked a moment
-ago. Only the server's wall clock decides when a token expires. A clock jump costs a renewal, never a run. A node also
-receives tokens for attempts that the server has given up. The node must still report facts of these attempts, and
-`reports.py` accepts nothing else for them.
+An attempt token is valid for one lease plus the time after which the server gives up a silent attempt. An attempt token
+that is copied from a run's directory therefore expires soon. The server never refuses a token that was valid a moment
+ago. Only the server's wall clock decides when a token expires. A clock jump causes a renewal of the token, but never
+ends a run. The server also issues tokens for attempts that it has given up. With these tokens, a node can still report
+the output and facts of these attempts, but no change of state.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from serverless_gpu.server.records import crews
 from serverless_gpu.server.records.crews import CrewId
 
 RENEWAL = "renewal"
-"""The capability by which a node announces that it renews tokens."""
+"""The capability that a node announces if it can renew attempt tokens."""
 RENEWED_MAX = 1_000
-"""The maximum number of attempts in one heartbeat's request for tokens. A node requests more with its next heartbeat.
-"""
+"""The maximum number of tokens that one heartbeat may request. A node requests more with its next heartbeat."""
 _RENEWED_AFTER = 0.25
 
 
@@ -44,7 +43,7 @@ class AttemptTokens:
         return self._settings.partition_grace_s + self._settings.partition_margin_s
 
     def token(self, crew: CrewId) -> str:
-        """Return a token for a crew, valid from now on."""
+        """Return a token for one node of an attempt, valid from now on."""
         until_ns = self._clock.wall_ns() + round(self.good_s() * 1e9)
         return self._keys.attempt_token(*crew, until_s=-(-until_ns // 1_000_000_000))
 
@@ -57,14 +56,14 @@ class AttemptTokens:
         if who.attempt is None or who.until_ns is None:
             return ""
         left_s = (who.until_ns - self._clock.wall_ns()) / 1e9
-        # The token ends at a whole second.
+        # Token lifetimes end at whole seconds.
         is_fresh = (1 - _RENEWED_AFTER) * self.good_s() < left_s <= self.good_s() + 1
         return "" if is_fresh else self.token(who.attempt)
 
     def wanted(self, connection: sa.Connection, node_id: str, gangs: tuple[str, ...]) -> dict[str, str]:
-        """Return tokens for the crews of these gangs on a node."""
+        """Return tokens for the attempts of these gangs on one node."""
         if len(gangs) > RENEWED_MAX:
-            raise InvalidValue(f"a heartbeat asks for {RENEWED_MAX} tokens at most, not {len(gangs)}")
+            raise InvalidValue(f"a heartbeat may request at most {RENEWED_MAX} tokens, not {len(gangs)}")
         found: dict[str, str] = {}
         for gang in gangs:
             run_id, _, fence = gang.rpartition(":")

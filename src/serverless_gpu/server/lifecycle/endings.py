@@ -1,20 +1,21 @@
-"""Endings: how an attempt ended, for people and programs. An attempt on several nodes has one ending.
+"""Combines the endings that nodes report into one ending of an attempt.
 
-    one crew        the report of its node, unchanged
-    several crews   endings ─▶ `ending_of_gang`, receipts and facts ─▶ `model.gang_receipt.together`
-                    a certain end without a retry is reported early, while other crews still clean up
+    one node        its report, unchanged
+    several nodes   endings ─▶ `ending_of_gang`, receipts and facts ─▶ `model.gang_receipt.together`
+                    the server reports a certain end without a retry early, while other nodes still clean up
 
-Each node reports its own ending (`node.protocol.Stopped`). The report of the crew that is the cause becomes the ending
-of the run. Failures on other nodes are consequences and name their node.
+Each node reports its own ending (`node.protocol.Stopped`). The report of the node that caused the end becomes the
+ending of the run. Failures on other nodes are consequences, and each names its node.
 
 Failure cases:
 
-- A node of another version sends an ending that the server cannot parse. The server treats it as missing. Facts still
-  determine the costs.
+- A node of another version sends an ending that the server cannot parse. The server ignores an ending that it cannot
+  parse. The facts of the attempt still determine its costs.
 
-- Facts contradict each other. The crew counts as zero, as in the ledger, which reports the contradiction.
+- The facts of one node contradict each other. The usage on this node counts as zero, as in the ledger. The ledger logs
+  the contradiction.
 
-- A node is lost. The server reports what it knows about that crew.
+- A node is lost. The server reports the last known state of its ranks.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ from serverless_gpu.server.records.runs import StoredRun
 from serverless_gpu.units import format_duration_ms
 
 TAILS_MAX = 8
-"""The maximum number of ranks whose last output is shown, as on one node."""
+"""The maximum number of ranks whose last output an ending shows. The limit of a single node is the same."""
 _OF_OTHERS = frozenset({Reason.PEER_FAILED, Reason.COLLECTIVE_HANG})
-"""Reasons that all crews report for the same event. Such a reason is not a separate failure."""
+"""Reasons that every node of a gang reports for the same event. Such a report is not a separate failure."""
 
 
 T = TypeVar("T")
 Quiet = Callable[[StoredCrew], float | None]
-"""Returns the seconds for which a crew has been silent, if it may be lost, else None."""
+"""Returns the seconds since the last report about an attempt on one node if it may be lost, else None."""
 NOTHING = CrewOutcome(stopped=None, receipt=None)
 
 
 class EarlyEnding(msgspec.Struct, frozen=True, kw_only=True):
-    """The ending of a run whose nodes have not all ended yet."""
+    """The ending of a run that is known before all of its nodes have ended."""
 
     state: State
     reason: Reason
@@ -65,7 +66,7 @@ class EarlyEnding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def outcome(connection: sa.Connection, attempt: StoredAttempt | None) -> CrewOutcome:
-    """Return the outcome of an attempt: empty before its end, without a receipt until all have arrived."""
+    """Return the outcome of an attempt; empty before the end, without a receipt until all have arrived."""
     if attempt is None:
         return NOTHING
     found = crews.outcomes(connection, attempt.run_id, attempt.fence)
@@ -95,7 +96,7 @@ def receipt_of_crew(connection: sa.Connection, attempt: StoredAttempt, number: i
 
 
 def early(connection: sa.Connection, run: StoredRun, quiet: Quiet) -> EarlyEnding | None:
-    """Return the ending of a run before all nodes have ended, if it is certain and no retry follows."""
+    """Return the ending of a run before all of its nodes end, if it is certain and no retry follows."""
     attempt = run.attempt
     if attempt is None or attempt.num_nodes == 1 or attempt.ended_ns is not None or run.state not in ACTIVE:
         return None
@@ -120,7 +121,7 @@ def early(connection: sa.Connection, run: StoredRun, quiet: Quiet) -> EarlyEndin
 
 
 def may_be_early(run: StoredRun) -> bool:
-    """Return True if the silence of a node alone may soon decide how the run ends."""
+    """Return True if the silence of a node alone may soon decide the ending of the run."""
     attempt = run.attempt
     if attempt is None or attempt.ended_ns is not None or attempt.num_nodes == 1 or run.state not in ACTIVE:
         return False
@@ -129,14 +130,14 @@ def may_be_early(run: StoredRun) -> bool:
 
 
 class CrewEnding(msgspec.Struct, frozen=True, kw_only=True):
-    """The ending of one crew, as far as the server knows it.
+    """The ending of an attempt on one node, as known to the server.
 
     Attributes:
         node: the node's name.
         stopped: the final report of its supervisor, once it has arrived.
-        halt: the early report of its supervisor why the crew ends.
-        reason: why the crew ended, according to the server; None while it runs.
-        given_up: True if the server ended the crew without a report of it.
+        halt: the early report of the supervisor with the reason for the end.
+        reason: reason for the end according to the server; None while the ranks run.
+        given_up: True if the server declared the end without a report of the node.
     """
 
     node: str
@@ -149,7 +150,7 @@ class CrewEnding(msgspec.Struct, frozen=True, kw_only=True):
 def ending_of_gang(
     words: Sequence[CrewEnding], cause: Cause | None, *, state: State, reason: Reason, hint: str = ""
 ) -> Stopped | None:
-    """Return the ending of a run, or None if no node reported its reason and no crew is its cause."""
+    """Return the ending of a run, or None if no node reported a reason and no node caused the end."""
     own = words[cause.crew] if cause is not None and cause.crew is not None else None
     first = ([own] if own is not None else []) + [word for word in words if word is not own]
     told = next((word for word in first if word.stopped is not None and word.stopped.reason is reason), None)
@@ -182,7 +183,7 @@ def _at(failure: Failure, node: str) -> Failure:
 
 
 def _failures(word: CrewEnding) -> Iterator[Failure]:
-    """Yield the failures that a node reported, or the reason for which the server gave it up."""
+    """Yield the failures that a node reported, or the reason why the server gave up the node."""
     found: list[Failure] = []
     if word.stopped is not None:
         found = [*([word.stopped.cause] if word.stopped.cause is not None else []), *word.stopped.consequences]

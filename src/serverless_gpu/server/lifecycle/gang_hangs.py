@@ -1,22 +1,22 @@
-"""Detects hangs and idle devices of gangs from the reports of all crews, and answers each crew.
+"""Detects hangs and idle devices of gangs from the reports of all nodes, and answers each node.
 
-    a report: how long its ranks were silent, inspection results ─▶ memory ─▶ `gang_hang_detection.decide`
-         ├─ a request to inspect the ranks, or the judgement ─▶ in every answer; crews report at once
-         └─ the end: each crew writes its stacks and ends itself as `collective_hang`
-    a report: how long its devices were idle ─▶ memory ─▶ `idleness.of_gang`
+    silence of the ranks, inspection results ─▶ memory ─▶ `gang_hang_detection.decide`
+         ├─ a request to inspect the ranks, or the result ─▶ in every answer; nodes report at once
+         └─ the end: each node writes its stacks and stops its ranks with `collective_hang`
+    idle time of the devices ─▶ memory ─▶ `idleness.of_gang`
          ├─ a warning ─▶ in every answer
          └─ a request to stop the run, as for any other reason
 
-`GangProgress` exists in memory only. After a restart of the server, crews report all of it again. The run ends like
-any other run.
+`GangProgress` exists in memory only. After a restart of the server, nodes report their progress again. A run that hangs
+ends like any other failed run.
 
 Failure cases:
 
-- A crew falls silent. The server decides nothing until the crew reports again.
+- A node stops reporting. The server decides nothing about the gang until that node reports again.
 
-- The run is asked to stop, or a crew fails, meanwhile. The server stops judging the gang.
+- During hang detection, a caller stops the run or a node fails. The server ends the hang detection of this gang.
 
-- A node reports impossible values. The server refuses the report, because users of other nodes read it.
+- A node reports impossible values. The server refuses this report, because users of other nodes read these values.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a gang on several nodes.
 
     Attributes:
-        heard_ns: time of each crew's last report, by crew number.
+        heard_ns: time of each node's last report, by node rank.
         hangs: state of the hang detection.
-        idle: idleness of each crew's devices, by crew number.
-        told: the warning that its crews receive.
+        idle: idleness of each node's devices, by node rank.
+        told: the warning that the server sends to its nodes.
     """
 
     heard_ns: Mapping[int, int] = msgspec.field(default_factory=dict)
@@ -65,32 +65,32 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GangProgress:
-    """The progress of gangs on several nodes, as reported to this process."""
+    """The progress of gangs on several nodes, as nodes reported it to this server process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[Gang, Progress] = {}
 
     def find(self, gang: Gang) -> Progress:
-        """Return the progress of a gang, or the initial state of an unknown gang."""
+        """Return the progress of a gang; for an unknown gang, return an empty progress."""
         with self._lock:
             return self._known.get(gang, Progress())
 
     def change(self, gang: Gang, work: Callable[[Progress], Progress]) -> tuple[Progress, Progress]:
-        """Change the progress of a gang; return the values before and after."""
+        """Change the progress of a gang; return the progress before and after the change."""
         with self._lock:
             before = self._known.get(gang, Progress())
             now = self._known[gang] = work(before)
             return before, now
 
     def keep(self, gangs: Collection[Gang]) -> None:
-        """Forget all gangs but these."""
+        """Forget the progress of all gangs except these."""
         with self._lock:
             self._known = {gang: known for gang, known in self._known.items() if gang in gangs}
 
 
 def check_progress(attempt: StoredAttempt, ranks: range, said: Report) -> None:
-    """Refuse an observation that no crew can have made."""
+    """Refuse an observation with values that are impossible for this node."""
     seen = said.seen
     if seen is None:
         return
@@ -99,14 +99,14 @@ def check_progress(attempt: StoredAttempt, ranks: range, said: Report) -> None:
     if strangers:
         raise InvalidValue(f"attempt {attempt.gang} has no rank {min(strangers)} on this node")
     if len(set(numbers)) < len(numbers):
-        raise InvalidValue(f"a crew of attempt {attempt.gang} reports one rank twice")
+        raise InvalidValue(f"a node of attempt {attempt.gang} reports the same rank twice")
     is_long = any(
         len(one.where) > WHERE_CHARACTERS_MAX or len(one.state) > 1 or len(one.places) > PLACES_MAX
         for one in seen.ranks
     )
     is_large = len(seen.stacks) > STACKS_TOLD or any(len(text) > STACK_CHARACTERS_MAX for text in seen.stacks.values())
     if is_long or is_large or len(seen.returned) > len(ranks):
-        raise InvalidValue(f"a crew of attempt {attempt.gang} sends an observation of its ranks over the size limits")
+        raise InvalidValue(f"a node of attempt {attempt.gang} sends an observation of its ranks over the size limits")
 
 
 class GangHangs:
@@ -132,7 +132,7 @@ class GangHangs:
         self._announcer = announcer
 
     def hear(self, run: StoredRun, attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
-        """Store what a crew reports about its ranks and devices, and decide what follows for the gang."""
+        """Store a node's report about its ranks and devices, and decide about the gang."""
         is_ending = run.stop is not None or attempt.cause is not None or attempt.released or said.halt is not None
         if (
             attempt.num_nodes == 1
@@ -152,7 +152,7 @@ class GangHangs:
             self._stop(run)
 
     def told(self, attempt: StoredAttempt, answer: ReportAnswer) -> ReportAnswer:
-        """Return an answer with the hang and idleness results for a crew of a gang."""
+        """Return an answer to one node, with the hang and idleness results of its gang."""
         ask, judgement, idle = _answered(self._gang_progress.find((attempt.run_id, attempt.fence)))
         return msgspec.structs.replace(answer, ask=ask, judgement=judgement, idle=idle)
 
@@ -171,7 +171,8 @@ class GangHangs:
         )
         if not all(one.began for one in attempt.crews):
             return progress
-        fresh_ns = round(self._settings.soft_expiry_s / 2 * 1e9)  # Two heartbeats at their longest interval.
+        # The length of two heartbeat intervals at their maximum.
+        fresh_ns = round(self._settings.soft_expiry_s / 2 * 1e9)
         hangs = gang_hang_detection.decide(
             hangs,
             run.spec.limits(),
@@ -197,13 +198,13 @@ class GangHangs:
         def work(connection: sa.Connection) -> TransitionResult | None:
             now = runs.find(connection, run.id)
             if now is None or now.fence != run.fence or now.state not in ACTIVE:
-                return None  # The idle devices belonged to an earlier attempt.
+                return None  # The observation of idle devices concerns an earlier attempt.
             return transitions.ask_to_stop(connection, run.id, who=audit.SERVER, why=StopReason.IDLE, at_ns=at_ns)
 
         try:
             done = self._database.write(work)
         except StaleAttempt:
-            return  # The next report asks for the stop again.
+            return  # The server requests the stop again at the next report.
         if done is not None:
             self._announcer.announce(done)
 

@@ -1,10 +1,11 @@
-"""Gangs: decides what an event of one crew means for its gang. Pure functions over values.
+"""Decides how an event on one node changes its gang. All functions are pure.
 
-    an event of a crew ─▶ `after`: the crew afterwards ─▶ `follow`: all crews (`model/lifecycle/gang_lifecycle.py`)
-                                                              └─ the resulting events of the run
+    an event of a node ─▶ `after`: the new `Crew` ─▶ `follow`: all nodes (`model/lifecycle/gang_lifecycle.py`)
+                                                          └─ the resulting events of the run
 
-The events are those of `model/lifecycle/run_lifecycle.py`. Each crew has its own lifecycle. `follow` combines the
-crews into events of the run. A gang of one crew passes the events of that crew on to the run.
+The events are those of `model/lifecycle/run_lifecycle.py`. Each node's part of a gang (`Crew`) has its own lifecycle.
+`follow` combines these lifecycles into events of the run. For a gang on one node, the events of the node are the events
+of the run.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from serverless_gpu.server.records.crews import StoredCrew
 from serverless_gpu.server.records.runs import StoredRun
 
 _OF_ALL = frozenset({Reason.COLLECTIVE_HANG, Reason.TIMEOUT})
-"""Reasons that hold for all nodes, whichever node reports first."""
+"""Reasons that apply to all nodes of a gang, regardless of the node that reports first."""
 _PASSED_ON = {Reason.TIMEOUT: StopReason.TIMEOUT}
-"""Limits that crews enforce themselves. The first crew that reaches one stops all crews, which is not a failure."""
+"""Limits that each node enforces itself. The first node that reaches a limit stops the gang; this is no failure."""
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
 def after(crew: StoredCrew, event: Event, *, at_ns: int, exec_ns: int | None = None) -> StoredCrew:
-    """Return a crew after an event; unchanged if the event does not concern crews."""
+    """Return a node's part of a gang after an event; unchanged if the event concerns only the run."""
     if crew.ended_ns is not None:
         return crew
     if exec_ns is not None and crew.started_ns is None:
@@ -77,7 +78,7 @@ def _over(crew: StoredCrew, event: AttemptEnded | GivenUp | Forgotten, at_ns: in
 
 
 def with_report(crew: StoredCrew, *, returned: bool, halt: Halt | None) -> StoredCrew:
-    """Return a crew after a report that its ranks returned, or of why it ends. The first report stays."""
+    """Return a node's part of a gang with a report of its return or early end. The first report stays."""
     if crew.ended_ns is not None:
         return crew
     if returned and not crew.returned:
@@ -88,12 +89,13 @@ def with_report(crew: StoredCrew, *, returned: bool, halt: Halt | None) -> Store
 
 
 class ReportReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of the answer to a crew's report that concerns its gang.
+    """The gang's part of the answer to a node's report.
 
     Attributes:
-        release: True if its ranks may exit.
+        release: True if the ranks of the node may exit.
         peer_failed: the failure on another node, or "".
-        stop: the limit that another crew reached. The crew stops with its full grace period, without a stop of the run.
+        stop: the limit that another node reached. The ranks stop with their full grace period, and the run is not
+            stopped.
     """
 
     release: bool = False
@@ -102,12 +104,12 @@ class ReportReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reply(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> ReportReply:
-    """Return the part of the answer to a crew's report that concerns its gang.
+    """Return the gang's part of the answer to a node's report.
 
     Args:
-        attempt: the current attempt, which has several crews.
-        crew: the crew that reports.
-        is_stopping: True if the run is asked to stop. The crews receive the stop request separately.
+        attempt: the current attempt, on several nodes.
+        crew: the part of the gang on the reporting node.
+        is_stopping: True after a stop request for the run. The nodes receive the stop request separately.
     """
     cause = attempt.cause
     if crew.ended_ns is not None or (attempt.released and crew.halt_json is None):
@@ -122,12 +124,12 @@ def reply(attempt: StoredAttempt, crew: StoredCrew, *, is_stopping: bool) -> Rep
 
 
 def cause_sentence(cause: Cause, attempt: StoredAttempt, *, after: Reason | None = None) -> str:
-    """Return why a gang ends, in one line for people.
+    """Return the reason why a gang ends, as one line for users.
 
     Args:
-        cause: the cause of the end.
+        cause: the event that ended the gang.
         attempt: the attempt of the gang.
-        after: the reason whose sentence precedes the result and is not repeated; None for none.
+        after: a reason whose sentence precedes the result, so that the result does not repeat it; None without one.
     """
     what = cause.detail or ("" if after is cause.reason else MEANINGS[cause.reason].sentence)
     if cause.reason in _OF_ALL:
@@ -138,22 +140,22 @@ def cause_sentence(cause: Cause, attempt: StoredAttempt, *, after: Reason | None
 
 
 def lives(crews: Sequence[StoredCrew], detail: str = "") -> list[gang_lifecycle.Crew]:
-    """Return crews in the form that gang decisions need; `detail` describes the crew that just ended."""
+    """Return `Crew` values for decisions about the gang; `detail` describes the node that just ended."""
     return [_life(crew, detail) for crew in crews]
 
 
 def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail: str = "") -> tuple[Fold, list[Event]]:
-    """Return the combined state of the crews, and the events that follow from it for the run.
+    """Return the combined state of the nodes of a gang, and the resulting events of the run.
 
     Args:
         run: as read in this transaction, with an unfinished attempt.
-        crews: all crews of that attempt as they are now.
-        is_word: True if a node reported the event; False if the server inferred it, for example from silence.
-        detail: for people, about the crew that just ended.
+        crews: the current parts of that attempt, one per node.
+        is_word: True if a node reported the event; False if the server inferred the event, for example from silence.
+        detail: description of the end on the last node, for users.
     """
     attempt = run.attempt
     assert attempt is not None
-    # With several crews, the failure of one may be a consequence of a stop request to another.
+    # After a stop request, the failure of one node may be a consequence of the stop of another node.
     stop = run.stop if len(crews) > 1 else None
     folded = gang_lifecycle.fold(lives(crews, detail), attempt.cause, stop=stop, released=attempt.released)
     happened: list[Event] = []
@@ -162,7 +164,8 @@ def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail
         is_start = has_begun and (not had_begun or State.STARTING in (run.state, run.life.before))
         happened += _on_its_way(run, folded, is_start=is_start)
     over = folded.over
-    if isinstance(over, GivenUp) and len(crews) > 1:  # GivenUp does not show whether user code began on another node.
+    # A `GivenUp` event does not show whether user code began on another node.
+    if isinstance(over, GivenUp) and len(crews) > 1:
         over = AttemptEnded(over.reason, began=folded.began)
     if over is not None:
         happened.append(over)
@@ -170,7 +173,7 @@ def follow(run: StoredRun, crews: Sequence[StoredCrew], *, is_word: bool, detail
 
 
 def is_folded(run: StoredRun) -> bool:
-    """Return True if the rows of an unfinished attempt agree with the combined state of its crews."""
+    """Return True if the stored state of an unfinished attempt equals the combined state of its nodes."""
     attempt = run.attempt
     assert attempt is not None
     folded, happened = follow(run, attempt.crews, is_word=False)
@@ -179,7 +182,7 @@ def is_folded(run: StoredRun) -> bool:
 
 
 def _on_its_way(run: StoredRun, folded: Fold, *, is_start: bool) -> list[Event]:
-    """Return the events of a run before its end."""
+    """Return the events of a run that precede its end."""
     was_silent = run.state is State.UNREACHABLE
     if folded.state is State.UNREACHABLE:
         return [] if was_silent else [Silent()]
@@ -208,7 +211,7 @@ def _life(crew: StoredCrew, detail: str) -> gang_lifecycle.Crew:
 
 
 def _later(one: State, other: State) -> State:
-    """Return the later of two states in a crew's lifecycle. States never go back, and UNREACHABLE stays."""
+    """Return the later of two lifecycle states. States never go back, and UNREACHABLE stays."""
     if one is State.UNREACHABLE:
         return one
     return max(one, other, key=_ORDER.index)

@@ -1,23 +1,25 @@
-"""Liveness of crews and nodes: when each reported last, and how the server reacts to silence.
+"""Tracks the last report of each node and attempt, and ends attempts of silent nodes.
 
-    Leases     crews, renewed by their reports         also: crews that have returned their devices
-    Presence   nodes, renewed by hello and heartbeat   also: clock offsets, open order streams; the scheduler
+    Leases     attempts, renewed by their reports      also: attempts that have released their devices
+    Presence   nodes, renewed by hello and heartbeat   also: clock offsets, order streams. The scheduler
                                                        places nothing on an absent node
 
-`LivenessMonitor`, called by the reconciler every two seconds, compares the silence of each crew with two limits:
+Every two seconds, the reconciler calls `LivenessMonitor`. The monitor compares the age of each attempt's last report
+with two limits:
 
-    silent for longer than
-    soft_expiry_s                      the run is shown as UNREACHABLE; an order that has not left is taken back
-    granted grace + partition_margin   the node has ended the crew by its own clock: given up (NODE_GONE)
+    no report for more than
+    soft_expiry_s                      the server shows the run as UNREACHABLE, and cancels an unsent order
+    granted grace + partition_margin   the node has stopped the ranks by its own clock: given up (NODE_GONE)
 
-While the server holds back an order for an engine, no crew exists that could report. The presence of its node then
-renews the lease. The limits use the grace period that the attempt was granted, not the current setting. The monitor
-never ends a crew that reports, however long the crew takes to stop or to send results.
+While the server holds back a start order for an engine, no rank exists on the node. The presence of the node then
+renews the lease. The limits use the grace period that the server granted to the attempt, not the current setting. The
+monitor never ends an attempt whose node reports, even if it needs hours to stop or to send results.
 
-Leases and presence exist in memory only, with times of this process's boottime clock. Wall clocks are unsuitable
-because they jump. A database column is unsuitable because the next process may have another boottime. A server that
-starts treats every crew as if it had just reported. A node counts as present after its first message. So a server that
-was away for a day gives up no attempt. All methods are thread-safe and take the time as a value.
+Leases and presence exist only in memory. All times of leases and presence use the boottime clock of the server process.
+Wall clocks are unsuitable for leases because they jump. A database column is unsuitable because the next server process
+may have another boottime. After its start, the server treats every attempt as if its node had just reported. A node
+counts as present after its first message. A server that was down for a day therefore gives up no attempt. All methods
+are thread-safe and have the current time as an argument.
 """
 
 from __future__ import annotations
@@ -46,16 +48,16 @@ from serverless_gpu.server.records.crews import CrewId, StoredCrew
 from serverless_gpu.wire.agents import ClockReading, is_off
 
 PRESENT_S = 20.0
-"""Seconds of silence after which a node receives no new work. Nodes send a heartbeat every five seconds."""
+"""Seconds without a message after which the scheduler places nothing on a node. Nodes send one every five seconds."""
 _REFUSED_MAX = 1_000
 _log = logging.getLogger(__name__)
 
 TakeBack = Callable[[str, int, str], bool]
-"""Requeues a run whose order has not left the server, by run, fence and reason; returns True if it did so."""
+"""Requeues a run if its start order is unsent; returns True on success. The arguments are run, fence and reason."""
 
 
 class Leases:
-    """The time of each crew's last report."""
+    """The time of the last report about each attempt on each node."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,36 +65,36 @@ class Leases:
         self._freed: set[CrewId] = set()
 
     def free(self, crew: CrewId) -> bool:
-        """Note that a crew returned its devices before its end; return True the first time."""
+        """Note that an attempt released its devices on a node before its end; return True the first time."""
         with self._lock:
             is_news = crew not in self._freed
             self._freed.add(crew)
             return is_news
 
     def freed(self) -> frozenset[CrewId]:
-        """Return the crews that have returned their devices."""
+        """Return the attempts on nodes that have already released their devices."""
         with self._lock:
             return frozenset(self._freed)
 
     def renew(self, crew: CrewId, *, now_ns: int) -> int | None:
-        """Note a report of a crew; return the time of the report before it, or None."""
+        """Store the time of a report about an attempt on a node; return the previous time, or None."""
         with self._lock:
             before_ns = self._heard.get(crew)
             self._heard[crew] = now_ns
             return before_ns
 
     def last_ns(self, crew: CrewId, *, now_ns: int) -> int:
-        """Return the time of a crew's last report, boottime in ns; an unknown crew counts from now on."""
+        """Return the boottime in ns of the last report about an attempt on a node; unknown counts as now."""
         with self._lock:
             return self._heard.setdefault(crew, now_ns)
 
     def count(self) -> int:
-        """Return the approximate number of crews that have reported."""
+        """Return the approximate number of reported attempts, once per node."""
         with self._lock:
             return len(self._heard)
 
     def keep(self, ids: Collection[CrewId]) -> None:
-        """Forget all crews but these."""
+        """Forget all leases except these."""
         with self._lock:
             self._heard = {crew: heard for crew, heard in self._heard.items() if crew in ids}
             self._freed.intersection_update(ids)
@@ -110,7 +112,7 @@ class Presence:
         self._refused: set[tuple[str, ...]] = set()
 
     def heard(self, node_id: str, *, now_ns: int) -> bool:
-        """Note a message of a node; return True if the node was absent before."""
+        """Store the time of a node's message; return True if the node was absent before."""
         with self._lock:
             before = self._heard.get(node_id)
             self._heard[node_id] = now_ns
@@ -124,19 +126,19 @@ class Presence:
             return node_id not in self._lost and heard is not None and now_ns - heard <= PRESENT_S * 1e9
 
     def last_ns(self, node_id: str) -> int | None:
-        """Return the time of a node's last message to this process, boottime in ns, or None."""
+        """Return the time of the last message from a node to this process, boottime in ns, or None."""
         with self._lock:
             return self._heard.get(node_id)
 
     def forget(self, node_id: str) -> None:
-        """Forget a node that is dead."""
+        """Forget a node that an operator has declared dead."""
         with self._lock:
             self._heard.pop(node_id, None)
             self._lost.pop(node_id, None)
             self._clocks.pop(node_id, None)
 
     def read_clock(self, node_id: str, clock: ClockReading | None) -> bool:
-        """Store the clock offset of a node; return True if the offset began or ceased to need a warning."""
+        """Store the clock offset of a node; return True if the need for a warning changed."""
         with self._lock:
             was_off = is_off(self._clocks.get(node_id))
             if clock is None:
@@ -146,13 +148,13 @@ class Presence:
             return is_off(clock) != was_off
 
     def clock(self, node_id: str) -> ClockReading | None:
-        """Return the clock offset that a node reported last, or None."""
+        """Return the last clock offset that a node reported, or None."""
         with self._lock:
             return self._clocks.get(node_id)
 
     @contextlib.contextmanager
     def streaming(self, node_id: str) -> Iterator[None]:
-        """Count an open order stream of a node while the context lasts."""
+        """Count an open order stream of a node until the context exits."""
         with self._lock:
             self._streams[node_id] += 1
         try:
@@ -169,7 +171,7 @@ class Presence:
             return node_id in self._streams
 
     def is_new_refusal(self, key: tuple[str, ...]) -> bool:
-        """Note the refusal of a node; return True the first time."""
+        """Store the refusal of a node; return True the first time."""
         with self._lock:
             if key in self._refused:
                 return False
@@ -179,12 +181,12 @@ class Presence:
             return True
 
     def lose(self, node_id: str, sentence: str) -> None:
-        """Note that an engine lost a node; the next message of the node or `find` ends this."""
+        """Mark a node as lost by its engine. The next message of the node, or `find`, removes the mark."""
         with self._lock:
             self._lost[node_id] = sentence
 
     def find(self, node_id: str) -> None:
-        """Note that an engine no longer reports a node as lost."""
+        """Remove the mark that an engine lost the node."""
         with self._lock:
             self._lost.pop(node_id, None)
 
@@ -195,10 +197,10 @@ class Presence:
 
 
 class LivenessMonitor:
-    """Ends attempts of silent crews, and stops waiting for overdue receipts.
+    """Ends attempts of silent nodes, and settles attempts whose receipts are overdue.
 
     Args:
-        take_back: called if the order of a silent crew may not have left the server.
+        take_back: cancels the start order for a silent node if the order is unsent.
     """
 
     def __init__(
@@ -227,7 +229,7 @@ class LivenessMonitor:
         self._unsettled: dict[CrewId, int] = {}
 
     def check(self, active: Sequence[ActiveRun], held_back: Collection[str], now_ns: int) -> None:
-        """Compare the silence of every crew with its limits.
+        """Compare the time since each attempt's last report with the limits.
 
         Args:
             active: runs with an unfinished attempt.
@@ -246,7 +248,7 @@ class LivenessMonitor:
         if silent_s > self._soft_s and self._take_back(run, crew, now_ns):
             return
         if silent_s > crew.grace_s + self._margin_s:
-            detail = f"the node was silent for {silent_s:.0f} s"
+            detail = f"the node sent no report for {silent_s:.0f} s"
             self._tell(crew, GivenUp(reason=Reason.NODE_GONE), heard_ns=heard_ns, detail=detail)
         elif silent_s > self._soft_s and crew.state is not State.UNREACHABLE:
             self._tell(crew, Silent(), heard_ns=heard_ns)
@@ -254,14 +256,14 @@ class LivenessMonitor:
     def _take_back(self, run: ActiveRun, crew: ActiveCrew, now_ns: int) -> bool:
         why = f"node {crew.node} disconnected before it received the order"
         if self._presence.is_there(crew.node_id, now_ns=now_ns):
-            # An earlier transaction took the order back but failed: the order still never leaves the server.
+            # An earlier transaction failed after it cancelled the order. The server therefore never sends this order.
             if not self._deliveries.is_taken_back(run.id, run.fence):
                 return False
-            why = f"the server took back its order to {crew.node}"
+            why = f"the server cancelled its order to {crew.node} before it was sent"
         return self._take_back_order(run.id, run.fence, why)
 
     def _tell(self, crew: ActiveCrew, event: Event, *, heard_ns: int, detail: str = "") -> None:
-        """Apply the silence of a crew to its run, unless the crew has reported or changed in the meantime."""
+        """Apply a node's silence to its run, unless a report or another change was faster."""
         note = Note(at_ns=self._clock.wall_ns(), detail=detail)
         run_id, fence, number = crew.id
 
@@ -279,13 +281,13 @@ class LivenessMonitor:
         try:
             told = self._database.write(work)
         except (StaleAttempt, IllegalRunTransition) as error:
-            _log.info("ignored the silence of run %s: %s", run_id, error)
+            _log.info("could not apply the silence of a node to run %s: %s", run_id, error)
             return
         if told is not None:
             self._announcer.announce(told)
 
     def settle_overdue(self, now_ns: int) -> None:
-        """Settle crews whose receipts are overdue, by boottime since this process first saw them wait."""
+        """Settle attempts with overdue receipts. The wait begins with the first check of this process."""
         ended = {one.id: one for one in self._database.read(crews.unsettled)}
         self._unsettled = {crew: self._unsettled.get(crew, now_ns) for crew in ended}
         for crew, one in ended.items():

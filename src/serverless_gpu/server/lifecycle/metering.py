@@ -1,15 +1,15 @@
-"""Meters the usage of crews by the server's calendar, and the duration of attempts.
+"""Measures the usage of attempts by the server's calendar, and the duration of attempts.
 
-The node measures durations with its boottime clock. The node's wall clock does not decide the day of the usage. If a
-node's clock battery fails, its wall clock would move the usage out of every report and budget. So the server shifts all
-facts of a crew together. After the shift, user code begins at the checked start in `crews.started_ns`. Without such a
-start, the first fact is neither older than the attempt nor newer than the end of the crew. The server rounds the usage
-of each crew once.
+The node measures durations with its boottime clock. The node's wall clock does not decide the day of the usage. A wrong
+wall clock would move usage out of every report and budget. The server therefore shifts the times of all facts of one
+node together. After this shift of the facts, user code begins at the checked start in `crews.started_ns`. Without a
+checked start, the server moves the first fact into the lifetime of the attempt. The server rounds the usage on each
+node once.
 
-Rows contain wall clock times from the moment of writing. If an operator sets the clock by hours, a one-minute attempt
-seems to use hours. The attempt would use up its budget at once, and a stop is final. So a `Lifetime` converts each time
-to the boottime clock when it first sees the time, and keeps the result. For an attempt that ended earlier, the rows
-show how long it took, but not when.
+Rows contain wall clock times from the moment of writing. If an operator moves the clock by hours, a one-minute attempt
+appears to last hours. Such an attempt would use up its budget at once, and the server would stop its run. A `Lifetime`
+therefore converts each new time to the boottime clock once, and stores the result. For an attempt that ended before the
+server started, the rows show the duration but not the boottime of the end.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from serverless_gpu.server.records.crews import StoredCrew
 
 _MS_NS = 1_000_000
 AHEAD_NS = 120_000_000_000
-"""Two minutes. A crew that reports writes a fact each minute (`node.account.ALIVE_S`), and one fact may be late."""
+"""Two minutes. A running attempt writes a fact each minute (`node.account.ALIVE_S`), and one fact may be late."""
 OFF_NS = 1_000_000_000
-"""One second. The day of the usage needs no better precision, so the server ignores a smaller clock offset."""
+"""One second. Usage is counted by day, so the server ignores a smaller clock offset."""
 
 
 class Now(msgspec.Struct, frozen=True, kw_only=True):
     """The current moment.
 
     Attributes:
-        wall_ns: nanoseconds since 1970; `boot_ns` is the same moment on the clock of the leases.
+        wall_ns: nanoseconds since 1970; `boot_ns` is the same moment in boottime.
         leases: times of the last reports; None for the database columns, which are up to 15 s old.
     """
 
@@ -45,7 +45,7 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
     leases: Leases | None = None
 
     def heard_ns(self, crew: StoredCrew) -> int:
-        """Return the time of a crew's last report, nanoseconds since 1970."""
+        """Return the time of the last report about an attempt on a node, nanoseconds since 1970."""
         if self.leases is None:
             return crew.lease_ns
         last_ns = self.leases.last_ns(crew.id, now_ns=self.boot_ns)
@@ -53,22 +53,21 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def now(clock: Clock, leases: Leases) -> Now:
-    """Return the current moment."""
+    """Return the current time on both clocks."""
     return Now(wall_ns=clock.wall_ns(), boot_ns=clock.boottime_ns(), leases=leases)
 
 
 def used(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> tuple[LedgerLine, ...]:
-    """Return the usage and costs of a crew on each day, up to its last fact."""
+    """Return the usage and costs of an attempt on a node by day, up to its last fact."""
     is_billed = attempt.reason is None or MEANINGS[attempt.reason].is_billed
     return lines(on_our_calendar(attempt, crew, facts), attempt.tariff, is_billed=is_billed)
 
 
 def so_far(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact], at: Now) -> tuple[LedgerLine, ...]:
-    """Return the usage and costs of a crew on each day, up to the last report of a crew that still runs.
+    """Return the usage and costs of an attempt on a node by day, up to the last report if it still runs.
 
-    That report is later than the last fact by at most `AHEAD_NS`, because a running crew writes facts regularly. The
-    bound
-    limits the error after a change of the clock.
+    The last report counts at most `AHEAD_NS` after the last fact, because a running attempt writes facts regularly.
+    This bound limits the error after a clock change.
     """
     began = next((fact for fact in facts if fact.kind is FactKind.EXEC), None)
     if crew.ended_ns is not None or crew.started_ns is None or began is None:
@@ -84,16 +83,16 @@ def waited_ms(asked_ns: int, before: StoredAttempt | None, until_ns: int) -> int
     """Return how long a run waited for an attempt, in milliseconds.
 
     Args:
-        asked_ns: when the run was submitted.
-        before: the attempt before that one, which does not count as waiting; None for the first attempt.
-        until_ns: when the attempt was placed; now if the run still waits.
+        asked_ns: time of the submission.
+        before: the previous attempt, whose duration is not waiting time; None for the first attempt.
+        until_ns: time of the placement; now if the run still waits.
     """
     since_ns = asked_ns if before is None or before.ended_ns is None else before.ended_ns
     return max(0, until_ns - since_ns) // _MS_NS
 
 
 def on_our_calendar(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> Sequence[Fact]:
-    """Return the facts with times of the server's calendar; unchanged if the node's clock was right."""
+    """Return facts with times of the server's calendar; unchanged if the node's clock was right."""
     if not facts:
         return facts
     by_ns = _off_ns(attempt, crew, facts)
@@ -118,11 +117,11 @@ class ClockPair(msgspec.Struct, frozen=True):
     boot_ns: int
 
     def boot(self, wall_ns: int) -> int:
-        """Convert a wall clock time to boottime; a time in the future becomes now."""
+        """Convert a wall clock time to boottime. A future time becomes the current time."""
         return min(self.boot_ns, self.boot_ns - self.wall_ns + wall_ns)
 
     def wall(self, boot_ns: int) -> int:
-        """Convert a boottime to the wall clock, as the clock is set now."""
+        """Convert a boottime to the current wall clock."""
         return self.wall_ns - self.boot_ns + boot_ns
 
 
@@ -142,7 +141,7 @@ class Lifetime(msgspec.Struct):
     ended_ns: int | None = None
 
     def look(self, one: StoredAttempt, now: ClockPair, leases: Leases, *, is_stopping: bool) -> None:
-        """Update the times from the rows of an attempt and the last reports of its crews."""
+        """Update the times from the stored attempt and from the last reports of its nodes."""
         if is_stopping and self.stop_ns is None:
             self.stop_ns = now.boot_ns
         ended_ns = None

@@ -1,12 +1,12 @@
-"""Owner suspension: stops runs of owners who are disabled or whose role may not start runs.
+"""Stops runs of owners that are disabled or whose role may not start runs.
 
-    suspended ─▶ no new submits; streams end within seconds, because the server checks their token repeatedly
-             ├─ queued runs wait outside the queue order, with that reason; they continue when the owner is enabled
-             ├─ finish   attempts that run end by themselves; a retry waits
-             └─ stop     the server asks running and queued runs to stop, up to 200 in each pass
+    suspended ─▶ no new submits; streams end within seconds, because the server rechecks tokens
+             ├─ queued runs wait outside the queue order until an administrator enables the owner
+             ├─ finish   running attempts continue to their end; a retry waits
+             └─ stop     the server stops running and queued runs, up to 200 in each pass
 
-The server decides about the runs when an operator changes the owner, and writes the decision in the same transaction.
-A server that restarts, also with another setting, follows the stored decision.
+The server chooses `finish` or `stop` when an administrator changes the owner. The same transaction stores this choice.
+After a restart, even with another default, the server follows the stored choice.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _GOES_ON = tuple(state.value for state in State if state not in TERMINAL)
 
 
 def may_start(principal: PrincipalView) -> bool:
-    """Return whether a principal may start runs."""
+    """Return True if a principal may start runs."""
     return not principal.disabled and principal.role not in _WITHOUT
 
 
 def suspended_owners(connection: sa.Connection, name: str | None = None) -> frozenset[str]:
-    """Return the names of principals that may not start runs, among all or only for one name."""
+    """Return the names of principals that may not start runs. With a name, check only that principal."""
     query = sa.select(principals.c.name).where(_SHUT_OUT)
     return frozenset(connection.scalars(query if name is None else query.where(principals.c.name == name)))
 
@@ -49,22 +49,23 @@ def decide_for_runs(
     wanted: OnDisabled | None,
     otherwise: OnDisabled,
 ) -> str:
-    """Decide and write what happens to the runs of a changed principal.
+    """Choose and store the policy for the runs of a principal that has changed.
 
     Args:
         connection: of the transaction that changes the principal.
         before: the principal before the change.
         after: the principal after the change.
-        wanted: the policy in the request, or None.
-        otherwise: the default policy.
+        wanted: the policy that the request names, or None.
+        otherwise: the policy to use if the request names none.
 
     Returns:
-        The policy that this change has set, or "".
+        The policy that this change stored, or "".
     """
     if may_start(after):
         if wanted is not None:
             raise InvalidValue(
-                f"{after.name} may start runs, so their runs continue", hint="disable the principal, or change its role"
+                f"{after.name} may start runs, so their runs continue",
+                hint="disable the principal or change its role first",
             )
         _write(connection, after.name, None)
         return ""
@@ -75,7 +76,7 @@ def decide_for_runs(
 
 
 class OwnerSuspension:
-    """Stops runs of owners who may no longer start runs."""
+    """Stops runs whose owners may no longer start runs."""
 
     def __init__(self, *, clock: Clock, database: Transactions, announcer: Announcer) -> None:
         self._clock = clock
@@ -83,7 +84,7 @@ class OwnerSuspension:
         self._announcer = announcer
 
     def stop_some(self) -> int:
-        """Ask some runs of suspended owners to stop, if that was decided; return how many were found."""
+        """Stop some runs of suspended owners whose policy is `stop`; return the number of runs found."""
         found = self._database.read(_to_stop)
         for run_id, owner in found:
             told = self._stop(run_id, owner)
@@ -96,7 +97,7 @@ class OwnerSuspension:
 
         def work(connection: sa.Connection) -> TransitionResult | None:
             if owner not in suspended_owners(connection, owner):
-                return None  # The owner was enabled in the meantime.
+                return None  # An administrator enabled the owner in the meantime.
             return transitions.ask_to_stop(
                 connection, run_id, who=audit.SERVER, why=StopReason.CANCEL, at_ns=at_ns, because=because
             )

@@ -1,37 +1,39 @@
-"""Rendezvous: decides how the crews of a gang connect to each other, or calls the gang off.
+"""Decides how the nodes of a gang connect to each other, or cancels the attempt.
 
-    a report with an offer ─▶ memory   all have arrived ─▶ sent to each crew until it has reported its reach
-    ... with its reach ─▶ memory   all have arrived, no crew has failed or is silent ─▶ `rendezvous.choose`
-         ├─ Chosen ─▶ written, then in every answer to crew 0 until user code begins; after that, to the others
-         └─ Apart, or a limit has passed (`look`) ─▶ called off, written: the cause is that its nodes are apart
+    report with an offer ─▶ memory   all offers arrived ─▶ sent to each node until it reports its reach
+    report with a reach  ─▶ memory   all arrived, no node has failed or is silent ─▶ `rendezvous.choose`
+         ├─ Chosen ─▶ stored, then in every answer to the first node until user code begins, then to the other nodes
+         └─ Apart, or a limit has passed (`look`) ─▶ called off, stored: its nodes cannot connect
 
-User code waits for `chosen`. Therefore one statement makes sure that `chosen` and `called_off` exclude each other. If
-the server calls a gang off, its user code never begins. Crews that never reported end in the same transaction, as
-refused. If such a crew reports later, the server answers that its attempt is over. Crews that have reported end
-through their own reports, as after any failure.
+User code waits for `chosen`. One SQL statement therefore ensures that an attempt never has both `chosen` and
+`called_off`. If the server calls a gang off, its user code never begins. The same transaction marks nodes that never
+reported as refused. If a refused node reports later, the server answers that the attempt has ended. Nodes that have
+reported end through their own reports, as after any failure.
 
-`RendezvousStates` exists in memory only. Crews repeat their offer and reach in every report until their user code
-begins. So a server that restarts receives both again, and its time limits start again.
+`RendezvousStates` exists only in memory. Nodes repeat their offer and reach in every report until user code begins.
+After a restart, the server receives all offers and reaches again, and its time limits start again.
 
 Failure cases:
 
-- The server dies. Before `chosen` is durable, no crew has received it. Afterwards every answer contains it.
+- The server crashes. Before `chosen` is durable, no node has received the address. After that, every answer contains
+  the address.
 
-- A crew reports an offer that differs from its first. The first offer stays, because the other crews have tried it.
+- A node reports an offer that differs from its first offer. The first offer stays, because other nodes have tried its
+  addresses.
 
-- The run is asked to stop, or a crew fails, before the rendezvous. The next `look` calls the gang off. The calling off
-  is not the cause of the end.
+- Before the rendezvous, a caller stops the run or a node fails. The next `look` calls the gang off. The cause of the
+  end remains the stop or the failure.
 
-- A crew is silent when all other reports have arrived. The server chooses nothing until the crew reports, or until the
+- One node is silent when all other reports have arrived. The server chooses no address until this node reports or the
   limit has passed.
 
-- A crew and its node are silent before the rendezvous. The server calls the gang off and ends the crew as one that
-  never reported. The run does not wait for the crew, and the attempt does not count against the attempt limit. The same
-  holds for a crew that falls silent after its gang was called off.
+- A node sends neither reports nor heartbeats before the rendezvous. The server calls the gang off and marks the node as
+  refused. The run does not wait for this node, and the attempt does not count against the attempt limit. The server
+  treats a node that becomes silent after the gang was called off in the same way.
 
-- An operator restores the server from a backup. User code that the backup does not contain may run, so the server calls
-  nothing off. If user code runs on some nodes while others still wait for the choice, the choice is lost. The gang
-  ends.
+- An operator restores the server from a backup. Since the backup, user code may have begun, so the server calls no gang
+  off. If user code runs on some nodes while other nodes still wait for the address, the address is lost. The server
+  then ends the gang.
 """
 
 from __future__ import annotations
@@ -80,25 +82,25 @@ _Work = tuple[StoredAttempt, tuple[TransitionResult, ...]]
 
 
 COME_S = 300.0
-"""Seconds that the server waits for a silent crew."""
+"""Seconds that the server waits for a silent node before it calls the gang off."""
 MEET_S = 120.0
-"""Seconds that crews may take to try each other's addresses, after all offers have arrived."""
+"""Seconds that nodes have to test each other's addresses, after all offers have arrived."""
 TOTAL_S = 3_600.0
-"""Seconds that the server waits for crews that report, for example while they fetch their environment."""
+"""Seconds that the server waits for nodes that still report, for example while they fetch their environment."""
 _ADDRESS = re.compile(r"[0-9A-Za-z:.%_-]{1,64}")
 _MICROSECONDS_MAX = 1 << 40
 
 
 def check_meeting(attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
-    """Refuse impossible offers and reaches: other crews and the variables of their ranks use them."""
+    """Refuse impossible offers and reaches, because other nodes and their ranks use these addresses."""
     if said.offer is None and said.reach is None:
         return
     gang, number = attempt.gang, crew.number
     if attempt.num_nodes == 1:
-        raise InvalidValue(f"attempt {gang} is on one node and has no rendezvous")
+        raise InvalidValue(f"attempt {gang} runs on one node and has no rendezvous")
     for each in (said.offer, said.reach):
         if each is not None and each.crew != number:
-            raise InvalidValue(f"crew {number} of attempt {gang} reports for crew {each.crew}")
+            raise InvalidValue(f"node {number} of attempt {gang} reports for node {each.crew}")
     if said.offer is not None:
         _check_offer(gang, number, said.offer)
     if said.reach is not None:
@@ -132,7 +134,7 @@ class RendezvousService:
         self._announcer = announcer
 
     def hear(self, attempt: StoredAttempt, crew: StoredCrew, said: Report) -> None:
-        """Store the offer or reach of a crew, and decide the rendezvous if nothing is missing."""
+        """Store the offer or reach of a node, and decide the rendezvous once all reports have arrived."""
         if attempt.num_nodes == 1 or attempt.ended_ns is not None or crew.ended_ns is not None:
             return
         if attempt.chosen_json is not None or attempt.called_off:
@@ -150,16 +152,16 @@ class RendezvousService:
         self._decide(attempt, known, now_ns=now_ns, but=crew.number)
 
     def told(self, run: StoredRun, crew: StoredCrew, answer: ReportAnswer) -> ReportAnswer:
-        """Return an answer with the rendezvous news for a crew that has not begun; unchanged if it must end."""
+        """Return an answer with rendezvous news for a node whose user code waits, unless the node must end."""
         attempt = run.attempt
         assert attempt is not None
         is_ending = answer.stale or answer.stop is not None or answer.peer_failed or crew.halt_json is not None
         if is_ending or attempt.num_nodes == 1 or crew.began or crew.ended_ns is not None:
             return answer
         if attempt.chosen is not None:
-            # Until crew 0 has received the choice, its supervisor uses the rendezvous port and would drop connections
-            # of ranks. Nodes of a Ray cluster retry. The function of a Ray run begins only after all nodes have joined,
-            # so Ray crews need not wait.
+            # Until the node of rank 0 has received the address, its supervisor uses the rendezvous port and would drop
+            # connections of ranks. Nodes of a Ray cluster retry. The function of a Ray run begins only after all nodes
+            # have joined, so these nodes need not wait.
             is_free = crew.number == 0 or attempt.crews[0].began or run.spec.ray is not None
             return msgspec.structs.replace(answer, chosen=attempt.chosen) if is_free else answer
         known = self._meetings.find((attempt.run_id, attempt.fence))
@@ -202,12 +204,12 @@ class RendezvousService:
                 self._decide(attempt, known, now_ns=now_ns)
 
     def _decide(self, attempt: StoredAttempt, known: RendezvousState, *, now_ns: int, but: int | None = None) -> None:
-        """Write the choice, or call the gang off, if all crews have reported everything."""
-        quiet_s = self._settings.soft_expiry_s / 2  # Two heartbeats at their longest interval.
+        """Store the choice, or call the gang off, once all nodes have reported their offers and reaches."""
+        quiet_s = self._settings.soft_expiry_s / 2  # The length of two heartbeat intervals at their maximum.
         try:
             came = known.outcome([crew.node for crew in attempt.crews], now_ns=now_ns, quiet_s=quiet_s)
         except ValueError as error:
-            _log.error("crews of attempt %s cannot connect to each other: %s", attempt.gang, error)
+            _log.error("nodes of attempt %s cannot connect to each other: %s", attempt.gang, error)
             return
         if isinstance(came, Chosen):
             self.choose(attempt, came, but=but)
@@ -215,14 +217,14 @@ class RendezvousService:
             self.call_off(attempt, known, why=came.sentence, apart=came.pair)
 
     def choose(self, attempt: StoredAttempt, chosen: Chosen, *, but: int | None) -> None:
-        """Write the addresses of the rendezvous, unless the attempt can no longer begin."""
+        """Store the addresses of the rendezvous, unless user code of the attempt can no longer begin."""
         text = msgspec.json.encode(chosen).decode()
 
         def work(connection: sa.Connection) -> bool:
             run = _waiting(connection, attempt.run_id, attempt.fence)
             if run is None or run.attempt is None or run.stop is not None or run.attempt.cause is not None:
                 return False
-            for crew in run.attempt.crews:  # User code begins only if every crew has reported and still runs.
+            for crew in run.attempt.crews:  # User code begins only if every node has reported and its ranks still run.
                 if crew.ended_ns is not None or crew.halt_json is not None or crew.state is not State.STARTING:
                     return False
             is_new = attempts.decide(connection, run.attempt, chosen_json=text)
@@ -235,7 +237,7 @@ class RendezvousService:
             self._have_look(attempt, but=but)
 
     def _gone(self, run: ActiveRun, now_ns: int) -> tuple[int, ...]:
-        """Return the numbers of the crews that are silent and whose nodes are silent."""
+        """Return the node ranks of the gang whose nodes send neither reports nor heartbeats."""
         silent_ns = self._settings.soft_expiry_s * 1e9
         return tuple(
             crew.id[2]
@@ -245,7 +247,7 @@ class RendezvousService:
         )
 
     def _end_silent(self, gang: ActiveRun, silent: Sequence[int]) -> None:
-        """End the crews of a called-off gang that are silent and whose nodes are silent."""
+        """End the parts of a called-off gang on nodes that send neither reports nor heartbeats."""
         note = Note(at_ns=self._clock.wall_ns())
 
         def work(connection: sa.Connection) -> tuple[TransitionResult, ...]:
@@ -257,13 +259,13 @@ class RendezvousService:
         try:
             told = self._database.write(work)
         except (StaleAttempt, IllegalRunTransition) as error:
-            _log.info("could not end the silent crews of %s:%s: %s", gang.id, gang.fence, error)
+            _log.info("could not end the silent nodes of attempt %s:%s: %s", gang.id, gang.fence, error)
             return
         for one in told:
             self._announcer.announce(one)
 
     def _end_half(self, gang: ActiveRun, known: RendezvousState) -> None:
-        """End a gang whose user code runs on some nodes only: the backup does not contain its rendezvous."""
+        """End a gang with user code on some nodes only, because the restored backup lacks its rendezvous."""
 
         def work(connection: sa.Connection) -> StoredAttempt | None:
             run = runs.find(connection, gang.id)
@@ -298,14 +300,14 @@ class RendezvousService:
         apart: tuple[int, int] | None = None,
         silent: Sequence[int] = (),
     ) -> None:
-        """Call a gang off, and end the crews that never reported.
+        """Call a gang off, and mark nodes that never reported as refused.
 
         Args:
-            attempt: the attempt to call off.
-            known: its rendezvous state.
-            why: for people; unused if the attempt ends for another reason.
-            apart: two crews; the first cannot reach the second.
-            silent: silent crews whose nodes are silent too. The server ends these as well.
+            attempt: the attempt of the gang.
+            known: the rendezvous state of the gang.
+            why: reason for users; unused if the attempt ends for another reason.
+            apart: the ranks of two nodes; the first node cannot reach the second.
+            silent: ranks of the nodes to mark as refused because they have become silent.
         """
         at_ns = self._clock.wall_ns()
         why = "".join(character if character.isprintable() else " " for character in why)
@@ -341,7 +343,7 @@ class RendezvousService:
         self._have_look(done[0], but=None)
 
     def _have_look(self, attempt: StoredAttempt, *, but: int | None) -> None:
-        """Ask the crews of a gang to report now, because the answers have news for them."""
+        """Ask the nodes of a gang to report now, because the answers contain news."""
         for crew in attempt.open_crews:
             if crew.number != but:
                 self._looks.ask(crew.node_id, crew.id)
@@ -349,9 +351,9 @@ class RendezvousService:
 
 
 def has_met(attempt: StoredAttempt) -> bool:
-    """Return True if the rendezvous of a gang is decided, either way. Running user code proves that it is.
+    """Return True if a gang has an address or was called off. Running user code proves an address.
 
-    A server that was restored from a backup may not have the decision.
+    The database of a restored server may lack the address.
     """
     if attempt.chosen_json is not None or attempt.called_off or attempt.began:
         return True
@@ -359,7 +361,7 @@ def has_met(attempt: StoredAttempt) -> bool:
 
 
 def _refuse(connection: sa.Connection, crew: CrewId, note: Note) -> TransitionResult:
-    """End a crew that never reported and whose gang was called off: its user code never begins."""
+    """Mark a node that never reported as refused, after the server called off its gang."""
     run_id, _, number = crew
     run = runs.find(connection, run_id)
     assert run is not None
@@ -369,7 +371,7 @@ def _refuse(connection: sa.Connection, crew: CrewId, note: Note) -> TransitionRe
 
 
 def _waiting(connection: sa.Connection, run_id: str, fence: int) -> StoredRun | None:
-    """Return the current row of a run whose rendezvous is undecided, or None."""
+    """Return the current row of a run without a rendezvous decision, or None."""
     run = runs.find(connection, run_id)
     if run is None or run.attempt is None or run.fence != fence or run.state not in ACTIVE:
         return None
@@ -377,7 +379,7 @@ def _waiting(connection: sa.Connection, run_id: str, fence: int) -> StoredRun | 
 
 
 def _was_heard(attempt: StoredAttempt, crew: StoredCrew) -> bool:
-    """Return True if the rows show that the crew has reported, to this process or an earlier one."""
+    """Return True if rows show a report of this node, to this server process or an earlier one."""
     said = crew.halt_json is not None or crew.returned or crew.began or bool(crew.sentence)
     is_starting = State.STARTING in (crew.state, crew.before)
     return said or not is_starting or crew.lease_ns != attempt.created_ns
@@ -387,11 +389,11 @@ class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
     """The rendezvous state of a gang.
 
     Attributes:
-        since_ns: when this process first saw the gang, boottime in nanoseconds.
-        offered_ns: when the last offer arrived; None while an offer is missing.
-        offers: the first offer of each crew.
-        reaches: the first reach of each crew.
-        heard_ns: time of each crew's last report.
+        since_ns: time when this process first saw the gang, boottime in nanoseconds.
+        offered_ns: arrival of the last offer; None while an offer is missing.
+        offers: the first offer of each node, by node rank.
+        reaches: the first reach of each node, by node rank.
+        heard_ns: time of each node's last report, by node rank.
     """
 
     since_ns: int
@@ -403,7 +405,7 @@ class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
     def heard(
         self, number: int, *, of: int, offer: Offer | None, reach: CrewReach | None, now_ns: int
     ) -> RendezvousState:
-        """Return the state after a report of a crew. The first offer and reach of a crew stay."""
+        """Return the rendezvous state after a report of a node. The first offer and reach of each node stay."""
         offers = self.offers if offer is None else {number: offer, **self.offers}
         reaches = self.reaches if reach is None else {number: reach, **self.reaches}
         offered_ns = now_ns if self.offered_ns is None and len(offers) == of else self.offered_ns
@@ -413,18 +415,18 @@ class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def offers_for(self, number: int) -> tuple[Offer, ...]:
-        """Return all offers for a crew, after they are complete and until the crew has reported its reach."""
+        """Return all offers for a node, once all have arrived and until the node has reported its reach."""
         if self.offered_ns is None or number in self.reaches:
             return ()
         return tuple(self.offers[one] for one in sorted(self.offers))
 
     def outcome(self, nodes: Sequence[str], *, now_ns: int, quiet_s: float) -> Chosen | Apart | None:
-        """Return how a gang connects, or why it cannot; None while a report is missing or a crew is silent.
+        """Return the connection of a gang or the reason for its failure; None while a report is missing.
 
         Args:
-            nodes: names of the crews' nodes, by crew number.
+            nodes: names of the nodes, by node rank.
             now_ns: boottime, nanoseconds.
-            quiet_s: maximum silence of each crew. User code would wait for a crew that is lost.
+            quiet_s: maximum seconds since each node's last report. User code would wait forever for a lost node.
         """
         everybody = range(len(nodes))
         if any(number not in self.offers or number not in self.reaches for number in everybody):
@@ -434,13 +436,13 @@ class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
         return choose(list(self.offers.values()), list(self.reaches.values()), nodes)
 
     def overdue(self, nodes: Sequence[str], known: Collection[int], *, now_ns: int, age_s: float) -> str:
-        """Return why the server no longer waits for a gang, for people, or "".
+        """Return the reason why the server no longer waits for a gang, for users, or "".
 
         Args:
-            nodes: names of the crews' nodes, by crew number.
-            known: numbers of the crews that have reported to this process or an earlier one.
+            nodes: names of the nodes, by node rank.
+            known: ranks of the nodes that have reported to this server process or an earlier one.
             now_ns: boottime, nanoseconds.
-            age_s: age of the attempt by the wall clock. The age limits the wait if the server restarts repeatedly.
+            age_s: age of the attempt by the wall clock, which limits the wait if the server restarts repeatedly.
         """
         waited_s = (now_ns - self.since_ns) / 1e9
         missing = [number for number in range(len(nodes)) if number not in self.offers]
@@ -455,11 +457,11 @@ class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
         if silent:
             return f"{_named(nodes, silent)} not reported which other nodes are reachable"
         quietest = min(self.heard_ns, key=lambda number: self.heard_ns[number])
-        return f"{_named(nodes, [quietest])} gone silent during the rendezvous"
+        return f"{_named(nodes, [quietest])} stopped reporting during the rendezvous"
 
 
 class RendezvousStates:
-    """The rendezvous states of gangs in this process. Thread-safe; methods take the time as a value."""
+    """The rendezvous states of gangs in this process. Thread-safe; the current time is an argument."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -468,7 +470,7 @@ class RendezvousStates:
     def hear(
         self, crew: CrewId, *, of: int, offer: Offer | None, reach: CrewReach | None, now_ns: int
     ) -> tuple[RendezvousState, bool]:
-        """Store a report of a crew.
+        """Store the rendezvous report of a node.
 
         Returns:
             The new state, and True if the report completed the offers.
@@ -481,48 +483,50 @@ class RendezvousStates:
             return now, before.offered_ns is None and now.offered_ns is not None
 
     def see(self, gang: Gang, *, now_ns: int) -> RendezvousState:
-        """Return the state of a gang; create it for an unknown gang, with now as its start."""
+        """Return the rendezvous state of a gang; for a new gang, create a state that starts now."""
         with self._lock:
             return self._gathered.setdefault(gang, RendezvousState(since_ns=now_ns))
 
     def find(self, gang: Gang) -> RendezvousState | None:
-        """Return the state of a gang, or None."""
+        """Return the rendezvous state of a gang, or None."""
         with self._lock:
             return self._gathered.get(gang)
 
     def keep(self, gangs: Collection[Gang]) -> None:
-        """Forget all gangs but these."""
+        """Forget the rendezvous states of all gangs except these."""
         with self._lock:
             self._gathered = {gang: known for gang, known in self._gathered.items() if gang in gangs}
 
 
 def gone_sentence(nodes: Sequence[str], silent: Sequence[int]) -> str:
-    """Return why the server calls off a gang whose nodes went silent, for people."""
-    return f"{_named(nodes, silent)} gone silent before the rendezvous"
+    """Return the reason for users why the server calls off a gang with silent nodes."""
+    return f"{_named(nodes, silent)} stopped reporting before the rendezvous"
 
 
 def _check_offer(gang: str, number: int, offer: Offer) -> None:
     lowest = 1 if number == 0 else 0
     if not 0 < offer.port < 1 << 16 or not lowest <= offer.rendezvous_port < 1 << 16:
-        raise InvalidValue(f"crew {number} of attempt {gang} offers an invalid port")
+        raise InvalidValue(f"node {number} of attempt {gang} offers an invalid port")
     if len(offer.addresses) > ADDRESSES_MAX:
-        raise InvalidValue(f"crew {number} of attempt {gang} offers more than {ADDRESSES_MAX} addresses")
+        raise InvalidValue(f"node {number} of attempt {gang} offers more than {ADDRESSES_MAX} addresses")
     if len(offer.saved) > SAVED_MAX or not all(0 < fence < 1 << 31 for fence in offer.saved):
-        raise InvalidValue(f"crew {number} of attempt {gang} reports checkpoints of invalid attempts")
+        raise InvalidValue(f"node {number} of attempt {gang} reports checkpoints of invalid attempts")
     if not all(is_interface(one.interface) and _ADDRESS.fullmatch(one.address) for one in offer.addresses):
-        raise InvalidValue(f"crew {number} of attempt {gang} offers an invalid address")
+        raise InvalidValue(f"node {number} of attempt {gang} offers an invalid address")
 
 
 def _check_reach(gang: str, number: int, reach: CrewReach, *, of: int) -> None:
     if len(reach.tried) > (of - 1) * ADDRESSES_MAX:
-        raise InvalidValue(f"crew {number} of attempt {gang} has tried more addresses than its gang can have")
+        raise InvalidValue(f"node {number} of attempt {gang} has tried more addresses than its gang can have")
     for one in reach.tried:
         if not 0 <= one.crew < of or one.crew == number or _ADDRESS.fullmatch(one.address) is None:
-            raise InvalidValue(f"crew {number} of attempt {gang} has tried an invalid address")
+            raise InvalidValue(f"node {number} of attempt {gang} has tried an invalid address")
         if one.microseconds is not None and not 0 <= one.microseconds <= _MICROSECONDS_MAX:
-            raise InvalidValue(f"crew {number} of attempt {gang} reports an invalid response time")
+            raise InvalidValue(f"node {number} of attempt {gang} reports an invalid response time")
         if len(one.problem) > PROBLEM_CHARACTERS_MAX:
-            raise InvalidValue(f"a problem has {PROBLEM_CHARACTERS_MAX} characters at most")
+            raise InvalidValue(
+                f"the description of a connection problem may have at most {PROBLEM_CHARACTERS_MAX} characters"
+            )
 
 
 def _named(nodes: Sequence[str], numbers: Sequence[int]) -> str:

@@ -1,43 +1,47 @@
-"""Reports of nodes about their crew of an attempt: the only source of news about a run.
+"""Applies reports of nodes about their attempts. Nodes are the only source of news about a run.
 
-    report ─▶ is the crew known? ─▶ lease renewed (memory)
+    report ─▶ is the attempt on this node? ─▶ lease renewed (memory)
                   │
-                  ├─ logs    appended to files by offset, before the transaction: the node can repeat them
+                  ├─ logs    appended to files by offset before the transaction; the node can resend logs
                   ├─ state, facts, files, ending, receipt: one transaction, or none if nothing is new
-                  ├─ clients that wait for the run are woken
-                  └─ logs made durable, if the attempt has ended; then the node may delete its own
+                  ├─ wakeup of clients that wait for the run
+                  └─ logs synced to disk, if the attempt has ended; then the node may delete its copies
 
-`AuthMiddleware` has checked the crew's own token, which identifies the crew. The server applies a report completely or
-not at all. A report may arrive twice without harm. Logs have offsets; facts and files have names. States never go back,
-and a repeated ending equals the first.
+`AuthMiddleware` has already checked the token, which identifies the attempt and its node. The server applies a report
+completely or not at all. A report may arrive twice. Logs have offsets; facts and files have names. States never go
+back, and a repeated ending equals the first.
 
 Failure cases:
 
-- The server has given up the attempt, because its node was away for too long or restarted. The answer is `stale`. The
-  server still accepts output and facts, but not the state, the files and the ending. The server audits a late ending.
+- The server has given up the attempt because its node was unreachable for too long or restarted. The answer is `stale`.
+  The server still accepts output and facts, but no state, files or ending. The server writes a late ending to the
+  audit.
 
-- The server gives up the attempt while a report arrives. The report renews the lease before it reads the row. The
-  monitor checks the lease within its transaction. After a silence the report writes too, so one of them sees the other.
+- The server gives up the attempt while a report arrives. The report renews the lease before it reads the row, and the
+  monitor checks the lease within its transaction. The first report after a long silence always writes. One of the two
+  transactions therefore sees the other.
 
-- The disk of the database is full when an attempt that is over reports. The server answers as if it were unavailable.
-  "Storage full" would tell the node that the server received the report and that the attempt may continue.
+- The disk of the database is full when a node reports an attempt that has ended. The server answers
+  `ServerUnavailable`. The answer "storage full" would mean that the server received the report and that the attempt may
+  continue.
 
-- The attempt was refused, but reports to be starting or running, because its order was delivered twice. The answer is
-  `stale`. User code waits for the first answer, so it does not begin.
+- A node reports a refused attempt as starting or running, because the server delivered the order twice. The answer is
+  `stale`. User code of the attempt waits for the first answer and therefore does not begin.
 
-- The server restarted with a longer grace period than that of the attempt. The server writes the longer period before
-  it grants it.
+- The server restarted with a longer grace period than that of the attempt. The server stores the longer period before
+  it sends the period to the node.
 
-- The attempt ended by its own report, and the run has continued. The server still accepts the receipt of the attempt.
+- The node has reported the end of the attempt, and the run has continued. The server still accepts the receipt of this
+  attempt.
 
 - Results refer to a blob whose parts are missing on the server. The server refuses the report before it writes
   anything. When a run reports its completion, the results of all its ranks are on the server.
 
-- The server dies after it appended the logs and before the transaction. The node sends the report again. The server
-  appends only the missing part.
+- The server crashes after it appended the logs and before the transaction. The node sends the report again. The server
+  then appends only the missing part of the logs.
 
-- A text is unreadable, or unsafe for users of other nodes. The server cuts the readable part to its maximum length and
-  makes it printable.
+- A text has an invalid encoding, or is unsafe for users of other nodes. The server truncates the readable part and
+  replaces control characters.
 """
 
 from __future__ import annotations
@@ -82,22 +86,21 @@ from serverless_gpu.wire.base import INLINE_BYTES_MAX, Json
 
 routes = Routes("attempts")
 SIGNS_PER_S = 100
-"""The target rate of heartbeats of all attempts together. Half a processor can answer about 250 heartbeats per second.
-"""
+"""The target rate of heartbeats of all attempts together. Half a core can answer about 250 heartbeats per second."""
 SENTENCE_CHARACTERS_MAX = 2_000
 DETAIL_CHARACTERS_MAX = 300
-"""The maximum length of the text about why a crew ends. People on other nodes read it."""
+"""The maximum length of a report's text about the reason for an end. Users of other nodes read this text."""
 _MISSED, _MISSED_IF_LOST = 2.0, 1.2
 _QUIET_S_MAX = 15.0
 _WHOSE = re.compile(r"(?:results|failures)/([0-9]{1,9})\..*|hang-([0-9]{1,9})-[0-9]+\.txt")
-"""Matches the rank in the name of a file, or the number of its node."""
+"""Matches the number in the name of an attempt's file: the rank, or the node for a hang report."""
 _LINK = re.compile(r"https?://[\x21-\x7e]{1,2000}")
 _SEEN = {State.QUEUED: State.STARTING, State.STARTING: State.STARTING, State.RUNNING: State.RUNNING}
 _log = logging.getLogger(__name__)
 
 
 class _Found(msgspec.Struct, frozen=True, kw_only=True):
-    """A crew that reports, its attempt and its run."""
+    """The attempt of a report, with its run and its part on the reporting node."""
 
     run: StoredRun
     attempt: StoredAttempt
@@ -109,16 +112,16 @@ class _Found(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ranks(self) -> range:
-        """Return the numbers of the crew's ranks."""
+        """Return the ranks on the reporting node."""
         return numbered(self.crew.place, per_node=self.run.spec.per_node)
 
     def has(self, rank: int, stream: str) -> bool:
-        """Return True if output belongs to the crew: to one of its ranks, or to the samples of its node."""
+        """Return True if output belongs to the reporting node: to one of its ranks, or to its telemetry."""
         return rank in self.ranks or (stream == "telemetry" and rank == self.crew.number)
 
 
 class _Applied(msgspec.Struct, frozen=True, kw_only=True):
-    """The effect of a report: `told` for the current attempt, `settled` if the receipt is new."""
+    """The effect of a report: `told` if the attempt is current, `settled` if the receipt is new."""
 
     told: TransitionResult | None = None
     settled: bool = False
@@ -162,15 +165,15 @@ class ReportService:
         self._rendezvous = rendezvous
 
     def receive(self, who: Caller, *, run_id: str, fence: int, said: Report) -> ReportAnswer:
-        """Apply a report; all of it is durable when this returns."""
+        """Apply a report; its whole content is durable when this function returns."""
         arrived_ns = self._clock.boottime_ns()
         said = with_billed_loss(said)
         crew = (run_id, fence, who.attempt[2] if who.attempt is not None else 0)
         found = self._database.read(lambda connection: _find(connection, crew))
         if found is None:
             return self._answer(stale=True)
-        # The request may concern a change after the read above, so the server reads again below. A later change makes a
-        # new request.
+        # The server may ask for a report after the read above, so the server reads again below. A still later change
+        # causes another request.
         was_asked = self._looks.done(found.crew.node_id, crew)
         self._check(found, said)
         was_silent = False
@@ -185,7 +188,8 @@ class ReportService:
             self._close_logs(found.crew, said, offsets)
         is_freed = said.freed and found.is_current and self._leases.free(crew)
         applied = _Applied()
-        # After a silence the monitor may give the crew up at this moment. A transaction then decides which came first.
+        # After a silence, the monitor may give up the attempt concurrently. A transaction then decides the order of the
+        # two.
         is_news = was_silent or self._is_news(found, said)
         if is_news:
             if said.ending is not None:
@@ -197,13 +201,14 @@ class ReportService:
                 faults.reach("after_report_before_answer")
         self._announce(found, said, applied, is_news=is_news)
         if is_freed:
-            self._hub.touch(SCHEDULER)  # After the transaction, so that the scheduler sees every change of the report.
+            # The wakeup follows the transaction, so that the scheduler sees every change of the report.
+            self._hub.touch(SCHEDULER)
         if found.is_current:
             self._rendezvous.hear(found.attempt, found.crew, said)
             self._gang_hangs.hear(found.run, found.attempt, found.crew, said)
         if said.ending is not None or (said.logs and found.crew.ended_ns is not None):
-            self._logs.sync(run_id, fence)  # Only the reporting node waits for the sync of the logs.
-        # Otherwise the first read is current: most reports are heartbeats.
+            self._logs.sync(run_id, fence)  # Only the reporting node waits for the fsync of the logs.
+        # Without a write, the first read is current. Most reports are heartbeats without news.
         if is_news or was_asked or found.run.state is not State.RUNNING:
             found = self._database.read(lambda connection: _find(connection, crew)) or found
         stop = found.run.stop if found.is_current else None
@@ -215,7 +220,7 @@ class ReportService:
         return self._gang_hangs.told(found.attempt, self._with_gang_news(found, answer))
 
     def gang_news(self, connection: sa.Connection, crew: CrewId) -> ReportAnswer:
-        """Return the news about rendezvous and ending that a crew would receive if it reported now."""
+        """Return the rendezvous and ending news that a node would receive if it reported now."""
         found = _find(connection, crew)
         if found is None or found.attempt.num_nodes == 1 or not found.is_current:
             return ReportAnswer()
@@ -233,20 +238,20 @@ class ReportService:
         return ReportAnswer(stale=stale, partition_grace_s=settings.partition_grace_s, heartbeat_s=self._heartbeat_s())
 
     def _heartbeat_s(self) -> float:
-        """Return the seconds between heartbeats of an attempt; they grow with thousands of attempts.
+        """Return the seconds between heartbeats of an attempt; the interval grows with thousands of attempts.
 
-        Crews report news at once. The interval therefore only limits the server's work for reports without news. Three
-        lost
-        reports still fit into the silence after which the server shows an attempt as unreachable.
+        Nodes report news at once. The heartbeat interval therefore only limits the server's work for reports without
+        news. The server shows an attempt as unreachable only after more than three lost heartbeats.
         """
         settings = self._settings
         wanted_s = self._leases.count() / SIGNS_PER_S
         return max(settings.heartbeat_s, min(wanted_s, settings.soft_expiry_s / 4, settings.partition_grace_s / 4))
 
     def quiet_s(self, crew: StoredCrew) -> float | None:
-        """Return the seconds for which a crew has been silent, or None while the silence is normal.
+        """Return the seconds since the last report about an attempt on a node, or None while that is normal.
 
-        A running crew reports each `heartbeat_s`. The limit is shorter if an engine has lost the node too.
+        Each node reports a running attempt every `heartbeat_s` seconds. The limit is shorter if an engine has lost the
+        node too.
         """
         now_ns = self._clock.boottime_ns()
         silent_s = (now_ns - self._leases.last_ns(crew.id, now_ns=now_ns)) / 1e9
@@ -254,9 +259,10 @@ class ReportService:
         return silent_s if silent_s > min(missed * self._heartbeat_s(), _QUIET_S_MAX) else None
 
     def _grant(self, crew: StoredCrew) -> None:
-        """Store the grace period of a crew, if the current setting is longer.
+        """Store the configured grace period of an attempt on a node if it is longer than the stored one.
 
-        The setting of the next server may be shorter. The next server must wait as long as this server has granted.
+        After a restart, the setting may be shorter. The server must then still wait for the longest grace period that
+        it granted.
         """
         grace_s = self._settings.partition_grace_s
         if grace_s > crew.grace_s:
@@ -269,10 +275,13 @@ class ReportService:
         check_progress(found.attempt, ranks, said)
         for piece in said.logs:
             if not found.has(piece.rank, piece.stream):
-                raise InvalidValue(f"attempt {found.attempt.gang} has no rank {piece.rank}: it has {len(ranks)}")
+                raise InvalidValue(
+                    f"attempt {found.attempt.gang} has no rank {piece.rank}; its world size is {len(ranks)}"
+                )
         if sum(len(file.inline or b"") for file in said.files) > INLINE_BYTES_MAX:
             raise TooLarge(
-                f"the files of one report have more than {INLINE_BYTES_MAX} bytes", hint="send them as blobs"
+                f"the files in one report may have at most {INLINE_BYTES_MAX} bytes together",
+                hint="send the files as blobs",
             )
         for file in said.files:
             _check_file(found, file)
@@ -281,7 +290,7 @@ class ReportService:
         if missing:
             raise NotFound(
                 f"{len(missing)} parts of the files of {found.attempt.gang} are not on the server",
-                hint="send them first, and report again",
+                hint="upload the missing parts, then send the report again",
             )
         for name in said.ending.log_ends if said.ending is not None else ():
             rank, _, stream = name.partition(".")
@@ -303,7 +312,7 @@ class ReportService:
             raise InvalidValue(f"attempt {found.attempt.gang} sent a receipt before its end")
 
     def _append(self, attempt: StoredAttempt, pieces: tuple[LogPiece, ...]) -> dict[str, int]:
-        """Append output; return the offsets that the server expects next, for streams with unstored output."""
+        """Append output; return the next offsets that the server expects for streams with unstored output."""
         wanted: dict[str, int] = {}
         for piece in pieces:
             following = self._logs.append(
@@ -322,11 +331,11 @@ class ReportService:
         return wanted
 
     def _close_logs(self, crew: StoredCrew, said: Report, offsets: dict[str, int]) -> None:
-        """Report a gap at the end of a crew's output that the full disk of the server could not store."""
+        """Mark the end of the output with a gap if the server's full disk could not store the last part."""
         ends = dict(said.ending.log_ends) if said.ending is not None else {}
         for piece in said.logs:
             name, end = f"{piece.rank}.{piece.stream}", piece.offset + len(piece.data)
-            # The piece continues the stored output, so only a full disk can have cut it.
+            # The piece continues the stored output, so only a full disk of the server can have truncated the piece.
             if piece.offset <= offsets.get(name, end) < end:
                 ends.setdefault(name, end)
         for name, end in ends.items():
@@ -355,11 +364,11 @@ class ReportService:
         return is_due or sentence(said) != found.crew.sentence or bool(_happened(found.crew, said))
 
     def _write(self, who: Caller, found: _Found, said: Report) -> _Applied:
-        """Write the content of a report.
+        """Store the content of a report.
 
         Raises:
             ServerStorageFull: the disk is full, and the attempt continues. The answer shows that the report arrived.
-            ServerUnavailable: the disk is full, and the attempt is over. The node must not take this for an answer.
+            ServerUnavailable: the disk is full, and the attempt has ended. The node must send the report again.
         """
         at_ns, crew = self._clock.wall_ns(), found.crew.id
         try:
@@ -405,7 +414,7 @@ def _find(connection: sa.Connection, crew: CrewId) -> _Found | None:
 
 
 def _check_fact(crew: StoredCrew, fact: Fact) -> None:
-    """Refuse a fact that no crew can have caused. The server bills every other fact."""
+    """Refuse a fact with values that are impossible for this attempt. The server bills every other fact."""
     if fact.attempt != crew.gang:
         raise InvalidValue(f"the report of {crew.gang} contains a fact of another attempt")
     times = (fact.boottime_ns, fact.wall_ns)
@@ -420,12 +429,12 @@ def _check_fact(crew: StoredCrew, fact: Fact) -> None:
 def _check_file(found: _Found, file: File) -> None:
     files.check_name(file.name)
     whose = _WHOSE.fullmatch(file.name)
-    if whose is not None and found.attempt.num_nodes > 1:  # The crews of a gang share one namespace of files.
+    if whose is not None and found.attempt.num_nodes > 1:  # All nodes of a gang share one namespace of files.
         rank, node = whose.groups()
         if (node is not None and int(node) != found.crew.number) or (rank is not None and int(rank) not in found.ranks):
             raise InvalidValue(f"{file.name} of attempt {found.attempt.gang} does not belong to node {found.crew.node}")
     if (file.inline is None) == (file.blob is None):
-        raise InvalidValue(f"file {file.name} needs either its bytes or a blob")
+        raise InvalidValue(f"file {file.name} must contain either its bytes or a blob")
     if file.blob is not None:
         check_reference(file.blob)
     if file.size != (len(file.inline) if file.inline is not None else file.blob.size if file.blob else 0):
@@ -440,7 +449,7 @@ def _apply(connection: sa.Connection, who: Caller, crew: CrewId, said: Report, *
     _keep_facts(connection, found.crew, said)
     if found.crew.given_up:
         ending = said.ending
-        # The node may repeat its report; the audit records the ending once.
+        # The node may repeat its report, but the audit records an ending only once.
         if ending is not None and crews.note_late(connection, crew, reason=ending.reason.value):
             detail = {"fence": fence, "reason": ending.reason.value, "given_up_as": found.crew.reason or ""}
             audit.record(connection, who=who, action=Action.RUN_STALE, subject=run_id, now_ns=at_ns, detail=detail)
@@ -473,7 +482,8 @@ def _keep_facts(connection: sa.Connection, crew: StoredCrew, said: Report) -> No
                 "fact %d of attempt %s arrived again with other contents; the server keeps the first", seq, crew.gang
             )
         if crew.ended_ns is not None:
-            # Always written: on PostgreSQL, this makes a concurrent charge without these facts repeat.
+            # The server always writes this value. On PostgreSQL, this write makes a concurrent charge without these
+            # facts repeat.
             crews.note(connection, crew.id, uncharged=True)
 
 
@@ -483,18 +493,18 @@ def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int)
         _check_results(connection, found, said)
         stopped = json_text(said.ending.stopped)
         crews.note(connection, crew.id, stopped_json=stopped, lease_ns=at_ns, sentence=sentence(said))
-        # The node also reports the unkillable process, but only with its next heartbeat. Until then the scheduler must
-        # not use the node.
+        # The node also reports the unkillable process, but only with its next heartbeat. Until that heartbeat, the
+        # scheduler must not use the node.
         if not said.ending.proven:
             nodes.drain(connection, crew.node_id, f"unkillable: a process of run {crew.run_id}")
-        if said.ending.reason is Reason.GPU_LOST:  # Another attempt must not get that GPU.
+        if said.ending.reason is Reason.GPU_LOST:  # Another attempt must not use the GPU of the unkillable process.
             nodes.drain(connection, crew.node_id, f"{Reason.GPU_LOST}: a GPU of run {crew.run_id}")
     else:
         crews.note(connection, crew.id, lease_ns=at_ns, sentence=sentence(said))
     exec_ns = None
     if said.exec_ns is not None and crew.started_ns is None:
-        # The start is between placement and now. A node of protocol 1 uses its own wall clock, which may be an hour
-        # off.
+        # The server moves the start of user code between placement and now. A node of protocol 1 uses its own wall
+        # clock, which may be an hour off.
         placed_ns = found.attempt.created_ns
         exec_ns = min(max(said.exec_ns, placed_ns), max(at_ns, placed_ns))
     note = Note(
@@ -508,7 +518,7 @@ def _tell(connection: sa.Connection, found: _Found, said: Report, *, at_ns: int)
 
 
 def _happened(crew: StoredCrew, said: Report) -> list[Event]:
-    """Return the events of a report that the row of the crew does not contain yet."""
+    """Return the events in a report that the database does not contain yet."""
     seen = _SEEN.get(said.state, State.STOPPING)
     began = said.exec_ns is not None or (said.ending is not None and said.ending.began)
     happened: list[Event] = []
@@ -525,12 +535,12 @@ def _happened(crew: StoredCrew, said: Report) -> list[Event]:
 
 
 def _returned(found: _Found, said: Report) -> bool:
-    """Return True if all ranks of a crew wait for the ranks of other crews; False for a gang of one crew."""
+    """Return True if all ranks on a node wait for the ranks of other nodes; False for a gang on one node."""
     return said.returned and found.attempt.num_nodes > 1
 
 
 def _halt(found: _Found, said: Report) -> Halt | None:
-    """Return why a crew of several ends early: its own early report, or else the cause in its ending."""
+    """Return why one of several nodes ends early: its early report, or else the cause in its ending."""
     if found.attempt.num_nodes == 1:
         return None
     if said.halt is not None:
@@ -546,7 +556,7 @@ def _halt(found: _Found, said: Report) -> Halt | None:
 
 
 def _check_results(connection: sa.Connection, found: _Found, said: Report) -> None:
-    """Check that the results are durable on the server before clients learn of the end."""
+    """Check that the results of a run are durable on the server before clients see its end."""
     attempt, ending = found.attempt, said.ending
     if ending is None or ending.reason is not Reason.COMPLETED or not isinstance(found.run.spec.payload, Function):
         return
@@ -555,24 +565,24 @@ def _check_results(connection: sa.Connection, found: _Found, said: Report) -> No
     there = len(wanted & {name.partition(".")[0] for name in names})
     if there < len(wanted):
         raise InvalidValue(
-            f"attempt {attempt.gang} reports completion, but only {there} of {len(wanted)} results are on the server",
-            hint="send the results before the ending, or with it",
+            f"attempt {attempt.gang} reports completion, but the server has only {there} of {len(wanted)} results",
+            hint="send the missing results before the ending or together with it",
         )
 
 
 def _settle(connection: sa.Connection, crew: StoredCrew, said: Report, *, at_ns: int) -> bool:
-    """Write the receipt. An ending without details of a lost supervisor settles without a receipt."""
+    """Store the receipt. If the supervisor was lost without details, settle the attempt without a receipt."""
     receipt = json_text(said.receipt)
     if receipt is None and (said.ending is None or json_text(said.ending.stopped) is not None):
         return False
     return transitions.settle(connection, crew.id, receipt=receipt, at_ns=at_ns)
 
 
-# --- texts of a report ---------------------------------------------------------------------------------------------
+# --- texts in reports ----------------------------------------------------------------------------------------------
 
 
 class _Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of `node.protocol.Stopped.cause` for people."""
+    """The fields of `node.protocol.Stopped.cause` that the server shows to users."""
 
     rank: int | None = None
     peer_lost: bool = False
@@ -580,24 +590,25 @@ class _Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Stopped(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of `node.protocol.Stopped` that the server reads. The client reads the rest."""
+    """The fields of `node.protocol.Stopped` that the server decodes. The client decodes all."""
 
     cause: _Cause | None = None
 
 
 def cause_of(ending: Ending) -> _Cause | None:
-    """Return the cause that the node reported, or None."""
+    """Return the cause of an end as the node reported it, or None."""
     stopped = json_text(ending.stopped)
     try:
         return None if stopped is None else from_json(stopped, _Stopped).cause
-    except msgspec.DecodeError:  # A node of another version sent it; the client may be able to read it.
+    except msgspec.DecodeError:  # A node of another version sent this cause; the client may be able to decode it.
         return None
 
 
 def with_billed_loss(said: Report) -> Report:
-    """Return the report; without evidence, replace `SUPERVISOR_LOST` by `SUPERVISOR_KILLED`.
+    """Return a report with `SUPERVISOR_LOST` replaced by `SUPERVISOR_KILLED` if it contains no evidence.
 
-    `SUPERVISOR_LOST` costs nothing. Older nodes send no evidence, so their runs pay, as for `SUPERVISOR_KILLED`.
+    The server does not charge for `SUPERVISOR_LOST`. Older nodes send no evidence, so the server charges their runs as
+    for `SUPERVISOR_KILLED`.
     """
     ending = said.ending
     if ending is None or ending.reason is not Reason.SUPERVISOR_LOST:
@@ -610,7 +621,7 @@ def with_billed_loss(said: Report) -> Report:
 
 
 def ending_detail(said: Report) -> str:
-    """Return the detail of an ending for people: the node's message, or the failed rank and its error."""
+    """Return the detail of an ending for users: the node's message, or the failed rank and its error."""
     if said.ending is None or said.sentence or json_text(said.ending.stopped) is None:
         return sentence(said) if said.ending is not None else ""
     cause = cause_of(said.ending)
@@ -621,23 +632,23 @@ def ending_detail(said: Report) -> str:
 
 
 def sentence(said: Report) -> str:
-    """Return the node's message about the attempt."""
+    """Return the node's message about its attempt."""
     return storable(said.sentence)
 
 
 def tracked(said: Report) -> str:
-    """Return the link to the run in MLflow, or "" if it is not a plain HTTP link, because people open it."""
+    """Return the MLflow link of a run, or "" if the text is not a plain HTTP link for users."""
     return said.tracked if _LINK.fullmatch(said.tracked) else ""
 
 
 def json_text(json: Json) -> str | None:
-    """Return JSON as text, or None if there was no JSON."""
+    """Return JSON bytes as text, or None without bytes."""
     decoded = bytes(json).decode() if isinstance(json, msgspec.Raw) else ""
     return None if decoded in ("", "null") else decoded
 
 
 def storable(text: str) -> str:
-    """Return text that PostgreSQL can store, cut to the maximum length."""
+    """Return text that PostgreSQL can store, truncated to the maximum length."""
     return text[:SENTENCE_CHARACTERS_MAX].replace("\0", "")
 
 

@@ -1,10 +1,10 @@
-"""Requeue: takes back orders that have not left this process, so that their runs wait again.
+"""Cancels start orders that this process has not sent, so that their runs wait again.
 
-    an order: may leave (`send`) ──▶ sent: never taken back
-       └─ held back until an engine has reserved the gang     └─ taken back (`hold`): never leaves
+    an order: allowed to leave (`send`) ──▶ sent: never canceled
+       └─ held back until an engine has reserved the gang        └─ canceled (`hold`): never sent
 
-`OrderDeliveries` exists in memory only. An order of an earlier process may have left, so the server never takes it
-back.
+`OrderDeliveries` exists only in memory. An earlier server process may have sent its orders, so this process never
+cancels them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _log = logging.getLogger(__name__)
 
 
 class OrderDeliveries:
-    """Tracks orders to start, by gang: each order may either leave or be taken back, never both.
+    """Tracks start orders by gang. The server either sends or cancels each order, never both.
 
-    If a gang uses a node of an engine, the server holds all of its orders back until the engine has reserved the gang.
-    Each
-    check asks the engine. So a server that restarts holds back the same orders before it serves requests.
+    If a gang uses a node of an engine, the server holds back its start orders until the engine has reserved the gang.
+    Each check queries the engine. After a restart, the server therefore holds back the same orders before it serves
+    requests.
     """
 
     def __init__(self) -> None:
@@ -43,23 +43,23 @@ class OrderDeliveries:
         self._mine: set[tuple[str, int]] = set()
 
     def watch(self, engine: Engine) -> None:
-        """Hold back orders until this engine has reserved their gangs."""
+        """Hold back start orders until this engine has reserved their gangs."""
         self._engine = engine
 
     def is_held_back(self, run_id: str, fence: int, nodes: Iterable[str]) -> bool:
-        """Return True if an order may not leave yet, because an engine has not reserved its gang."""
+        """Return True if the server must not send an order yet, because an engine has not reserved its gang."""
         engine = self._engine
         if engine is None or not any(engine.has(node) for node in nodes):
             return False
         return f"{run_id}:{fence}" not in engine.recover()
 
     def made(self, run_id: str, fence: int) -> None:
-        """Note that this process made the order. An order of an earlier process may have left already."""
+        """Note that this process created an order. An earlier process may already have sent its own orders."""
         with self._lock:
             self._mine.add((run_id, fence))
 
     def send(self, run_id: str, fence: int) -> bool:
-        """Return True if an order may leave now, and note that it leaves."""
+        """Return True if the server may send an order now, and mark the order as sent."""
         with self._lock:
             if (run_id, fence) in self._held:
                 return False
@@ -67,12 +67,12 @@ class OrderDeliveries:
             return True
 
     def never_left(self, run_id: str, fence: int) -> bool:
-        """Return True if an order has certainly not left yet."""
+        """Return True if the server has certainly not sent an order."""
         with self._lock:
             return (run_id, fence) in self._mine and (run_id, fence) not in self._sent
 
     def hold(self, run_id: str, fence: int) -> bool:
-        """Take an order back if it has not left; return True if it never will."""
+        """Cancel an order if it is unsent; return True if the server will never send the order."""
         with self._lock:
             if (run_id, fence) in self._sent or (run_id, fence) not in self._mine:
                 return False
@@ -80,21 +80,20 @@ class OrderDeliveries:
             return True
 
     def is_taken_back(self, run_id: str, fence: int) -> bool:
-        """Return True if the order was taken back, so that it never leaves."""
+        """Return True if the order was canceled, so that the server never sends it."""
         with self._lock:
             return (run_id, fence) in self._held
 
     def known(self) -> frozenset[tuple[str, int]]:
-        """Return all tracked gangs. The orders of these gangs are committed."""
+        """Return all tracked gangs, whose orders are committed."""
         with self._lock:
             return frozenset(self._sent | self._held | self._mine)
 
     def forget(self, gangs: Collection[tuple[str, int]]) -> None:
-        """Forget gangs that are over: noted *before* the server read the database, and not active there.
+        """Forget gangs that have ended: tracked *before* the server read the database, and not active in it.
 
-        A gang that was noted after that read may just have been placed. Without its note, the server could take back an
-        order
-        that has left, or send an order that it has taken back.
+        A gang that was tracked after that read may be a new placement. Without the entry for a gang, the server could
+        cancel an order after sending, or send an order after cancellation.
         """
         with self._lock:
             for known in (self._sent, self._held, self._mine):
@@ -102,7 +101,7 @@ class OrderDeliveries:
 
 
 class Requeue:
-    """Returns runs to the queue if their orders have not left the server."""
+    """Returns runs to the queue if the server has not sent their orders."""
 
     def __init__(
         self, *, clock: Clock, database: Transactions, deliveries: OrderDeliveries, announcer: Announcer
@@ -113,19 +112,19 @@ class Requeue:
         self._announcer = announcer
 
     def give_back_on(self, node_id: str, why: str, *, boot_id: str | None = None) -> None:
-        """End every attempt on a node whose order has not left; `boot_id` limits this to one boot."""
+        """End every attempt on a node whose order is unsent; `boot_id` limits this to one boot of the node."""
         there = self._database.read(lambda connection: crews.open_on(connection, node_id))
         for crew in there:
             if boot_id in (None, crew.boot_id):
                 self.give_back(crew.run_id, crew.fence, why)
 
     def give_back(self, run_id: str, fence: int, why: str) -> bool:
-        """End an attempt whose order has not left this process and now never will: the run waits again.
+        """End an attempt whose order is unsent, and cancel the order; the run waits again.
 
-        A run that was asked to stop ends instead.
+        After a stop request, the run ends instead.
 
         Returns:
-            True if this ended the attempt.
+            True if this call ended the attempt.
         """
         if not self._deliveries.hold(run_id, fence):
             return False
@@ -139,7 +138,8 @@ class Requeue:
             if run.stop is not None:
                 reason, note = STOPPED_BY[run.stop], Note(at_ns=at_ns, detail=run.detail)
             told = transitions.apply(connection, run, AttemptEnded(reason=reason, began=False), note=note)
-            transitions.settle_all(connection, run.attempt, at_ns=at_ns)  # A crew that never started sends no receipt.
+            # An attempt that never started on a node sends no receipt.
+            transitions.settle_all(connection, run.attempt, at_ns=at_ns)
             return told
 
         told = self._database.write(refuse)

@@ -1,14 +1,15 @@
-"""Transitions: writes events of runs. No other module changes the state of a run or an attempt.
+"""Stores state transitions of runs. No other module changes the state of a run or an attempt.
 
-    an event of a crew ─▶ gangs.follow ─┐
+    an event on a node ─▶ gangs.follow ─┐
     an event of a run ──────────────────┴─▶ model/run_lifecycle.advance
-                     ─▶ compare and set ─▶ attempt, its crews, events, orders   (one transaction)
+                     ─▶ compare and set ─▶ attempt, parts, events, orders   (one transaction)
                                              └─ after the commit: `Announcer.announce`
 
-The table in `model/` decides. This module writes the decision as rows. The rows are the run, its attempt and crews, and
-one event for each change. If the run is to stop, it adds an order for each node. Each write compares the run with the
-row that was read. If another change was faster, the module writes nothing and raises `StaleAttempt`. The server never
-delivers orders of a crew that is over (`orders.py`), so a node that returns late finds nothing to start.
+The transition table in `model/` makes the decisions. This module stores each decision as rows: the run, its attempt,
+the attempt's parts on nodes (`crews`), and one event for each change. For a stop request, this module also adds an
+order for each node. Each write compares the stored run with the row that was read. After a concurrent change, this
+module writes nothing and raises `StaleAttempt`. The server never delivers orders for an attempt that has ended
+(`orders.py`), so a node that reconnects late starts nothing.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ _NODE_CHARACTERS = 256
 
 
 class TransitionResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The consequences of an event.
+    """The result of applying an event.
 
     Attributes:
-        before: the run before the event.
+        before: the state of the run before the event.
         life: the lifecycle of the run after the event.
-        events: the rows that were written about it.
-        looks: crews that must report now, because the answer has news for them.
+        events: the stored rows about the event.
+        looks: nodes that must report now, because the answer contains news.
     """
 
     before: StoredRun
@@ -78,7 +79,7 @@ class TransitionResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def changed(self) -> bool:
-        """Return True if the run has changed."""
+        """Return True if the event changed the run."""
         return self.life != self.before.life
 
     def count(self, measures: ServerMetrics) -> None:
@@ -91,24 +92,24 @@ class TransitionResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReportRequests:
-    """Crews that the server has asked to report now, because the answer has news for them."""
+    """Attempts that the server has asked nodes to report now, because the answer contains news."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._asked: dict[str, set[CrewId]] = {}
 
     def ask(self, node_id: str, crew: CrewId) -> None:
-        """Ask a crew on a node to report."""
+        """Ask a node to report an attempt now."""
         with self._lock:
             self._asked.setdefault(node_id, set()).add(crew)
 
     def of(self, node_id: str) -> tuple[CrewId, ...]:
-        """Return the crews on a node that were asked to report and have not reported yet."""
+        """Return the attempts on a node for which a requested report has not arrived yet."""
         with self._lock:
             return tuple(sorted(self._asked.get(node_id, ())))
 
     def done(self, node_id: str, crew: CrewId) -> bool:
-        """Note a report of a crew; return True if the server had asked for it."""
+        """Note the report of a node; return True if the server had asked for this report."""
         with self._lock:
             there = self._asked.get(node_id, set())
             was_asked = crew in there
@@ -118,7 +119,7 @@ class ReportRequests:
             return was_asked
 
     def keep(self, ids: Collection[CrewId]) -> None:
-        """Forget all crews but these."""
+        """Forget all report requests except these."""
         with self._lock:
             left = {node_id: own.intersection(ids) for node_id, own in self._asked.items()}
             self._asked = {node_id: own for node_id, own in left.items() if own}
@@ -150,7 +151,7 @@ class Announcer:
             for crew in attempt.open_crews:
                 hub.touch(node_key(crew.node_id))
             if told.before.state is State.STARTING:
-                hub.touch(SCHEDULER)  # If the order has not left, the run ends at once.
+                hub.touch(SCHEDULER)  # If the order is unsent, the run ends at once.
         if RunInstruction.REQUEUE in told.instructions or RunInstruction.CONCLUDE in told.instructions:
             hub.touch(SCHEDULER)
             hub.touch(LEDGER)
@@ -161,11 +162,11 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         at_ns: now, nanoseconds since 1970.
-        detail: text in addition to the reason, when an attempt is over.
-        exec_ns: when user code began, nanoseconds since 1970, once that is known.
-        node: the name of the node of the event; "" for all nodes of the attempt.
-        returned: True if all ranks of the crew have returned and wait for the ranks of other crews.
-        halt: why that crew ends early, once it has reported that.
+        detail: text in addition to the reason, when an attempt has ended.
+        exec_ns: start of user code, nanoseconds since 1970, once known.
+        node: name of the node on which the event happened; "" for all nodes of the attempt.
+        returned: True if all ranks on the node have returned and wait for the ranks of other nodes.
+        halt: reason why the node ends early, once the node has reported it.
     """
 
     at_ns: int
@@ -177,7 +178,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Gang(msgspec.Struct, frozen=True, kw_only=True):
-    """The attempt of an event, and its crews after the event."""
+    """The attempt of an event, and its parts on nodes after the event."""
 
     attempt: StoredAttempt
     crews: tuple[StoredCrew, ...]
@@ -185,7 +186,7 @@ class _Gang(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def changed(self) -> dict[int, dict[str, object]]:
-        """Return the changed columns of its crews, by crew number."""
+        """Return the changed columns of the attempt's parts, by node rank."""
         return {
             before.number: {
                 name: value.value if isinstance(value, Enum) else value
@@ -198,21 +199,21 @@ class _Gang(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_new(self) -> bool:
-        """Return True if its crews need news: a new cause, a release, or the start of crew 0."""
+        """Return True if the nodes of the gang need news: a cause, a release, or the start on the first node."""
         fold, before = self.folded, self.attempt
         if self.crews[0].began and not before.crews[0].began:
-            return True  # Now the other crews may begin too, see `RendezvousService.told`.
+            return True  # User code may now begin on the other nodes too, see `RendezvousService.told`.
         return fold is not None and (fold.cause != before.cause or fold.releases != before.released)
 
     @property
     def because(self) -> str:
-        """Return why the gang ends early, for people; "" if that is unknown, or for a single crew."""
+        """Return why the gang ends early, for users; "" if unknown, or for a gang on one node."""
         cause = self.folded.cause if self.folded is not None and len(self.crews) > 1 else None
         return "" if cause is None else gangs.cause_sentence(cause, self.attempt)
 
     @property
     def detail(self) -> str:
-        """Return why the gang ended, as a text that follows the sentence of the reason."""
+        """Return why the gang ended, as text that follows the sentence of the reason."""
         over = self.folded.over if self.folded is not None and len(self.crews) > 1 else None
         if self.folded is None or self.folded.cause is None or over is None:
             return ""
@@ -220,19 +221,19 @@ class _Gang(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def started_ns(self) -> int | None:
-        """Return when user code began on the first of the nodes."""
+        """Return the earliest start of user code on any node of the attempt."""
         return min((crew.started_ns for crew in self.crews if crew.started_ns is not None), default=None)
 
 
 def place(connection: sa.Connection, run: StoredRun, *, new: NewAttempt, on: Sequence[NewCrew], at_ns: int) -> int:
-    """Place a run that waits: write the attempt and the order for each node before anything starts.
+    """Place a waiting run: store its attempt and one order per node before any process starts.
 
     Returns:
         The fence of the attempt.
 
     Raises:
-        IllegalTransition: the run does not wait.
-        StaleAttempt: the run no longer waits.
+        IllegalTransition: the run was not waiting when it was read.
+        StaleAttempt: the run has stopped waiting since it was read.
     """
     life, _ = advance(run.life, RunPlaced())
     node = _short(", ".join(crew.node for crew in on))
@@ -257,7 +258,7 @@ def place(connection: sa.Connection, run: StoredRun, *, new: NewAttempt, on: Seq
 def apply(connection: sa.Connection, run: StoredRun, *happened: Event, note: Note) -> TransitionResult:
     """Apply events to a run, in order; write nothing if nothing changes.
 
-    An event of an attempt applies to all of its crews.
+    An event of an attempt applies to all of its nodes.
 
     Args:
         run: as read in this transaction.
@@ -265,8 +266,8 @@ def apply(connection: sa.Connection, run: StoredRun, *happened: Event, note: Not
         note: details of the events.
 
     Raises:
-        IllegalTransition: the event is impossible in this state of the run; nothing was changed.
-        StaleAttempt: the run has changed since it was read; nothing was changed.
+        IllegalTransition: the event is impossible in this state of the run; the function changed nothing.
+        StaleAttempt: the stored run has changed since it was read; the function changed nothing.
     """
     attempt = run.attempt if run.state in ACTIVE else None
     if attempt is None:
@@ -278,12 +279,12 @@ def apply(connection: sa.Connection, run: StoredRun, *happened: Event, note: Not
 def apply_to_crew(
     connection: sa.Connection, run: StoredRun, number: int, *happened: Event, note: Note
 ) -> TransitionResult:
-    """Apply events to one crew of a run's attempt, in order; write nothing if nothing changes.
+    """Apply events to a run's attempt on one node, in order; write nothing if nothing changes.
 
     Args:
         run: as read in this transaction, with an unfinished attempt.
-        number: number of the crew.
-        happened: events of the crew; neither `RunPlaced` nor requests to the run.
+        number: rank of the node in the attempt.
+        happened: events on the node; neither `RunPlaced` nor requests to the run.
         note: details of the events.
     """
     attempt = run.attempt
@@ -332,7 +333,7 @@ def _tell(
 
 
 def add_remark(connection: sa.Connection, run_id: str, fence: int, sentence: str, *, at_ns: int) -> bool:
-    """Add an event without a change of state, for example about a budget that is nearly used up.
+    """Add an event without a state change, for example about a budget that is nearly used up.
 
     Returns:
         True if the event was written.
@@ -350,10 +351,10 @@ def add_remark(connection: sa.Connection, run_id: str, fence: int, sentence: str
 
 
 def settle(connection: sa.Connection, crew: CrewId, *, receipt: str | None, at_ns: int) -> bool:
-    """Write the receipt of a crew that has ended, or that no receipt will arrive.
+    """Store the receipt of an attempt that ended on a node, or mark it as having none.
 
     Returns:
-        True if this changed a row.
+        True if the call changed a row.
     """
     run_id, fence, _ = crew
     news = crews.settle(connection, crew, receipt=receipt, at_ns=at_ns)
@@ -365,13 +366,13 @@ def settle(connection: sa.Connection, crew: CrewId, *, receipt: str | None, at_n
 
 
 def settle_all(connection: sa.Connection, attempt: StoredAttempt, *, at_ns: int) -> None:
-    """Write that no receipts will arrive for an attempt that has ended."""
+    """Settle an attempt that has ended on all of its nodes, without receipts."""
     for crew in attempt.crews:
         settle(connection, crew.id, receipt=None, at_ns=at_ns)
 
 
 def reason_sentence(reason: Reason, detail: str) -> str:
-    """Return why an attempt or run ended, for people."""
+    """Return the reason why an attempt or run ended, as a sentence for users."""
     sentence = MEANINGS[reason].sentence
     return f"{sentence}: {detail}" if detail else sentence
 
@@ -388,7 +389,7 @@ def _write_run(
     if gang is not None and gang.started_ns is not None and run.started_ns is None:
         values["started_ns"] = gang.started_ns
     if RunInstruction.SEND_STOP in told.instructions:
-        values["detail"] = note.detail  # The reason for the stop, shown until and after the end of the run.
+        values["detail"] = note.detail  # The server shows the reason for the stop until and after the end of the run.
     if RunInstruction.CONCLUDE in told.instructions:
         nothing_to_come = gang is None or all(crew.settled_ns is not None for crew in gang.crews)
         values |= {
@@ -411,13 +412,13 @@ def _write_run(
             "ran_ms": run.ran_ms + ran_ms,
         }
         if over is not None and over_because(over) is Reason.TIMEOUT:
-            values["queued_ns"] = note.at_ns  # The run has used its time, so other runs come first.
+            values["queued_ns"] = note.at_ns  # The run has used its time slice, so other runs come first.
     runs.change(connection, run, **values)
     events.add(connection, told.events)
 
 
 def _with_limit(run: StoredRun, over: _Over, note: Note) -> Note:
-    """Return the note with the limit that an attempt reached, if a policy and not the user set the limit."""
+    """Return the note with the limit that an attempt reached, if a policy and not the user set it."""
     spec = run.spec_now
     if over_because(over) is not Reason.TIMEOUT or not spec.is_capped or spec.max_run_s is None or note.detail:
         return note
@@ -429,22 +430,22 @@ def _with_limit(run: StoredRun, over: _Over, note: Note) -> Note:
 
 
 def _given_up_because(run: StoredRun, life: Run, over: _Over) -> str:
-    """Return why no other attempt follows the last one, or "" if none would follow in any case."""
+    """Return why no attempt follows the last one, or "" if another reason already excludes a retry."""
     if life.reason is None or run.stop is not None:
         return ""
     last = MEANINGS[over_because(over)].sentence
     if life.reason is Reason.NO_PROGRESS:
         return (
-            f"{life.unsaved} in a row; the last one ended with: {last}. Save checkpoints in "
+            f"{life.unsaved} in a row; the last attempt ended with: {last}. Save checkpoints in "
             "runtime.checkpoint_dir(); other files do not count"
         )
     if life.began and MEANINGS[over_because(over)].state is not State.SUCCEEDED and has_used_attempts(life):
-        return f"{run.spec.limited_by}: {run.spec.attempts_max} attempts at most"
+        return f"{run.spec.limited_by}: at most {run.spec.attempts_max} attempts"
     return ""
 
 
 def _asked_because(run: StoredRun, reason: Reason | None) -> str:
-    """Return why a run was asked to stop, if the request ended the run or its attempt, else ""."""
+    """Return why a run was asked to stop, if this request ended the run or its attempt, else ""."""
     return run.detail if run.stop is not None and STOPPED_BY[run.stop] is reason else ""
 
 
@@ -462,7 +463,7 @@ def _write_attempt(
     for number, own in of_crews.items():
         if "ended_ns" in own:
             reason = gang.crews[number].reason
-            # The reason for the stop replaces the last message of the crew.
+            # The reason for the stop replaces the last message of the node.
             own["sentence"] = _asked_because(told.before, reason)
     if over is None:
         before = life.before.value if life.before else None
@@ -472,7 +473,7 @@ def _write_attempt(
         values |= {"state": MEANINGS[reason].state.value, "before": None, "reason": reason.value}
         values["ended_ns"] = note.at_ns
         for crew in attempt.crews:
-            # The reason of the attempt decides what all crews pay.
+            # The reason of the attempt decides the charges on all of its nodes.
             of_crews.setdefault(crew.number, {})["uncharged"] = True
         if all(crew.settled_ns is not None for crew in gang.crews):
             values["settled_ns"] = note.at_ns
@@ -483,7 +484,7 @@ def _write_attempt(
 
 
 def _short(nodes: str) -> str:
-    """Return names of nodes, cut to their maximum length in an event."""
+    """Return the names of nodes, truncated to their maximum length in an event."""
     return nodes if len(nodes) <= _NODE_CHARACTERS else f"{nodes[: _NODE_CHARACTERS - 1]}…"
 
 
@@ -504,7 +505,7 @@ def _event(run: StoredRun, life: Run, event: Event, *, note: Note, seq: int, bec
 
 
 def _sentence(event: Event, life: Run, *, node: str, detail: str) -> str:
-    """Return the sentence about an event, for people."""
+    """Return the sentence that describes an event to users."""
     match event:
         case Silent():
             return f"no report from {node}; the run may still be running"
@@ -514,7 +515,7 @@ def _sentence(event: Event, life: Run, *, node: str, detail: str) -> str:
             return f"asked to stop: {event.why}{f': {detail}' if detail else ''}"
         case AttemptEnded() | GivenUp() | Forgotten() if life.state is State.QUEUED:
             return (
-                f"attempt {life.fence} is over: {reason_sentence(over_because(event), detail)}; the run waits "
+                f"attempt {life.fence} has ended: {reason_sentence(over_because(event), detail)}; the run waits "
                 "for another attempt"
             )
     return reason_sentence(life.reason, detail) if life.reason else ""
@@ -523,13 +524,13 @@ def _sentence(event: Event, life: Run, *, node: str, detail: str) -> str:
 def ask_to_stop(
     connection: sa.Connection, run_id: str, *, who: Caller, why: StopReason, at_ns: int, because: str = ""
 ) -> TransitionResult | None:
-    """Write that a run is to stop; return None if it has already stopped for that reason."""
+    """Store a stop request for a run; return None if the run already has one with that reason."""
     run = runs.find(connection, run_id)
     if run is None or run.state in TERMINAL:
         if run is not None and run.stop is why:
             return None
         state = "gone" if run is None else run.state
-        raise AlreadyFinished(f"run {run_id} has ended: it is {state}", hint="there is nothing to stop")
+        raise AlreadyFinished(f"run {run_id} has already ended; it is {state}", hint="an ended run cannot be stopped")
     told = apply(connection, run, StopAsked(why), note=Note(at_ns=at_ns, detail=because))
     if told.changed:
         detail = {"reason": why.value, "fence": run.fence} | ({"because": because} if because else {})

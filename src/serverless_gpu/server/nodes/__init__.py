@@ -1,4 +1,4 @@
-"""Nodes: how agents join and receive orders, drains, calendars and quarantines, capacity.
+"""The API of nodes: joining, orders, drains, calendars, quarantines and capacity.
 
 The uplink of a node calls `agent_service.py`. Operators call `node_service.py`.
 """

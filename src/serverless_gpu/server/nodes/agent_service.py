@@ -1,18 +1,18 @@
-"""Answers agents of nodes; with their routes.
+"""Answers requests of agents, with the routes.
 
-    hello ─▶ the node's row is written; another boot of its machine: its attempts are over (proof, so nothing waits);
-             another machine under its name: refused while the first is present, or attempts of it may still run
-             its attempts whose orders were not confirmed: taken; its attempts that the server has ended: stale
+    hello ─▶ the server stores the node; after another boot of its machine, its attempts have certainly ended;
+             another machine under its name: refused while the first is present or may still run attempts;
+             unconfirmed orders of its attempts: confirmed; its attempts that the server has ended: stale
     heartbeat ─▶ the node is present; its devices; stale attempts
-    orders ─▶ all orders that the node has not taken, repeated until it has; no start of a gang before an engine has
+    orders ─▶ all unconfirmed orders of the node, repeated until it confirms; no start of a gang before an engine has
              reserved it
 
-The server accepts only reports of a node about itself. If a node names an attempt of another node, the answer is
-stale. The server tells a forgotten or unknown node to send its hello again.
+The server accepts only reports of a node about itself. If a node names an attempt of another node, the server answers
+that the attempt is stale. The server requests a new hello from a forgotten or unknown node.
 
 A node is one home of one machine, and its token is valid for that home only (`node_admission.py`). The server refuses
-another machine or home under the same name while the first is present. The server also refuses while runs of the first
-may still run, because the second would receive their orders again.
+another machine or home with the same name while the first is present. The refusal continues while runs of the first may
+still be active, because the second would receive their orders again.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ ATTEMPTS_MAX = 10_000
 PYTHONS_MAX = 64
 TAKES_MAX = 64
 MAX_RUN = "max_run"
-"""A value in `AgentHello.takes`. A node without it gets `RunSpec.max_run_s` as the timeout of a run."""
+"""A capability in `AgentHello.takes`. A node without it gets `RunSpec.max_run_s` as the run's timeout."""
 PYTHON_CHARACTERS_MAX = 16
 SEEN_EVERY_S = 15.0
-"""Minimum seconds between two writes of a node's last message, unless the node reports a change."""
+"""Minimum seconds between two stores of a node's last message time, unless the node reports a change."""
 SEND_AGAIN_S = 15.0
 LOOK_AGAIN_S = 1.0
 ALIVE_S = 10.0
@@ -86,7 +86,7 @@ _log = logging.getLogger(__name__)
 
 
 class AgentService:
-    """Answers agents of nodes."""
+    """Answers requests of agents."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class AgentService:
         node, stale, told, kept = self._database.write(work)
         faults.reach("after_hello_before_answer")
         for run_id, fence in kept:
-            self._deliveries.send(run_id, fence)  # An earlier server process sent the order.
+            self._deliveries.send(run_id, fence)  # An earlier server process sent this order.
         for one in told:
             self._announcer.announce(one)
         self._presence.heard(node.id, now_ns=self._clock.boottime_ns())
@@ -166,7 +166,7 @@ class AgentService:
         )
 
     def heartbeat(self, who: Caller, node_id: str, said: Heartbeat) -> HeartbeatAnswer:
-        """Note that a node is present."""
+        """Store the heartbeat of a node."""
         _check_devices(said)
         at_ns = self._clock.wall_ns()
         node, stale, tokens = self._database.read(
@@ -178,7 +178,7 @@ class AgentService:
         )
         news = _beaten(node.hello, said) != node.hello
         if news or not 0 <= at_ns - node.seen_ns <= SEEN_EVERY_S * 1e9:
-            # The node is present, even if the full disk prevents the write.
+            # The node is present, even if a full disk prevents the write.
             with contextlib.suppress(ServerStorageFull):
                 self._database.write(lambda connection: _note(connection, who, node_id, said, at_ns=at_ns))
         if self._presence.heard(node_id, now_ns=self._clock.boottime_ns()) or news:
@@ -194,9 +194,9 @@ class AgentService:
     def waiting(
         self, who: Caller, node_id: str, instance: str = "", process: str = "", *, told: Collection[int] = frozenset()
     ) -> list[Order]:
-        """Return the orders that a node has not taken; they count as sent.
+        """Return the unconfirmed orders of a node, and mark these orders as sent.
 
-        The result excludes orders whose numbers are in `told`.
+        The result excludes orders with numbers in `told`.
         """
 
         broken: list[tuple[StoredOrder, str]] = []
@@ -209,7 +209,7 @@ class AgentService:
                     continue
                 try:
                     order = self._order(connection, stored, node)
-                # The server cannot open this run's variables; other runs are not affected.
+                # The server cannot decrypt the variables of this run; other runs are not affected.
                 except ServerProblem as error:
                     broken.append((stored, error.message))
                 else:
@@ -223,9 +223,9 @@ class AgentService:
         return [order for order in found if isinstance(order, Stop) or deliveries.send(order.run_id, order.fence)]
 
     def looks(self, who: Caller, node_id: str) -> list[ReportNow]:
-        """Return the crews on a node that must report now, with the news for each.
+        """Return the attempts that a node must report now, with the news for each.
 
-        A node that does not support crews gets an empty list.
+        A node that does not support gangs on several nodes gets an empty list.
         """
         asked = self._looks.of(node_id)
         if not asked:
@@ -249,7 +249,7 @@ class AgentService:
         )
 
     def take(self, who: Caller, node_id: str, seqs: Sequence[int]) -> None:
-        """Note that a node has taken orders."""
+        """Mark orders as confirmed by their node."""
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> None:
@@ -262,7 +262,7 @@ class AgentService:
     def _written(
         self, connection: sa.Connection, who: Caller, said: AgentHello, *, new_id: str, at_ns: int
     ) -> tuple[StoredNode, StoredNode | None]:
-        """Store the current row of a node; return it, and its earlier row."""
+        """Store the current row of a node; return the new and the previous row."""
         before = nodes.named(connection, said.name)
         answer = node_admission.check(connection, who, said)
         pool = _pool(connection, before, said, at_ns=at_ns)
@@ -286,18 +286,19 @@ class AgentService:
             return node, None
         if before.principal != who.name:
             raise NotAllowed(
-                f"the node {said.name!r} belongs to {before.principal}", hint="give this node another name"
+                f"the node {said.name!r} belongs to the principal {before.principal}",
+                hint="give this node another name",
             )
         there = self._presence.is_there(before.id, now_ns=self._clock.boottime_ns())
         _refuse_another(connection, before, said, there=there)
-        if before.token_id == who.token_id:  # A second valid token for the node takes over at once.
+        if before.token_id == who.token_id:  # A second valid token for the node replaces the first at once.
             self._node_admission.refuse_second_process(before, said)
         node_admission.settle(connection, who, said, answer, at_ns=at_ns)
         nodes.change(connection, node)
         return node, before
 
     def _order(self, connection: sa.Connection, order: StoredOrder, node: StoredNode) -> Order | None:
-        """Return an order with all values for the node; None if its attempt has ended or it is held back."""
+        """Return an order with all data for the node; None if its attempt has ended or the order is held back."""
         if order.kind == "stop":
             if order.stop is None:
                 return None
@@ -313,7 +314,7 @@ class AgentService:
         if payload is None:
             return None
         crew, spec = run.attempt.crews[order.crew], run.spec_now
-        if MAX_RUN not in node.hello.takes:  # A node of an earlier version supports no limit except `timeout`.
+        if MAX_RUN not in node.hello.takes:  # Nodes of earlier versions support no time limit except `timeout`.
             spec = msgspec.structs.replace(spec, timeout_s=spec.limit_s)
         return Start(
             seq=order.seq,
@@ -342,7 +343,7 @@ class AgentService:
     async def stream(
         self, who: Caller, node_id: str, instance: str = "", process: str = ""
     ) -> AsyncIterator[Order | None]:
-        """Yield the orders of a node, repeated until the node takes them; yield None as a keep-alive."""
+        """Yield the orders of a node, repeated until the node confirms them; yield None as a keep-alive."""
         orders_of_node = self._orders(who, node_id, instance, process)
         with self._presence.streaming(node_id):
             async with contextlib.aclosing(orders_of_node) as found:
@@ -361,8 +362,8 @@ class AgentService:
                 sent[order.seq] = now_ns
                 yield order
                 faults.reach("after_order_left")
-            # Requests to report are not orders. The node does not confirm them, so the server repeats them until the
-            # crew has reported.
+            # Report requests are not orders. Nodes do not confirm report requests, so the server repeats each request
+            # until the report arrives.
             looks = await to_thread.run_sync(self.looks, who, node_id) if self._looks.of(node_id) else []
             for asked in looks:
                 yield asked
@@ -371,9 +372,9 @@ class AgentService:
 
 
 def _refuse_another(connection: sa.Connection, before: StoredNode, said: AgentHello, *, there: bool) -> None:
-    """Refuse a node with the name of another, unless the other is absent and certainly has no active runs."""
+    """Refuse a node with the name of another, unless the other is absent and has no active runs."""
     other_machine = before.machine != said.machine
-    # A restarted container is another machine, but the same home.
+    # After a restart, a container counts as another machine, but its home is the same.
     known = bool(before.hello.instance and said.instance)
     other_home = before.hello.instance != said.instance if known else other_machine
     rebooted = not other_machine and before.boot_id != said.boot_id
@@ -394,7 +395,7 @@ def _refuse_another(connection: sa.Connection, before: StoredNode, said: AgentHe
 
 
 def _pool(connection: sa.Connection, before: StoredNode | None, said: AgentHello, *, at_ns: int) -> str:
-    """Return the pool of a node: its current pool, or the pool that it names when it joins."""
+    """Return the pool of a node: its current pool, or the pool in its first hello."""
     if before is not None and before.forgotten_ns is None:
         return before.pool
     if said.pool in ("", pools.DEFAULT):
@@ -405,7 +406,7 @@ def _pool(connection: sa.Connection, before: StoredNode | None, said: AgentHello
         what = "there is no pool" if found is None else "an operator must add nodes to the reserved pool"
         raise NotAllowed(
             f"{what} {said.pool!r}",
-            hint=f"join without a pool; then an operator can run `sgpu pool set {said.pool} --node {said.name}`",
+            hint=f"join without a pool; an operator can then run: sgpu pool set {said.pool} --node {said.name}",
         )
     return said.pool
 
@@ -428,7 +429,7 @@ def _own(connection: sa.Connection, who: Caller, node_id: str, instance: str = "
 
 
 def _note(connection: sa.Connection, who: Caller, node_id: str, said: Heartbeat, *, at_ns: int) -> None:
-    """Store a heartbeat in the node's current row; the node may have been moved or forgotten since."""
+    """Store a heartbeat in the node's row, unless the node was moved or forgotten since the read."""
     node = _own(connection, who, node_id, said.instance, said.process)
     nodes.heard(connection, node, hello=_beaten(node.hello, said), seen_ns=at_ns)
 
@@ -451,9 +452,10 @@ def _is_rebooted(now: AgentHello | StoredNode, before: StoredNode) -> bool:
 
 
 def _rebooted(connection: sa.Connection, node: StoredNode, before: StoredNode, *, at_ns: int) -> list[TransitionResult]:
-    """Give up the crews of a machine's previous boot, which are certainly over.
+    """Give up the attempts of a machine's previous boot, which have certainly ended.
 
-    Another machine under the same name proves nothing, because the first may be cut off with its runs still active.
+    A hello from another machine with the same name proves no end, because runs may still be active on the disconnected
+    first machine.
     """
     if not _is_rebooted(node, before):
         return []
@@ -468,7 +470,7 @@ def _rebooted(connection: sa.Connection, node: StoredNode, before: StoredNode, *
 
 
 def _stale(connection: sa.Connection, node_id: str, seen: Sequence[AttemptSeen]) -> tuple[str, ...]:
-    """Return the node's gangs that belong to another node or are over."""
+    """Return the gangs in a node's report that belong to another node or have ended."""
     stale: list[str] = []
     for one in seen:
         crew = crews.on_node(connection, one.run_id, one.fence, node_id)
@@ -480,33 +482,33 @@ def _stale(connection: sa.Connection, node_id: str, seen: Sequence[AttemptSeen])
 def _check(said: AgentHello) -> None:
     if said.protocol not in PROTOCOLS:
         spoken = " and ".join(str(protocol) for protocol in PROTOCOLS)
-        older = "the server, before its nodes" if said.protocol > max(PROTOCOLS) else "the node"
+        older = "the server first" if said.protocol > max(PROTOCOLS) else "the node"
         raise InvalidValue(
             f"node {said.name[:64]!r} uses protocol {said.protocol}, but this server supports {spoken}",
             hint=f"upgrade serverless-gpu on {older}",
         )
     if not said.name.isprintable() or not 0 < len(said.name) <= LABEL_CHARACTERS_MAX:
-        raise InvalidValue(f"a node cannot be named {said.name[:64]!r}", hint="1 to 256 printable characters")
+        raise InvalidValue(f"a node cannot be named {said.name[:64]!r}", hint="use 1 to 256 printable characters")
     if len(said.pool) > NAME_CHARACTERS_MAX or not said.pool.isprintable():
-        raise InvalidValue(f"a pool cannot be named {said.pool[:64]!r}", hint="up to 64 printable characters")
+        raise InvalidValue(f"a pool cannot be named {said.pool[:64]!r}", hint="use up to 64 printable characters")
     if len(said.takes) > TAKES_MAX or any(len(word) > NAME_CHARACTERS_MAX for word in said.takes):
         raise InvalidValue(
             f"a node may announce at most {TAKES_MAX} capabilities of at most {NAME_CHARACTERS_MAX} characters"
         )
     if max(len(said.machine), len(said.boot_id), len(said.instance), len(said.process)) > NAME_CHARACTERS_MAX:
-        raise InvalidValue("machine, boot_id, instance and process have 64 characters at most")
+        raise InvalidValue("machine, boot_id, instance and process may have at most 64 characters each")
     _check_devices(said)
 
 
 def _check_devices(said: AgentHello | Heartbeat) -> None:
     if len(said.devices) > DEVICES_MAX or len(said.unavailable) > DEVICES_MAX:
-        raise InvalidValue(f"a node has {DEVICES_MAX} devices at most")
+        raise InvalidValue(f"a node may report at most {DEVICES_MAX} devices")
     if len(said.findings) > DEVICES_MAX:
-        raise InvalidValue(f"a node has {DEVICES_MAX} findings at most")
+        raise InvalidValue(f"a node may report at most {DEVICES_MAX} findings")
     if len(said.pythons) > PYTHONS_MAX or any(len(python) > PYTHON_CHARACTERS_MAX for python in said.pythons):
-        raise InvalidValue(f"a node has {PYTHONS_MAX} versions of Python at most, each a few characters")
+        raise InvalidValue(f"a node may report at most {PYTHONS_MAX} Python versions, each of a few characters")
     if len(said.attempts) > ATTEMPTS_MAX:
-        raise InvalidValue(f"a node has {ATTEMPTS_MAX} attempts at most")
+        raise InvalidValue(f"a node may report at most {ATTEMPTS_MAX} attempts")
 
 
 # --- routes -----------------------------------------------------------------------------------------------------------
@@ -517,7 +519,7 @@ routes = Routes("agents")
 class OrdersQuery(Query, frozen=True, kw_only=True):
     """The home and process of the node that opens the stream."""
 
-    instance: Annotated[str, msgspec.Meta(max_length=64)] = ""  # Home of the node.
+    instance: Annotated[str, msgspec.Meta(max_length=64)] = ""  # Home of the node, which opens the stream.
     process: Annotated[str, msgspec.Meta(max_length=64)] = ""  # Process of the node's uplink, as in its hello.
 
 
@@ -535,22 +537,22 @@ def join(call: Call, joins: JoinService, body: JoinRequest) -> JoinAnswer:
 
 @routes.get("/agents/ray", needs=writing("agents"))
 def ray_pool(call: Call, joins: JoinService) -> RayPool:
-    """Return how a node that has joined before can rejoin the Ray cluster."""
+    """Return the Ray cluster data with which a node rejoins after a restart."""
     return joins.ray_pool(call.who)
 
 
 @routes.post("/agents/{node}/heartbeat", needs=writing("agents"))
 def heartbeat(call: Call, agents: AgentService, node: str, body: Heartbeat) -> HeartbeatAnswer:
-    """Report that the node is present, with its devices and attempts."""
+    """Store the heartbeat of a node, with its devices and attempts."""
     return agents.heartbeat(call.who, node, body)
 
 
 @routes.get("/agents/{node}/orders", needs=writing("orders"))
 async def orders(call: Call, agents: AgentService, node: str, query: OrdersQuery) -> Stream[Order]:
-    """Stream the orders of a node; the server repeats orders that the node has not taken."""
+    """Stream the orders of a node; the server repeats unconfirmed orders."""
     await call.in_thread(
         lambda: agents.check(call.who, node, query.instance, query.process)
-    )  # Checked here, so that the request fails before the stream begins.
+    )  # This check comes first, so that the request fails before the stream begins.
     return Stream(agents.stream(call.who, node, query.instance, query.process))
 
 
@@ -559,6 +561,7 @@ def take_orders(call: Call, agents: AgentService, node: str, body: OrdersTaken) 
     """Confirm orders, so that the server does not repeat them."""
     if len(body.seqs) > OPEN_MAX:
         raise TooLarge(
-            f"{len(body.seqs)} orders are too many for one request", hint=f"confirm at most {OPEN_MAX} orders"
+            f"the request confirms {len(body.seqs)} orders, which are too many",
+            hint=f"confirm at most {OPEN_MAX} orders in one request",
         )
     agents.take(call.who, node, body.seqs)

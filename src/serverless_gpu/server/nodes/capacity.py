@@ -28,20 +28,20 @@ STATES = UP, DRAINING, DEGRADED, SILENT, GONE = "UP", "DRAINING", "DEGRADED", "S
 
 
 class CapacitySnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes, pools and running attempts at one moment of the database."""
+    """Nodes, pools and running attempts in one database transaction."""
 
     nodes: tuple[StoredNode, ...]
     pools: tuple[StoredPool, ...]
     active: tuple[ActiveRun, ...]  # Runs with an unfinished attempt.
     freed: frozenset[CrewId] = frozenset()
-    """Crews that have returned their devices and still send results."""
+    """Attempts on nodes that have released their devices and still send results."""
 
     def having(self, run: ActiveRun) -> tuple[ActiveCrew, ...]:
-        """Return the crews of a run that have devices."""
+        """Return the parts of a run's attempt that use devices, one per node."""
         return tuple(crew for crew in run.crews if crew.id not in self.freed)
 
     def by_node(self) -> dict[str, list[Holder]]:
-        """Return the runs that have devices, by the identifier of the node."""
+        """Return the runs that use devices, by the identifier of the node."""
         found: dict[str, list[Holder]] = defaultdict(list)
         for run in self.active:
             for crew in self.having(run):
@@ -50,7 +50,7 @@ class CapacitySnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Holder(NamedTuple):
-    """A run that has devices on a node, and their number."""
+    """A run that uses devices on a node, and the number of devices."""
 
     run_id: str
     gpu_type: str
@@ -58,7 +58,7 @@ class Holder(NamedTuple):
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """One moment on both clocks, and the silence after which the server gives up a node, in nanoseconds."""
+    """The time on both clocks, and the silence after which the server gives up a node, in nanoseconds."""
 
     boottime_ns: int
     wall_ns: int
@@ -66,14 +66,14 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def now(settings: Settings, clock: Clock) -> Times:
-    """Return the current moment."""
+    """Return the current time on both clocks."""
     gone_ns = round((settings.partition_grace_s + settings.partition_margin_s) * 1e9)
     return Times(boottime_ns=clock.boottime_ns(), wall_ns=clock.wall_ns(), gone_ns=gone_ns)
 
 
 def load(connection: sa.Connection, leases: Leases) -> CapacitySnapshot:
-    """Read the capacity from the database."""
-    freed = leases.freed()  # Read before the query: a crew of a run that has ended since does no harm.
+    """Read nodes, pools and running attempts from the database."""
+    freed = leases.freed()  # Released devices must be read before the query; runs that end in between do no harm.
     return CapacitySnapshot(
         nodes=tuple(nodes.every(connection)),
         pools=tuple(pools.every(connection)),
@@ -88,7 +88,7 @@ def title(run: ActiveRun | StoredRun) -> str:
 
 
 class PlannerNodes:
-    """Caches nodes in the form that the planner uses. Not thread-safe."""
+    """Caches nodes in the planner's form. Not thread-safe."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[tuple[object, ...], Node]] = {}
@@ -122,7 +122,7 @@ def view_pools(
 ) -> list[PoolView]:
     """Return the views of pools for users.
 
-    `queued` counts waiting runs by the pool that they name. Runs under "" wait for every on-demand pool.
+    `queued` counts waiting runs by requested pool. Runs under "" may use any on-demand pool.
     """
     offered, held = offers(snapshot, presence, times), snapshot.by_node()
     anywhere = queued.get("", 0)
@@ -133,13 +133,13 @@ def view_pools(
 
 
 def last_seen_ns(node: StoredNode, presence: Presence, times: Times) -> int:
-    """Return the time of a node's last message, nanoseconds since 1970: from memory, else from its row."""
+    """Return the time of a node's last message, nanoseconds since 1970, from memory or else from its row."""
     last_ns = presence.last_ns(node.id)
     return node.seen_ns if last_ns is None else times.wall_ns - (times.boottime_ns - last_ns)
 
 
 def away(node: StoredNode, presence: Presence, times: Times) -> str:
-    """Return why a node is unavailable now, as a text that follows its name, or ""."""
+    """Return why a node is unavailable now, as text that follows the node's name, or ""."""
     lost = presence.why_lost(node.id)
     if lost:
         return f"is not available: {lost}"
@@ -150,7 +150,7 @@ def away(node: StoredNode, presence: Presence, times: Times) -> str:
     if node.hello.degraded:
         return f"is degraded, because the state of its devices is unknown: {node.hello.degraded}"
     why = node.hello.draining or node_rules.drained(node.rules)
-    return f"takes nothing new: {why}" if why else ""
+    return f"starts no new runs: {why}" if why else ""
 
 
 def state_of(node: StoredNode, presence: Presence, times: Times) -> str:
@@ -179,7 +179,7 @@ def _offer(node: StoredNode, *, away: str, sharing: node_rules.SharingState) -> 
         away=away or sharing.problem,
         owner=asked.owner,
         owner_first=asked.owner_first,
-        # Otherwise runs that need the node would count as unsatisfiable.
+        # Without this exception, runs that need the node would count as unsatisfiable.
         shared=sharing.shared or bool(sharing.problem),
         turns_ns=sharing.turns_ns,
         crews=node.takes_crews,

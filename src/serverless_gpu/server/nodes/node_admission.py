@@ -1,13 +1,14 @@
 """Admits nodes: invites machines, exchanges join tokens, checks node tokens, approves nodes.
 
-    invite ─▶ a join token for a number of machines and a time ─▶ JoinService.join
+    invite ─▶ a join token for a number of machines and a period ─▶ JoinService.join
     join token (scope "joining") ─▶ an agent's token for this home only, and the address of the Ray cluster
-    that agent's token, later    ─▶ the address of the Ray cluster, after a crash or a boot
+    agent's token, later         ─▶ the address of the Ray cluster, after a crash or a boot
     hello ─▶ check (model/access_control.py) ─▶ refused │ ask: pending ─▶ approve │ settle: bound, moved
 
-If the same home repeats its request with the same join token, its answer was lost. The server then creates another
-agent's token and revokes the previous one. `sgpu token list` shows which machines have a token. `sgpu token revoke`
-revokes one. The audit records all of this except an admitted hello, and each refusal once per server process.
+A home that repeats its request with the same join token has not received the answer. The server then creates another
+agent's token and revokes the previous token. `sgpu token list` shows which machines have a token. `sgpu token revoke`
+revokes the token of a machine. The audit records every step except an admitted hello. The audit contains each refusal
+once per server process.
 
 Failure cases of a join:
 
@@ -15,9 +16,9 @@ Failure cases of a join:
 
 - The join token is used up.
 
-- The name belongs to another connected machine.
+- The node name belongs to another connected machine.
 
-The client reports all of these before it starts Ray.
+The client reports these failures before it starts Ray.
 """
 
 from __future__ import annotations
@@ -52,19 +53,19 @@ from serverless_gpu.wire.nodes import (
 )
 
 PENDING = "PENDING"
-"""The state of a node that waits for an administrator."""
+"""The state of a node that waits for an administrator's approval."""
 APPROVED = "APPROVED"
-"""The state of a node that was just approved and has not reconnected yet."""
+"""The state of a node that an administrator has just approved and that has not reconnected yet."""
 USES_MAX = 1_000
 INVITED_S_MAX = 30 * 86_400.0
 _NS = 1_000_000_000
 AGENT = "agent"
-_INVITE = "an administrator can create a join file, also for several machines: sgpu node invite --uses 10"
+_INVITE = "an administrator can create a join file for several machines: sgpu node invite --uses 10"
 NAME_MAX = 128
 
 
 def identity_of(said: AgentHello) -> NodeIdentity:
-    """Return the identity in a hello."""
+    """Return the identity that a hello reports."""
     return NodeIdentity(name=said.name, machine=said.machine, instance=said.instance)
 
 
@@ -88,7 +89,7 @@ class NodeAdmission:
         self._presence = presence
 
     def ask(self, who: Caller, said: AgentHello) -> NotAllowed:
-        """Note that a node waits for an administrator; return the error for its request."""
+        """Store that a node waits for an administrator; return the error for the node's request."""
         at_ns, node = self._clock.wall_ns(), identity_of(said)
         waits = f"the node {said.name!r} waits for an administrator to approve it"
         hint = f"ask an administrator to run: sgpu node approve {said.name}"
@@ -98,14 +99,16 @@ class NodeAdmission:
                 return NotAllowed(waits, hint=hint)
             if not nodes.ask(connection, who.token_id, node, at_ns=at_ns):
                 limit = f"{nodes.PENDING_MAX} nodes already wait for an administrator"
-                return NotAllowed(f"the node {said.name!r} cannot join: {limit}", hint="`sgpu node list` lists them")
+                return NotAllowed(
+                    f"the node {said.name!r} cannot join: {limit}", hint="list the waiting nodes with `sgpu node list`"
+                )
             _record(connection, who, Action.NODE_PENDING, node, who.token_id, at_ns)
             return NotAllowed(waits, hint=hint)
 
         return self._database.write(work)
 
     def note_refusal(self, who: Caller, said: AgentHello, error: NotAllowed) -> None:
-        """Write the refusal of a node to the audit, once for equal hellos."""
+        """Write the refusal of a node to the audit, but only once for equal hellos."""
         node = identity_of(said)
         if not self._presence.is_new_refusal((who.token_id, node.name, node.machine, node.instance)):
             return
@@ -138,12 +141,12 @@ class NodeAdmission:
             named = [one for one in waiting if request.name in (one.node.name, one.token)]
             if not named:
                 names = ", ".join(one.node.name for one in waiting[:8]) or "none"
-                raise NotFound(f"no node {request.name[:64]!r} waits to be approved", hint=f"nodes that wait: {names}")
+                raise NotFound(f"no node {request.name[:64]!r} waits to be approved", hint=f"waiting nodes: {names}")
             if len(named) > 1:
                 tokens = ", ".join(one.token for one in named[:8])
                 raise InvalidValue(
-                    f"{len(named)} nodes named {request.name[:64]!r} wait to be approved",
-                    hint=f"approve one node by its token: {tokens}; revoke the others: sgpu token revoke ID",
+                    f"{len(named)} nodes with the name {request.name[:64]!r} wait to be approved",
+                    hint=f"approve one node by its token: {tokens}; revoke the other tokens: sgpu token revoke ID",
                 )
             one = named[0]
             nodes.bind(connection, one.token, one.node, by=who.name, at_ns=at_ns)
@@ -156,14 +159,17 @@ class NodeAdmission:
     def invite(self, who: Caller, request: InviteRequest) -> InviteAnswer:
         """Create a join token."""
         if who.scopes:
-            raise NotAllowed("a token with scopes cannot invite machines", hint="use a token without scopes")
+            raise NotAllowed(
+                "a token with scopes cannot invite machines", hint="use a token without scopes to invite machines"
+            )
         if not 1 <= request.uses <= USES_MAX:
             raise InvalidValue(f"a join token is valid for 1 to {USES_MAX} machines, not {request.uses}")
         if not 0 < request.expires_s <= INVITED_S_MAX:  # The comparison also refuses NaN.
             raise InvalidValue("a join token is valid for at most 30 days")
         if request.name and request.uses != 1:
             raise InvalidValue(
-                "a join token for one name is valid for one machine only", hint="omit the name or the number of uses"
+                "a join token for one name is valid for one machine only",
+                hint="omit either the name or the number of uses",
             )
         secret, now_ns = principals.new_secret(), self._clock.wall_ns()
         label = f"invitation: {request.name or f'{request.uses} machines'}"[:LABEL_CHARACTERS_MAX]
@@ -190,12 +196,12 @@ class NodeAdmission:
         if same_boot and access_control.second_process(before.hello.process, said.process, connected=connected):
             raise NotAllowed(
                 f"another process is connected as node {said.name!r}",
-                hint="end that process; the server then admits this one at once",
+                hint="end the other process; the server then admits this process at once",
             )
 
 
 def settle(connection: sa.Connection, who: Caller, said: AgentHello, answer: HelloDecision, *, at_ns: int) -> None:
-    """Store the changes of a token after an admitted hello."""
+    """Store the changes of a token's binding after an admitted hello."""
     if answer is HelloDecision.ADMITTED:
         return
     found, node = nodes.find(connection, who.token_id), identity_of(said)
@@ -243,7 +249,9 @@ class JoinService:
     def join(self, who: Caller, request: JoinRequest) -> JoinAnswer:
         """Exchange a join token for an agent's token and the address of the Ray cluster."""
         if Resource.JOINING not in who.scopes:
-            raise NotAllowed("a machine needs a join token to join, not the token of a node", hint=_INVITE)
+            raise NotAllowed(
+                "a machine needs a join token to join; the token of a node is not sufficient", hint=_INVITE
+            )
         pool = self._ray_pool() if request.ray else None
         _check_request(request)
         node = NodeIdentity(name=request.name, machine=request.machine, instance=request.instance)
@@ -273,7 +281,7 @@ class JoinService:
         """Return the address of the Ray cluster for a node that has joined before."""
         found = self._database.read(lambda connection: nodes.find(connection, who.token_id))
         if found is None or found.approved_ns is None or not found.node.name:
-            raise NotFound("the token belongs to no node of this server", hint=_INVITE)
+            raise NotFound("the token does not belong to a node of this server", hint=_INVITE)
         return self._ray_pool()
 
     def _ray_pool(self) -> RayPool:
@@ -281,7 +289,7 @@ class JoinService:
         if pool is None:
             raise NotAllowed(
                 "this server uses one machine, so no other machine can join it",
-                hint="start the server for several machines: sgpu up --engine ray",
+                hint="restart the server for several machines: sgpu up --engine ray",
             )
         return pool
 
@@ -298,11 +306,11 @@ class JoinService:
 
 
 def _use_join_token(connection: sa.Connection, who: Caller, request: JoinRequest) -> None:
-    """Use the join token once."""
+    """Use the join token once, or raise `NotAllowed`."""
     invitation = nodes.invitation(connection, who.token_id)
     if invitation is not None and invitation.node not in ("", request.name):
         raise NotAllowed(
-            f"the join token is for a node named {invitation.node!r}, not {request.name[:64]!r}",
+            f"the join token is for the node name {invitation.node!r}, not {request.name[:64]!r}",
             hint=f"--name {invitation.node}",
         )
     if not nodes.use(connection, who.token_id):
@@ -312,7 +320,7 @@ def _use_join_token(connection: sa.Connection, who: Caller, request: JoinRequest
 def _check_request(request: JoinRequest) -> None:
     if not 0 < len(request.name) <= NAME_MAX or not request.name.isprintable():
         raise InvalidValue(
-            f"a node cannot be named {request.name[:64]!r}", hint=f"1 to {NAME_MAX} printable characters: --name"
+            f"a node cannot be named {request.name[:64]!r}", hint=f"use 1 to {NAME_MAX} printable characters: --name"
         )
     if max(len(request.machine), len(request.instance)) > NAME_CHARACTERS_MAX:
-        raise InvalidValue(f"machine and instance have {NAME_CHARACTERS_MAX} characters at most")
+        raise InvalidValue(f"machine and instance may have at most {NAME_CHARACTERS_MAX} characters each")

@@ -1,21 +1,21 @@
-"""Effects of a node's rules (`wire.nodes.NodeRules`): which runs may start there or must leave.
+"""Applies the rules of nodes (`wire.nodes.NodeRules`): which runs may start on a node or must leave.
 
-    drained        no new runs start there; with `stop`, its runs leave at once
-    calendar       runs of other users start there while the node is shared; when that ends, they leave
-    quarantined    the node gets its orders without those devices (`StoredNode.unavailable`)
+    drained        no new runs start on the node; with `stop`, its runs leave at once
+    calendar       runs of other users start only while the node is shared, and leave after that
+    quarantined    the scheduler does not use these devices of the node (`StoredNode.unavailable`)
 
-`node_service.py` changes rules. `Evacuation`, called by the reconciler, makes runs leave:
+`node_service.py` changes rules. The reconciler calls `Evacuation`, which makes runs leave:
 
-    5 minutes before the turn   the owner of the run gets one notice; the crew's row contains the time to leave
-    then                        the run is asked to stop (DRAIN): grace, checkpoint; `resume` continues it elsewhere
-    a changed calendar          cancels the notice; the next look sends another
-    `drain --stop`              at once
+    5 minutes before the end    the owner of the run gets one notice; `crews.leave_ns` contains the time to leave
+    then                        stop request (DRAIN) with grace period and checkpoint; `resume` continues elsewhere
+    a changed calendar          cancels the notice; the next check sends a new notice
+    `drain --stop`              stop request at once
 
-A run leaves five minutes after its notice at the earliest. The five minutes also hold if the calendar has just changed
-or the server was away at the turn. After a crash, the next server reads the sent notices from the rows of the crews.
+A run leaves five minutes after its notice at the earliest, even if the calendar has just changed or the server was
+down. After a crash, the server reads the sent notices from `crews.leave_ns`.
 
-Failure cases: An unknown time zone, or a window of another version, makes a calendar invalid. Then no runs start on the
-node, which shows the problem, and its runs stay.
+Failure cases: An unknown time zone, or a window of another version, makes a calendar invalid. The scheduler then starts
+no runs on the node, and `sgpu node list` shows the problem. Runs on the node continue.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from serverless_gpu.wire.nodes import NodeCalendar, NodeDrain, NodeRules
 
 WARNING_S = 300.0
 """Seconds between the notice and the time when a run must leave, after its node ceases to be shared."""
-_SHOWN = 40  # Maximum characters of a uuid in messages.
+_SHOWN = 40  # Maximum characters of a device uuid in messages.
 _MINUTE_NS = 60_000_000_000
 TOGETHER = 8
-"""Stop requests in one transaction, so that other writers do not wait long."""
+"""The maximum number of stop requests in one transaction, so that other writers do not wait long."""
 _Due = tuple[RuledNode, StoredRun, str]
 _log = logging.getLogger(__name__)
 
@@ -58,15 +58,15 @@ class SharingState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a node's calendar: whether users other than its owner may use it."""
 
     shared: bool = True  # now
-    turns_ns: int | None = None  # When the state next changes, nanoseconds since 1970; None for never.
-    problem: str = ""  # Why the calendar is invalid, as a text that follows the node's name, or "".
+    turns_ns: int | None = None  # Time of the next state change, nanoseconds since 1970; None for never.
+    problem: str = ""  # The reason why the calendar is invalid, as text that follows the node's name, or "".
 
 
 class LeaveRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request that a run leaves its node."""
 
-    at_ns: int | None  # The time to leave, nanoseconds since 1970; None for at once, without a notice.
-    because: str  # The reason, for people.
+    at_ns: int | None  # The time to leave, nanoseconds since 1970; None to leave at once, without a notice.
+    because: str  # The reason to leave, for users.
 
 
 _ALWAYS = SharingState()
@@ -78,7 +78,7 @@ def sharing(rules: NodeRules, at_ns: int) -> SharingState:
 
 
 def leaves(rules: NodeRules, *, node: str, owner: str, at_ns: int) -> LeaveRequest | None:
-    """Return the request that a run leaves its node, now or at the next turn; None if it may stay."""
+    """Return the request that a run leaves its node, now or when sharing ends; None if the run may stay."""
     if rules.drain is not None and rules.drain.stop:
         return LeaveRequest(at_ns=None, because=f"{rules.drain.by} drains {node}{_noted(rules.drain)}")
     if not may_concern(rules, at_ns) or owner == rules.calendar.owner:
@@ -100,7 +100,7 @@ def may_concern(rules: NodeRules, at_ns: int) -> bool:
 
 
 def drained(rules: NodeRules) -> str:
-    """Return the operator, the time and the note of a node's drain, or ""."""
+    """Return the operator, the time and the note of a node's drain, or "" without a drain."""
     drain = rules.drain
     return "" if drain is None else f"{drain.by} drains it since {format_clock(drain.since_ns)}{_noted(drain)}"
 
@@ -116,14 +116,14 @@ def check_calendar(asked: NodeCalendar) -> None:
     """Refuse an invalid calendar."""
     if asked.owner_first and not asked.owner:
         raise InvalidValue(
-            "a node without an owner cannot give its owner priority", hint="name the owner of the node too"
+            "a calendar cannot give the owner priority without an owner", hint="set the owner of the node too"
         )
     calendars.parse_calendar(asked.shared, _zone(asked.zone))
 
 
 @lru_cache(maxsize=4096)
 def _sharing(asked: NodeCalendar, minute: int) -> SharingState:
-    """Return the state for a whole minute; windows and time zone shifts begin at full minutes."""
+    """Return the sharing state for a minute; windows and time zone changes begin at full minutes."""
     try:
         windows = calendars.parse_calendar(asked.shared, _zone(asked.zone))
     except InvalidValue as error:
@@ -135,7 +135,7 @@ def _sharing(asked: NodeCalendar, minute: int) -> SharingState:
 def _zone(name: str) -> ZoneInfo:
     try:
         return ZoneInfo(name or "UTC")
-    # The name is unknown, leads out of the time zone directory, or is a directory.
+    # The name is unknown, points outside the time zone directory, or is a directory.
     except (ValueError, KeyError, OSError):
         raise InvalidValue(
             f"the server knows no time zone {name[:64]!r}",
@@ -148,7 +148,7 @@ def _noted(drain: NodeDrain) -> str:
 
 
 class Evacuation:
-    """Warns and stops runs that must leave their node."""
+    """Notifies and stops runs that must leave their node."""
 
     def __init__(self, *, clock: Clock, database: Transactions, hub: Hub, leases: Leases, announcer: Announcer) -> None:
         self._clock = clock
@@ -158,7 +158,7 @@ class Evacuation:
         self._announcer = announcer
 
     def look(self) -> None:
-        """Send notices to runs that must leave their node soon, and stop those whose time has come."""
+        """Send notices to owners of runs that must leave soon, and stop runs whose time to leave has come."""
         at_ns = self._clock.wall_ns()
         freed = self._leases.freed()
         due: list[_Due] = []
@@ -182,7 +182,7 @@ class Evacuation:
         if leave.at_ns is None:
             return leave.because
         told_ns = crew.leave_ns
-        # No notice yet, or a notice of an earlier turn that the run has outlived.
+        # The run has no notice yet, or only a notice for an earlier end of sharing.
         if told_ns is None or told_ns < leave.at_ns > at_ns:
             leave_ns = max(leave.at_ns, at_ns + round(WARNING_S * 1e9))
             self._database.write(lambda connection: crews.note(connection, crew.id, leave_ns=leave_ns))
@@ -202,7 +202,7 @@ def _concerned(connection: sa.Connection, at_ns: int) -> list[tuple[RuledNode, S
 
 
 def _ask_together(connection: sa.Connection, *, due: Sequence[_Due], at_ns: int) -> list[TransitionResult]:
-    """Ask runs to stop that are still on their nodes, unless the rules have changed in the meantime."""
+    """Stop runs that are still on their nodes, unless the rules have changed in the meantime."""
     asked = [_ask(connection, one, at_ns) for one in due]
     return [told for told in asked if told is not None]
 

@@ -1,10 +1,10 @@
 """Services and routes of nodes: views, dead nodes, and rules (drains, calendars, quarantined devices).
 
-Operators and users call them. `agent_service.py` contains the routes for agents.
+Operators and users call these routes. `agent_service.py` contains the routes for agents.
 
-Operators may change every node. The owner in a node's calendar may change that node, even if another person has set the
-calendar. An owner may not change a drain or quarantine of another person. Each decision is a value in the node's row
-and an audit entry.
+Operators may change the rules of every node. The owner in a node's calendar may change the rules of that node, even if
+an operator has set the calendar. Only operators may change a drain or quarantine that another person has set. Each
+decision is a value in the node's row and an audit entry.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from serverless_gpu.wire.nodes import (
 )
 
 WITHOUT = "without"
-"""A value in `AgentHello.takes`. Without it, the server cannot exclude devices of the node."""
+"""A capability in `AgentHello.takes`. The server can exclude devices only on nodes that announce it."""
 
 
 class NodeService:
@@ -96,12 +96,11 @@ class NodeService:
         return capacity.view_pools(there, self._presence, capacity.now(self._settings, self._clock), queued=queued)
 
     def forget(self, who: Caller, name: str, *, known_dead: bool) -> NodeView:
-        """Give up a node that an operator declares dead; its attempts end at once."""
+        """Give up a node that an operator declares dead. All attempts on the node end at once."""
         if not known_dead:
             raise InvalidValue(
-                f"the server forgets node {name!r} only if it is dead: a run that is still active there would run "
-                "twice",
-                hint="check the node, then confirm with i_know_it_is_dead",
+                f"the server forgets node {name!r} only if it is dead: an active run on the node would run twice",
+                hint="check that the node is dead, then confirm with i_know_it_is_dead",
             )
         at_ns = self._clock.wall_ns()
         dead = self._database.read(lambda connection: find_node(connection, name))
@@ -144,7 +143,7 @@ def find_node(connection: sa.Connection, name: str) -> StoredNode:
     """Return a node by its name or identifier."""
     node = nodes.named(connection, name) or nodes.get(connection, name)
     if node is None or node.forgotten_ns is not None:
-        raise NotFound(f"there is no node {name[:64]!r}", hint="sgpu node list lists them")
+        raise NotFound(f"there is no node {name[:64]!r}", hint="list all nodes: sgpu node list")
     return node
 
 
@@ -158,8 +157,8 @@ class NodeCommand(msgspec.Struct, frozen=True, kw_only=True):
     """A request to change the rules of a node."""
 
     who: Caller
-    reach: str  # The node rules that the caller may change.
-    node: str  # Name or identifier of the node.
+    reach: str  # Node rules that the caller may change.
+    node: str  # Name or identifier of the node to change.
 
 
 class NodeRuleService:
@@ -172,7 +171,7 @@ class NodeRuleService:
         self._nodes = nodes
 
     def drain(self, asked: NodeCommand, said: NodeDrainRequest) -> NodeView:
-        """Drain or resume a node; a later request can add `stop` to the drain."""
+        """Drain or resume a node. A later request can add `stop` to the drain."""
         _check_note(said.note)
         at_ns = self._clock.wall_ns()
 
@@ -186,7 +185,8 @@ class NodeRuleService:
             drain = msgspec.structs.replace(drain, note=said.note or drain.note, stop=said.stop or drain.stop)
             if before is not None and drain != before:
                 _check_own(asked, before.by, f"drains {node.name}")
-                if drain.note != before.note:  # Waiting users see the note as the words of its author.
+                # The server shows the note to waiting users as a quotation of its author.
+                if drain.note != before.note:
                     drain = msgspec.structs.replace(drain, by=asked.who.name)
             rules = msgspec.structs.replace(node.rules, drain=drain)
             return _Change(rules=rules, action=Action.NODE_DRAIN, detail={"note": drain.note, "stop": drain.stop})
@@ -194,10 +194,10 @@ class NodeRuleService:
         return self._decided(asked, decide, at_ns=at_ns)
 
     def put_calendar(self, asked: NodeCommand, said: CalendarRequest) -> NodeView:
-        """Replace the calendar of a node: its owner, and when other users may use it."""
+        """Replace the calendar of a node: its owner, and when other users may use the node."""
         calendar = NodeCalendar(**msgspec.structs.asdict(said))
         if len(calendar.owner) > NAME_CHARACTERS_MAX or len(calendar.zone) > NAME_CHARACTERS_MAX:
-            raise InvalidValue(f"an owner and a zone have {NAME_CHARACTERS_MAX} characters at most")
+            raise InvalidValue(f"an owner and a zone may have at most {NAME_CHARACTERS_MAX} characters each")
         node_rules.check_calendar(calendar)
 
         def decide(connection: sa.Connection, node: StoredNode) -> _Change:
@@ -213,7 +213,7 @@ class NodeRuleService:
         return self._decided(asked, decide, at_ns=self._clock.wall_ns())
 
     def quarantine(self, asked: NodeCommand, said: QuarantineRequest) -> NodeView:
-        """Quarantine a device, or release it; a run that has the device continues."""
+        """Quarantine or release a device; a run that uses the device continues."""
         _check_note(said.note)
         at_ns = self._clock.wall_ns()
 
@@ -221,7 +221,7 @@ class NodeRuleService:
             before = next((one for one in node.rules.quarantined if one.uuid == said.uuid), None)
             others = [one for one in node.rules.quarantined if one.uuid != said.uuid]
             if before is not None:
-                _check_own(asked, before.by, f"has put {said.uuid[:64]} into quarantine")
+                _check_own(asked, before.by, f"has quarantined {said.uuid[:64]}")
             if said.on:
                 _check_device(node, said.uuid)
                 mark = before or LeftOut(uuid=said.uuid, by=asked.who.name, since_ns=at_ns)
@@ -235,14 +235,14 @@ class NodeRuleService:
     def _decided(
         self, asked: NodeCommand, decide: Callable[[sa.Connection, StoredNode], _Change], *, at_ns: int
     ) -> NodeView:
-        """Store a change of rules, wake scheduler and reconciler, and return the node."""
+        """Store a change of rules, wake the scheduler and the reconciler, and return the node."""
 
         def work(connection: sa.Connection) -> tuple[str, list[str]]:
             node = find_node(connection, asked.node)
             owner = node.rules.calendar.owner
             if not access_control.covers(asked.reach, name=asked.who.name, teams=(), owner=owner):
                 raise NotAllowed(
-                    f"{node.name} does not belong to {asked.who.name}", hint="ask its owner or an operator"
+                    f"{node.name} does not belong to {asked.who.name}", hint="ask the owner of the node or an operator"
                 )
             change = decide(connection, node)
             if change.rules == node.rules:
@@ -260,22 +260,22 @@ class NodeRuleService:
 
 def _check_own(asked: NodeCommand, by: str, what: str) -> None:
     if asked.reach != AccessReach.ALL and by not in ("", asked.who.name):
-        raise NotAllowed(f"{by} {what}", hint="ask them or an operator to undo this")
+        raise NotAllowed(f"{by} {what}", hint="ask that user or an operator to undo this")
 
 
 def _check_device(node: StoredNode, uuid: str) -> None:
     if uuid not in {device.uuid for device in node.hello.devices}:
-        raise NotFound(f"{node.name} has no device {uuid[:64]!r}", hint="`sgpu node list --json` lists the uuids")
+        raise NotFound(f"{node.name} has no device {uuid[:64]!r}", hint="list the uuids: sgpu node list --json")
     if WITHOUT not in node.hello.takes:
         raise InvalidValue(
-            f"{node.name} runs a version that cannot exclude devices",
-            hint="upgrade the node, or drain it with `sgpu node drain`",
+            f"{node.name} runs an old version that cannot exclude devices",
+            hint="upgrade the node, or drain it: sgpu node drain",
         )
 
 
 def _check_note(note: str) -> None:
     if len(note) > LABEL_CHARACTERS_MAX or not (note.isprintable() or not note):
-        raise InvalidValue(f"a note has at most {LABEL_CHARACTERS_MAX} printable characters")
+        raise InvalidValue(f"a note may have at most {LABEL_CHARACTERS_MAX} printable characters")
 
 
 # --- routes -----------------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def list_nodes(call: Call, node_admission: NodeAdmission, nodes: NodeService) ->
 
 @routes.post("/nodes/invite", needs=writing("tokens"))
 def invite(call: Call, node_admission: NodeAdmission, body: InviteRequest) -> InviteAnswer:
-    """Create a join token for a number of machines and a limited time."""
+    """Create a join token for a number of machines and a limited period."""
     _check_administrator(call)
     return node_admission.invite(call.who, body)
 
@@ -305,25 +305,25 @@ def approve(call: Call, node_admission: NodeAdmission, body: ApproveRequest) -> 
 
 @routes.post("/nodes/{node}/forget", needs=writing("nodes"))
 def forget(call: Call, nodes: NodeService, node: str, body: ForgetRequest) -> NodeView:
-    """Give up a node that is known to be dead, with its attempts."""
+    """Give up a dead node and its attempts."""
     return nodes.forget(call.who, node, known_dead=body.i_know_it_is_dead)
 
 
 @routes.put("/nodes/{node}/drain", needs=writing("node-rules"))
 def drain(call: Call, node_rules: NodeRuleService, node: str, body: NodeDrainRequest) -> NodeView:
-    """Drain a node, optionally with a stop of its runs; or resume it."""
+    """Drain a node and optionally stop its runs, or resume the node."""
     return node_rules.drain(_asked(call, node), body)
 
 
 @routes.put("/nodes/{node}/calendar", needs=writing("node-rules"))
 def put_calendar(call: Call, node_rules: NodeRuleService, node: str, body: CalendarRequest) -> NodeView:
-    """Set the owner of a node, and when other users may use it."""
+    """Set the owner of a node, and when other users may use the node."""
     return node_rules.put_calendar(_asked(call, node), body)
 
 
 @routes.put("/nodes/{node}/quarantine", needs=writing("node-rules"))
 def quarantine(call: Call, node_rules: NodeRuleService, node: str, body: QuarantineRequest) -> NodeView:
-    """Quarantine a device of a node, or release it."""
+    """Quarantine or release a device of a node."""
     return node_rules.quarantine(_asked(call, node), body)
 
 

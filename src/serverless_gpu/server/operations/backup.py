@@ -14,21 +14,21 @@
 Backup. The server keeps running during a backup. The server writes files before the row that names them, so the copied
 files include every file that the copied database names. A file with the size and time of the previous backup becomes a
 hard link to it. A daily backup therefore needs only the space of that day's changes. The next backup removes the
-remains of an interrupted one.
+remains of an interrupted backup.
 
 Restore. The server kept running after the backup. A run that waits in the backup may have run and ended since. A run
 that was running may have ended, or have another attempt. Nodes delete reports that the server has confirmed, so no
-component knows the truth. Therefore the server starts none of these runs again:
+component knows the state of these runs. Therefore the server starts none of these runs again:
 
     waits      LOST, `server_restored`: the owner submits the run again if it did not run
-    runs       stays as it is. If its node still looks after the run, the node's reports arrive and the run continues
+    runs       unchanged. If its node still runs the attempt, the node's reports arrive and the run continues
                to its end. Otherwise the run is LOST when its lease expires. The server does not send its order
                again, and creates no other attempt
-    new since  unknown: the server tells its node that the run is over, and its owner that there is no such run
+    new since  unknown: the server reports to the node that the run ended, and to the owner that no such run exists
 
 User code still runs only once, and the server never assigns a fence again that it has assigned since the backup. With
-`nothing_ran_since`, everything continues as after any restart. This is for a server that was drained and stopped before
-the backup, to move to another machine.
+`nothing_ran_since`, all runs continue as after a restart. This option is for a server that was drained and stopped
+before the backup, to move the server to another machine.
 
 Rollback. A server on a rolled-back database would start runs again that have since ended. Such a server does not start
 until an operator restores a backup, or accepts the loss (`--accept-rollback`). Accepting writes `restored.json` like a
@@ -42,10 +42,10 @@ Failure cases:
 
 * A backup was altered: `verify` and a restore name the first altered file.
 
-* The home has a server, or a server runs whose directory was moved away: the restore refuses and changes nothing.
+* The home has a server, or a server runs whose directory was renamed: the restore refuses and changes nothing.
 
-* A restore is killed: the home has either no server or a complete one. Settled runs stay settled, and the next start
-  settles the rest.
+* A restore is killed: the home has either no server or a complete server. Settled runs stay settled, and the next start
+  settles the remaining runs.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class RestoreMark(msgspec.Struct, frozen=True, kw_only=True):
     made_ns: int  # time of the backup, nanoseconds since 1970
     nothing_ran_since: bool  # True if the server did not run after the backup
     rolled_back: bool = False
-    """True if there was no backup: the database lost its newest data, and the operator accepts that."""
+    """True if the operator accepted a rolled-back database instead of restoring a backup."""
 
 
 # --- backup ---------------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def back_up(settings: Settings, directory: Path, *, clock: Clock) -> FinishedBac
             return _made(settings, directory, made_ns=clock.wall_ns())
     except (OSError, sqlite3.Error) as error:
         raise StorageError(
-            f"the backup in {directory} was not made: {error}", hint="check the free space of the disk"
+            f"the backup in {directory} failed: {error}", hint="check the free space of the disk"
         ) from error
 
 
@@ -277,7 +277,7 @@ def _link(source: Path, target: Path, name: str, before: tuple[Path, Manifest] |
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         os.link(before[0] / name, target)
-    except OSError:  # The file system supports no hard links, or not that many.
+    except OSError:  # The file system supports no hard links, or no more links to this file.
         return None
     return entry
 
@@ -333,7 +333,7 @@ def _check_file(path: Path, entry: BackupFile) -> None:
     except OSError as error:
         raise InvalidValue(f"{path} cannot be read: {error.strerror}") from error
     if digest != entry.blake3:
-        raise InvalidValue(f"{path} is not what was backed up", hint="use another backup")
+        raise InvalidValue(f"{path} does not match the manifest of the backup", hint="use another backup")
 
 
 def _digest(path: Path) -> str:
@@ -368,13 +368,13 @@ def restore(home: Home, backup: Path, *, nothing_ran_since: bool) -> Manifest:
                 "use another SERVERLESS_GPU_HOME; or, if you do not need that server any more: "
                 f"stop the server first, then mv {directory} {directory}.old"
             )
-            raise ServerProblem(f"{home.root} has a server already", hint=hint)
+            raise ServerProblem(f"{home.root} already has a server", hint=hint)
         _bring(home, backup, manifest, nothing_ran_since=nothing_ran_since)
     return manifest
 
 
 def _bring(home: Home, backup: Path, manifest: Manifest, *, nothing_ran_since: bool) -> None:
-    """Copy the backup to a partial directory, check it, and move it into place."""
+    """Copy the backup to a partial directory, check the copy, and move it into place."""
     partial = home.root / ".server-restoring"
     shutil.rmtree(partial, ignore_errors=True)
     (partial / "server").mkdir(mode=0o700, parents=True)
@@ -400,7 +400,7 @@ def _place(home: Home, partial: Path, manifest: Manifest, *, nothing_ran_since: 
         place = _database_file(read_settings(home.root, environ=os.environ))
         if place is None:
             hint = f"the backup contains {DATABASE}; remove `database` from {configuration}"
-            raise ServerProblem("the backup has a database of SQLite, and the settings say PostgreSQL", hint=hint)
+            raise ServerProblem("the backup has an SQLite database, but the settings name PostgreSQL", hint=hint)
         inside = place.parent == home.root / "server"
         target = made / place.name if inside else place
         # SQLite would apply remaining log files to the restored database.
@@ -419,7 +419,7 @@ def _place(home: Home, partial: Path, manifest: Manifest, *, nothing_ran_since: 
 
 
 def settle(database: Transactions, directory: Path, *, measures: ServerMetrics, now_ns: int) -> None:
-    """Settle the runs that had not ended in the backup; does nothing unless the server was restored."""
+    """Settle the runs that had not ended in the backup; do nothing unless the server was restored."""
     path = directory / RESTORED
     try:
         mark = from_json(path.read_bytes(), RestoreMark)
@@ -428,7 +428,11 @@ def settle(database: Transactions, directory: Path, *, measures: ServerMetrics, 
     except msgspec.MsgspecError as error:
         raise ServerProblem(f"{path} is not valid: {error}", hint="restore the backup again") from error
     moment = _backup_name(mark.made_ns)
-    detail = f"the database was rolled back, found {moment}" if mark.rolled_back else f"the backup is of {moment}"
+    detail = (
+        f"the operator accepted a rolled-back database at {moment}"
+        if mark.rolled_back
+        else f"the server was restored from a backup of {moment}"
+    )
     counts = {"waited": 0, "went_on": 0}
     if not mark.nothing_ran_since:
         while lost := database.write(lambda connection: _lose_waiting(connection, detail, now_ns)):
@@ -471,11 +475,11 @@ def _hold(connection: sa.Connection, now_ns: int) -> int:
 def refuse_rollback(settings: Settings, read: Read, *, now_ns: int, other: str = "") -> str:
     """Refuse to start on a rolled-back database, unless the operator accepts that.
 
-    Return how the database was rolled back if the operator accepts that, else "". `other` names a process that shares
-    the server's directory.
+    Return a message about the rollback if the operator accepts it, else "". `other` names a process that shares the
+    server's directory.
     """
     if other and not _is_same_database(settings, read):
-        hint = "servers may share a directory only with the same database; give this one its own home"
+        hint = "servers may share a directory only with the same database; give this server its own home"
         raise ServerProblem(f"{other}, with another database", hint=hint)
     why = rollback_sentence(settings, read)
     if not why:
@@ -503,7 +507,7 @@ def refuse_rollback(settings: Settings, read: Read, *, now_ns: int, other: str =
 
 
 def rollback_evidence(settings: Settings, read: Read) -> tuple[str, ...]:
-    """Return the signs that a database lost data."""
+    """Return messages with the signs that a database lost data."""
     why = rollback_sentence(settings, read)
     unknown = storage.orphan_runs(settings.directory, read)
     return (
@@ -513,13 +517,13 @@ def rollback_evidence(settings: Settings, read: Read) -> tuple[str, ...]:
 
 
 def rollback_sentence(settings: Settings, read: Read) -> str:
-    """Return how the database was rolled back, or "" without a sign of it."""
+    """Return a message about the rollback of the database, or "" without a sign of a rollback."""
     path = mark_path(settings)
     if path is None or (settings.directory / RESTORED).exists():  # A restore intentionally returns to an older state.
         return ""
     mark: HighWaterMark | None
     try:
-        # Read the mark before the database, so that the database is ahead of it.
+        # Read the mark before the database, so that the database is never behind because of later commits.
         mark = high_water_mark_file.read_mark(path)
     except high_water_mark_file.UnreadableMark:
         return f"its high-water mark {path} is damaged ({path.stat().st_size} bytes), so the disk lost writes"
@@ -536,7 +540,7 @@ def mark_path(settings: Settings) -> Path | None:
 
 
 def place_of(settings: Settings) -> str:
-    """Return the identifier of a database's place, for a mark that is not beside the database."""
+    """Return the identifier of a database's location, for a mark that is not beside the database."""
     url = sa.make_url(settings.database)
     if url.get_backend_name() == "sqlite":
         return ""

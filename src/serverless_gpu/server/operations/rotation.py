@@ -13,7 +13,7 @@ Failure cases:
 
 * Another server of this home or database runs, or Ray runs: the rotation refuses before any change.
 
-* Neither key opens a row: the row stays as it is, and the next start reports it.
+* Neither key opens a row: the rotation does not change the row, and the next start reports the row.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Rotated(msgspec.Struct, frozen=True, kw_only=True):
     revoked: tuple[tuple[str, int], ...]  # Principals that need a token, with the number of their revoked tokens.
     nodes: tuple[str, ...]  # Other machines, which must join again.
     secrets: tuple[SecretView, ...]  # Secrets whose values must be changed at their source.
-    is_ray_given: bool  # True if another party manages Ray's token.
+    is_ray_given: bool  # True if Ray's token belongs to a cluster that this server did not start.
 
 
 def refuse_unfinished(directory: Path) -> None:
     """Refuse to start a server with an unfinished rotation."""
     if (directory / MARK).exists():
         raise ServerProblem(
-            "a rotation of this server's key and tokens was interrupted", hint="finish it: sgpu server rotate"
+            "a rotation of this server's key and tokens was interrupted", hint="finish the rotation: sgpu server rotate"
         )
 
 
@@ -83,7 +83,7 @@ def rotate(settings: Settings, *, clock: Clock, login: str) -> Rotated:
     with lock_server(directory), contextlib.closing(Database(settings.database, clock=clock)) as database:
         if ray_keeper.running(directory / "ray") is not None:
             raise ServerProblem(
-                "this server's Ray is still running with the old token", hint="end Ray with `sgpu stop`"
+                "this server's Ray is still running with the old token", hint="stop Ray with `sgpu stop`"
             )
         database.acquire()
         database.migrate()

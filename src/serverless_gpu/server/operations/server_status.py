@@ -51,7 +51,7 @@ BOUND_S = 3.0
 LIVE = (State.QUEUED, *ACTIVE)
 FREE, LEASED, UNAVAILABLE, AWAY = "free", "leased", "unavailable", "away"
 DEVICE_STATES = (FREE, LEASED, UNAVAILABLE, AWAY)
-"""Device states. Unavailable: in quarantine or used by others. Away: on an unusable node."""
+"""Device states. Unavailable: in quarantine or used by other programs. Away: on an unusable node."""
 
 
 class StateSample(msgspec.Struct, frozen=True, kw_only=True):

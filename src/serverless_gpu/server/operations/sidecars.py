@@ -3,32 +3,34 @@
 Ray, and the file with which other machines join:
 
     refuse_ray    checks before any start: Ray is missing, an address is wrong, other users can read a token
-    RaySidecar    files and keeper (`engines/ray/ray_keeper.py`), maintained by a loop; it outlives the server
+    RaySidecar    files and keeper (`engines/ray/ray_keeper.py`), maintained by a loop; Ray outlives the server
+
     join file     server/join.json: the server's address, and a token with which one machine may join within a day
 
     server/ray/   token  node.json  keeper.json  keeper.lock  keeper.log  ray.log  engine/
 
-With `ray_address` another machine runs the head. This machine then joins that cluster like every other one, because Ray
-answers requests only from machines of the cluster.
+With `ray_address` another machine runs the head. This machine then joins that cluster like every other machine, because
+Ray answers requests only from machines of the cluster.
 
 MLflow ends with the server. Unless the settings name another store, MLflow serves the home's store at the home's usual
 address. Users therefore also see runs that were tracked without a server. The server stops an MLflow of another
-interpreter that runs there.
+interpreter that already runs at this address.
 
-    sgpu up ── keeper (`node/mlflow_server/`), in our own interpreter ── MLflow, on loopback
+    sgpu up ── keeper (`node/mlflow_server/`), in the server's interpreter
+ ── MLflow, on loopback
        ├─ a thread starts another keeper if the keeper is killed
-       └─ /version has its address: runs whose caller configured no tracking are tracked there
+       └─ /version has its address: runs whose caller configured no tracking use this address
 
 Failure cases:
 
-* Ray's keeper is killed, or Ray dies: the server starts it again, and `/health` reports it meanwhile. Runs are not
-  affected.
+* Ray's keeper is killed, or Ray dies: the server restarts the keeper, and `/health` reports the outage meanwhile. Runs
+  are not affected.
 
-* Ray does not start: the server works, and new gangs on other machines wait with a message.
+* Ray does not start: the server continues, and new gangs on other machines wait with a reason.
 
 * MLflow is not installed, or other machines could not reach it on loopback: the server refuses to start.
 
-* MLflow does not start, or dies: the server works and retries with pauses. `/health` reports the reason.
+* MLflow does not start, or dies: the server continues and retries after a pause. `/health` reports the reason.
 
 * The server is killed: the kernel closes a pipe, and MLflow's keeper ends.
 """
@@ -79,7 +81,7 @@ _log = logging.getLogger(__name__)
 
 
 def refuse_ray(settings: Settings) -> None:
-    """Refuse to start if Ray could not work."""
+    """Raise an error if Ray cannot run with these settings."""
     if settings.ray is None:
         return
     ray_machine.check_ray()
@@ -181,7 +183,7 @@ class RaySidecar:
         try:
             owner = self._settings.directory / "lock"
             if ray_keeper.ensure(self.directory, self._plan, owner, os.environ):
-                _log.info("Ray has been started: %s", self.cluster.address)
+                _log.info("the server has started Ray: %s", self.cluster.address)
         except ServerlessGpuError as error:
             if error.message != self._problem:
                 _log.warning("%s", error.message)
@@ -191,9 +193,9 @@ class RaySidecar:
 
 
 def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequence[str] = ()) -> list[str]:
-    """Write the join file; return lines for the operator, none without Ray.
+    """Write the join file; return messages for the operator, none without Ray.
 
-    This machine reaches the server under `url`, others under `port` and by the names in `certified`.
+    This machine reaches the server at `url`. Other machines use `port` and the names in `certified`.
     """
     if settings.ray is None:
         return []
@@ -213,7 +215,7 @@ def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequenc
     lines = [f"Ray at {settings.ray.address or start_arguments.joined(address, settings.ray.port)}, ports {ports}"]
     head = settings.ray.address.rpartition(":")[0] or address
     if urlsplit(server).scheme == "http":
-        why = "this server listens on loopback. Give it --host, --tls-cert and --tls-key"
+        why = "this server listens only on loopback. Start it with --host, --tls-cert and --tls-key"
         if not ipaddress.ip_address(address).is_loopback:
             return [*lines, f"other machines cannot join yet: {why}"]
         return [
@@ -226,7 +228,7 @@ def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequenc
         *lines,
         f"another machine joins with a copy of {path}, which is as confidential as a password:",
         f"  sgpu join {head} --token-file {JOIN_FILE_NAME}",
-        "its token is valid for one machine within a day; for more: sgpu node invite --uses 10",
+        "the token admits one machine within a day; for more machines: sgpu node invite --uses 10",
     ]
 
 
@@ -327,7 +329,7 @@ class _MlflowKeeper:
 
     def __init__(self, place: ServerFiles, hosts: str) -> None:
         self._place, self._hosts = place, hosts
-        # The keeper has the read end, and ends when this process closes the write end, even by dying.
+        # The keeper holds the read end of this pipe. It stops when this process closes the write end or dies.
         self._its, self._ours = os.pipe()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._look_after, name="mlflow", daemon=True)
@@ -350,7 +352,8 @@ class _MlflowKeeper:
 
     def _started(self) -> tuple[subprocess.Popen[bytes], str]:
         for _ in range(_MLFLOW_TRIES):
-            stop_server(self._place)  # This stops the server of another interpreter; a tracked run may start it again.
+            # This call stops a server of another interpreter; a tracked run may start that server again.
+            stop_server(self._place)
             keeper = start_keeper(self._place, sys.executable, os.environ, owner=self._its, hosts=self._hosts)
             for _ in range(_MLFLOW_LOOKS):
                 serving = kept(self._place)

@@ -31,7 +31,7 @@ import msgspec
 
 VARIABLE = "NOTIFY_SOCKET"
 TAKEN_OVER = 3
-"""Exit status of a server that another one has replaced; systemd does not restart it."""
+"""Exit status of a server that another server has replaced; systemd does not restart it."""
 STARTING_S = 600
 """Maximum seconds of a start, which may include the migration of a large database."""
 ENDING_S = 30
@@ -39,9 +39,9 @@ ENDING_S = 30
 
 
 def notify(place: str, *lines: str) -> None:
-    """Send lines to systemd, if it listens.
+    """Send lines to systemd's notification socket.
 
-    `place` is the value of `NOTIFY_SOCKET`; nothing is sent if it is "".
+    `place` is the value of `NOTIFY_SOCKET`. If `place` is "", the function sends nothing.
     """
     if not place:
         return
@@ -57,7 +57,7 @@ class Installation(msgspec.Struct, frozen=True, kw_only=True):
     user: str  # User of the server and of every run on its machine.
     home: Path  # Value of `$SERVERLESS_GPU_HOME`.
     node: bool  # True if the server's machine is also a node.
-    tls: bool  # True if the server has a certificate of its own, which can be renewed.
+    tls: bool  # True if the server has its own certificate, which it can reload.
     stopping_s: float  # Seconds that requests get when the server stops.
 
 
@@ -80,7 +80,11 @@ def unit(there: Installation) -> str:
         "# Put passwords here and not into the command: SGPU_DATABASE=postgresql://...",
         f"EnvironmentFile=-{there.home / 'server.env'}",
         f"ExecStart={shlex.join(there.command)}",
-        *(["# A renewed certificate: systemctl reload", "ExecReload=/bin/kill -HUP $MAINPID"] if there.tls else []),
+        *(
+            ["# To load a renewed certificate: systemctl reload", "ExecReload=/bin/kill -HUP $MAINPID"]
+            if there.tls
+            else []
+        ),
         "# A stop or restart ends only the server; runs on its machine continue.",
         "KillMode=process",
         "OOMPolicy=continue",

@@ -1,4 +1,4 @@
-"""Repositories: SQL and row values, with one module per noun, such as runs, attempts, crews and nodes.
+"""Repositories: SQL and row values, with one module per table, such as runs, attempts and nodes.
 
-Every function takes a connection. Services call the functions in their transactions. Start with `runs.py`.
+Every function takes a connection. Services call these functions in their own transactions. Start with `runs.py`.
 """

@@ -1,7 +1,7 @@
 """Active runs: a compact form of runs with an unfinished attempt, for the server's loops.
 
-The loops read thousands of these runs constantly. So this module uses one query, whatever the number of nodes. The
-query takes a quarter of the time of `runs.active`.
+The loops read thousands of active runs every few seconds. This module therefore uses one query, regardless of the
+number of nodes. This query needs a quarter of the time of `runs.active`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from serverless_gpu.server.records.crews import CrewId
 
 
 class ActiveCrew(msgspec.Struct, frozen=True, gc=False):
-    """A crew that has not ended, with the columns that loops need.
+    """The unfinished part of an attempt on one node, with the columns that loops need.
 
     Attributes:
         node: the node's name.
-        grace_s: the longest time that the server ever allowed the crew to run without an answer, in seconds.
+        grace_s: the longest time that the server ever allowed the ranks to run without an answer, in seconds.
     """
 
     id: CrewId
@@ -31,16 +31,16 @@ class ActiveCrew(msgspec.Struct, frozen=True, gc=False):
 
 
 class ActiveRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A run with an unfinished attempt, with the columns that loops need.
+    """A run with an unfinished attempt, reduced to the columns that loops need.
 
     Attributes:
-        crews: the crews of its attempt that have not ended, by crew number.
-        stop: why it is asked to stop, or None.
-        created_ns: when its attempt was placed.
-        started_ns: when user code of its attempt began; None before.
-        num_nodes: number of crews of its attempt, including those that have ended.
+        crews: the unfinished parts of its attempt on nodes, by node rank.
+        stop: the reason of its stop request, or None.
+        created_ns: time of the placement of its attempt.
+        started_ns: time when user code of its attempt began; None before.
+        num_nodes: number of nodes of its attempt, including those that have ended.
         began: True if user code of its attempt has begun.
-        chosen: True if the rendezvous of its crews has an address.
+        chosen: True if the rendezvous of its nodes has an address.
         called_off: True if the server has called the attempt off before its rendezvous.
     """
 
@@ -62,7 +62,7 @@ class ActiveRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def has_met(self) -> bool:
-        """Return True if the rendezvous of its crews is decided, either way."""
+        """Return True if the rendezvous has an address or was called off."""
         return self.began or self.chosen or self.called_off
 
 

@@ -1,9 +1,9 @@
 """Attempts: repository of the attempts of runs. No other module reads or writes the table.
 
-The scheduler writes an attempt before any node knows of it (the intent). The state of the current attempt follows the
-state of the run. Each attempt has its own end, after which the run may continue with another one. The part of an
-attempt on one node is a crew (`crews.py`). One query reads attempts on one node together with their crew. For gangs, a
-second query reads the other crews.
+The scheduler writes an attempt before it sends an order to any node (the intent). The state of the current attempt
+follows the state of the run. After the end of an attempt, the run may continue with another attempt. A row of `crews`
+contains the part of an attempt on one node (`crews.py`). One query reads single-node attempts together with this row.
+For gangs, a second query reads the rows of the other nodes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from serverless_gpu.server.db.tables import crews as crews_table
 from serverless_gpu.server.records import crews
 from serverless_gpu.server.records.crews import Gang, StoredCrew
 
-# Reasons why a crew ends without a fault of its node.
+# Reasons why an attempt ends on a node without a fault of that node.
 _OF_OTHERS = (Reason.PEER_FAILED, Reason.PREEMPTED, Reason.DRAINED)
 _SAYING_MAX = 4
-"""The maximum number of nodes whose messages are quoted together."""
+"""The maximum number of nodes whose messages an attempt's sentence quotes."""
 _NONE: Mapping[int, Mapping[str, object]] = MappingProxyType({})
 
 
@@ -51,19 +51,19 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """The row of an attempt.
 
     Attributes:
-        num_nodes: number of its crews.
-        before: its state before it became UNREACHABLE.
-        started_ns: when its user code began on the first of its nodes.
-        settled_ns: when the last of its crews was settled.
-        tariff_json: the prices that were in force when it was placed.
-        account_id: its account in the ledger; None for an attempt of an older server.
-        version: grows with each change of the attempt or its crews.
-        released: True if all of its ranks have returned and may exit.
-        cause_json: `gang_lifecycle.Cause`, once it exists.
-        nonce: the shared value by which its crews recognize each other; "" for one crew.
-        chosen_json: `rendezvous.Chosen`, once the rendezvous is decided.
-        called_off: True if the server called it off before its rendezvous, so that its user code never begins.
-        crews: its crews, by crew number.
+        num_nodes: number of its nodes.
+        before: state of the attempt before UNREACHABLE.
+        started_ns: time when user code began on the first of its nodes.
+        settled_ns: time when the last of its nodes was settled.
+        tariff_json: the prices in force at its placement.
+        account_id: account of the attempt in the ledger; None for an attempt of an older server.
+        version: increases with each change of the attempt, on any node.
+        released: True if all ranks of the attempt have returned and may exit.
+        cause_json: `gang_lifecycle.Cause` as JSON, once known.
+        nonce: the secret value by which its nodes recognize each other; "" for one node.
+        chosen_json: `rendezvous.Chosen` as JSON, once the rendezvous is decided.
+        called_off: True if the server called the attempt off before its rendezvous, so that its user code never begins.
+        crews: the parts of the attempt on its nodes, by node rank.
     """
 
     run_id: str
@@ -92,7 +92,7 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tariff(self) -> Tariff:
-        """Return the prices of the attempt."""
+        """Return the prices that apply to the attempt."""
         return _decode_tariff(self.tariff_json)
 
     @property
@@ -102,12 +102,12 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cause(self) -> Cause | None:
-        """Return why the attempt ends early, once that is known."""
+        """Return the cause of the attempt's early end, once known."""
         return None if self.cause_json is None else from_json(self.cause_json, Cause)
 
     @property
     def chosen(self) -> Chosen | None:
-        """Return how its crews connect, once that is decided."""
+        """Return the rendezvous of the attempt's nodes, once decided."""
         return None if self.chosen_json is None else from_json(self.chosen_json, Chosen)
 
     @property
@@ -117,12 +117,12 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def node(self) -> str:
-        """Return the names of its nodes, in the order of its crews."""
+        """Return the names of the attempt's nodes, by node rank."""
         return ", ".join(crew.node for crew in self.crews)
 
     @property
     def sentence(self) -> str:
-        """Return the messages of its nodes: once if all are equal, else each with the name of its node."""
+        """Return the messages of the nodes: one text if all are equal, else each with its node's name."""
         said = [(crew.node, crew.sentence) for crew in self.crews if crew.sentence]
         if len(said) == len(self.crews) and len({text for _, text in said}) == 1:
             return said[0][1]
@@ -131,19 +131,19 @@ class StoredAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def open_crews(self) -> tuple[StoredCrew, ...]:
-        """Return the crews that have not ended."""
+        """Return the parts of the attempt on nodes where it has not ended."""
         return tuple(crew for crew in self.crews if crew.ended_ns is None)
 
     @property
     def uncharged(self) -> bool:
-        """Return True if the ledger lacks entries of a crew that has ended."""
+        """Return True if the ledger lacks entries for a node on which the attempt has ended."""
         return any(crew.uncharged for crew in self.crews)
 
 
 _decode_tariff = msgspec.json.Decoder(Tariff).decode
 _NAMES = [name for name in StoredAttempt.__struct_fields__ if name != "crews"]
 COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [*(attempts.c[name] for name in _NAMES), *crews.COLUMNS]
-"""The columns of an attempt and its first crew, for `from_row`."""
+"""The columns of an attempt and its part on the first node, for `from_row`."""
 _FIRST = sa.and_(
     crews_table.c.run_id == attempts.c.run_id, crews_table.c.fence == attempts.c.fence, crews_table.c.crew == 0
 )
@@ -151,13 +151,13 @@ JOINED = attempts.join(crews_table, _FIRST).outerjoin(nodes, nodes.c.id == crews
 
 
 def joined_to(other: sa.FromClause, on: sa.ColumnElement[bool]) -> sa.FromClause:
-    """Return an outer join of other rows with their attempts, for `COLUMNS`."""
+    """Return an outer join of another table with its attempts, for `COLUMNS`."""
     first = other.outerjoin(attempts, on).outerjoin(crews_table, _FIRST)
     return first.outerjoin(nodes, nodes.c.id == crews_table.c.node_id)
 
 
 def from_row(row: Sequence[typing.Any]) -> StoredAttempt | None:
-    """Return the attempt of `COLUMNS` with its first crew (see `whole`), or None if a join found none."""
+    """Return the attempt in a row of `COLUMNS` with the first node only (see `whole`), or None."""
     if row[0] is None:
         return None
     fields = dict(zip(_NAMES, row, strict=False))
@@ -175,7 +175,7 @@ def from_row(row: Sequence[typing.Any]) -> StoredAttempt | None:
 
 
 def whole(connection: sa.Connection, found: Sequence[StoredAttempt | None]) -> list[StoredAttempt]:
-    """Return attempts with all of their crews; a second query reads the crews of gangs."""
+    """Return attempts complete with all nodes; a second query reads the other nodes of gangs."""
     there = [attempt for attempt in found if attempt is not None]
     gangs = {(attempt.run_id, attempt.fence) for attempt in there if attempt.num_nodes > 1}
     if not gangs:
@@ -188,7 +188,7 @@ def whole(connection: sa.Connection, found: Sequence[StoredAttempt | None]) -> l
 
 
 def insert(connection: sa.Connection, run_id: str, fence: int, *, new: NewAttempt, at_ns: int) -> None:
-    """Insert a new attempt. The caller inserts its crews afterwards."""
+    """Insert a new attempt. The caller inserts the rows of its nodes afterwards."""
     row = msgspec.structs.asdict(new) | {
         "nonce": secrets.token_hex(16) if new.num_nodes > 1 else "",
         "run_id": run_id,
@@ -200,7 +200,7 @@ def insert(connection: sa.Connection, run_id: str, fence: int, *, new: NewAttemp
 
 
 def find(connection: sa.Connection, run_id: str, fence: int) -> StoredAttempt | None:
-    """Return one attempt, or None."""
+    """Return one attempt by run and fence, or None."""
     query = sa.select(*COLUMNS).select_from(JOINED).where(_is(run_id, fence))
     row = connection.execute(query).first()
     return None if row is None else next(iter(whole(connection, [from_row(row)])), None)
@@ -222,7 +222,7 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> dict[Gang, Sto
 
 
 def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str] | None) -> bool:
-    """Return True if an attempt was placed after that time on one of these GPU types; None for any type."""
+    """Return True if an attempt was placed after a time on one of these GPU types; None for any type."""
     query = sa.select(attempts.c.run_id).where(attempts.c.created_ns >= at_ns)
     if gpu_types is not None:
         query = query.where(attempts.c.gpu_type.in_(gpu_types))
@@ -230,9 +230,9 @@ def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str]
 
 
 def failed_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, frozenset[str]]:
-    """Return the nodes on which a crew of each run was lost, or ended before its user code began.
+    """Return, for each run, nodes that were lost or failed before user code began.
 
-    The result excludes crews that ended because of another crew or by a decision, because their nodes had no fault.
+    The result excludes nodes without a fault, where the attempt ended because of another node or a decision.
     """
     found: dict[str, set[str]] = {}
     crew = crews_table.c
@@ -245,13 +245,13 @@ def failed_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str,
         for run_id, node_id, reason, called_off, cause in connection.execute(query.where(crew.run_id.in_(some))):
             is_called_off = reason == Reason.REFUSED and called_off
             if is_called_off and (cause is None or from_json(cause, Cause).reason is not Reason.NODES_APART):
-                continue  # The server called the attempt off for a reason other than a missing crew.
+                continue  # The server called off the attempt for a reason other than a missing node.
             found.setdefault(run_id, set()).add(node_id)
     return {run_id: frozenset(ids) for run_id, ids in found.items()}
 
 
 def apart_nodes(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, frozenset[tuple[str, str]]]:
-    """Return, by run, the pairs of nodes that could not connect in one of its attempts."""
+    """Return, by run, the pairs of nodes that could not connect to each other in an attempt."""
     found: dict[str, set[tuple[str, str]]] = {}
     query = sa.select(attempts.c.run_id, attempts.c.fence, attempts.c.cause_json)
     query = query.where(attempts.c.called_off, attempts.c.cause_json.is_not(None))
@@ -272,24 +272,25 @@ def change(
     of_crews: Mapping[int, Mapping[str, object]] = _NONE,
     **values: object,
 ) -> None:
-    """Change an attempt and some of its crews, if their rows are still as they were read.
+    """Change an attempt and its parts on some nodes, if the rows have not changed since the read.
 
     Raises:
-        StaleAttempt: a row has changed since it was read; nothing was written.
+        StaleAttempt: a row has changed since the read; the function wrote nothing.
     """
     unchanged = sa.and_(_is(attempt.run_id, attempt.fence), attempts.c.version == attempt.version)
     changed = attempts.update().where(unchanged).values(version=attempt.version + 1, **values)
     if connection.execute(changed).rowcount != 1:
-        raise StaleAttempt(f"attempt {attempt.gang} is no longer {attempt.state}")
+        raise StaleAttempt(f"attempt {attempt.gang} has changed; it is no longer {attempt.state}")
     for number, own in of_crews.items():
         crews.change(connection, attempt.crews[number], own)
 
 
 def decide(connection: sa.Connection, attempt: StoredAttempt, **values: object) -> bool:
-    """Write the rendezvous of an attempt, or that it was called off. An attempt has only one of both.
+    """Store the rendezvous of an attempt, or mark the attempt as called off, but never both.
 
     Returns:
-        False if it was decided before, or if the row has changed since it was read. Nothing was written then.
+        False if an earlier call decided the rendezvous, or if the row has changed since the read. The function then
+        wrote nothing.
     """
     open_still = sa.and_(attempts.c.chosen_json.is_(None), attempts.c.called_off.is_(sa.false()))
     unchanged = sa.and_(_is(attempt.run_id, attempt.fence), attempts.c.version == attempt.version, open_still)
@@ -298,13 +299,13 @@ def decide(connection: sa.Connection, attempt: StoredAttempt, **values: object) 
 
 
 def note(connection: sa.Connection, run_id: str, fence: int, **values: object) -> None:
-    """Write values that do not depend on the state of the attempt, such as its account."""
+    """Store values that do not depend on the state of the attempt, such as its account."""
     connection.execute(attempts.update().where(_is(run_id, fence)).values(**values))
 
 
 def settle(connection: sa.Connection, run_id: str, fence: int, *, at_ns: int) -> bool:
-    """Note that a crew of an attempt was settled; return True if all of its crews are settled."""
-    # Always written. Otherwise, on PostgreSQL, two crews that are settled at once could each see the other as
+    """Mark an attempt as settled on one node; return True if it is settled on all of its nodes."""
+    # Always write the time. Otherwise, on PostgreSQL, two concurrent settlements could each see the other node as
     # unsettled.
     values: dict[str, object] = {"version": attempts.c.version + 1}
     is_settled = not crews.is_any_unsettled(connection, run_id, fence)
@@ -315,7 +316,7 @@ def settle(connection: sa.Connection, run_id: str, fence: int, *, at_ns: int) ->
 
 
 def remove(connection: sa.Connection, run_id: str) -> None:
-    """Remove the attempts of a run and their crews, after everything that refers to them."""
+    """Remove the attempts of a run on all nodes. The caller removes rows that refer to them first."""
     crews.remove(connection, run_id)
     connection.execute(attempts.delete().where(attempts.c.run_id == run_id))
 

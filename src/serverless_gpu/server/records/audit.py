@@ -1,7 +1,8 @@
-"""The audit: which principal did what. The server only adds rows, in the transaction of the action.
+"""The audit of actions of principals. The server adds a row in the transaction of each action.
 
-A loop (`AuditChainWriter`) adds each row to the chain (`model/audit_chain.py`) later. Row numbers have gaps and arrive
-out of order under concurrent writes. A chain inside the transactions would force them to run one after the other.
+Later, a loop (`AuditChainWriter`) adds each row to the hash chain (`model/audit_chain.py`). Under concurrent writes,
+row numbers have gaps and become visible out of order. A hash chain inside these transactions would force them to run
+one after the other.
 """
 
 from __future__ import annotations
@@ -76,14 +77,14 @@ class Action(StrEnum):
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One row.
+    """One row of the audit.
 
     Attributes:
-        seq: number of the row; later rows have higher numbers.
+        seq: number of the row, which increases with time.
         at_ns: nanoseconds since 1970.
-        principal: name of the principal that acted; "server" for the server itself.
-        detail: details of the action; never a secret or the value of a variable.
-        token: identifier of the token that was used, or "".
+        principal: name of the principal that acted; "server" for actions of the server.
+        detail: details of the action, without secrets and values of variables.
+        token: identifier of the caller's token, or "".
     """
 
     seq: int
@@ -97,9 +98,9 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 _INSERT = sa.insert(audit)
 _BACK = 10_000
-"""The maximum number of rows that others may insert between the start of a transaction and its commit."""
+"""The maximum number of audit rows that other transactions may insert before a transaction commits."""
 SERVER = Caller(name="server", kind="service")
-"""The actor of actions that no principal asked for."""
+"""The actor in the audit of actions that no principal requested."""
 
 
 def record(
@@ -115,11 +116,11 @@ def record(
 
     Args:
         connection: the connection of that transaction.
-        who: the principal that acts.
+        who: the acting principal.
         action: the kind of the action.
         subject: the identifier or name of the object of the action.
         now_ns: nanoseconds since 1970.
-        detail: JSON values; no secrets.
+        detail: JSON values without secrets.
     """
     values = {
         "at_ns": now_ns,
@@ -133,7 +134,7 @@ def record(
 
 
 def entries(connection: sa.Connection, *, after: int = 0, limit: int = 500) -> list[AuditEntry]:
-    """Return entries after row `after`, in the order of their rows, with or without a place in the chain."""
+    """Return audit entries after row `after`, in row order, including entries outside the chain."""
     query = sa.select(audit).where(audit.c.seq > after).order_by(audit.c.seq).limit(limit)
     return [
         AuditEntry(
@@ -150,12 +151,12 @@ def entries(connection: sa.Connection, *, after: int = 0, limit: int = 500) -> l
 
 
 class AuditFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Filter of entries; "" matches any value.
+    """Filter of audit entries; "" matches any value.
 
     Attributes:
-        after: number of the last entry that the caller already has.
+        after: number of the last audit entry that the caller has already read.
         limit: maximum number of entries.
-        newest: True for the last entries instead of the next ones.
+        newest: True to return the newest entries instead of the entries after `after`.
     """
 
     after: int = 0
@@ -167,7 +168,7 @@ class AuditFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def links(connection: sa.Connection, wanted: AuditFilter) -> list[ChainedEntry]:
-    """Return entries of the chain in order. An entry without a row has only its number and digest."""
+    """Return entries of the audit chain in order. Without its row, an entry has only number and digest."""
     number = audit_links.c.number
     query = sa.select(audit_links, *_TOLD).select_from(audit_links.outerjoin(audit)).where(number > wanted.after)
     for column in (audit.c.principal, audit.c.action, audit.c.subject):
@@ -178,37 +179,37 @@ def links(connection: sa.Connection, wanted: AuditFilter) -> list[ChainedEntry]:
 
 
 def head(connection: sa.Connection) -> ChainHead:
-    """Return the last entry of the chain."""
+    """Return the last entry of the audit chain."""
     query = sa.select(audit_links.c.number, audit_links.c.sha256).order_by(audit_links.c.number.desc()).limit(1)
     row = connection.execute(query).first()
     return ChainHead() if row is None else ChainHead(row.number, row.sha256)
 
 
 def chained_seq(connection: sa.Connection) -> int:
-    """Return a row number up to which the chain is complete, except for rows of a killed server."""
+    """Return the row number up to which the audit chain is complete, except for rows of a killed server."""
     return max(0, (connection.scalar(sa.select(sa.func.max(audit_links.c.seq))) or 0) - _BACK)
 
 
 def is_pending(connection: sa.Connection, *, after_seq: int) -> bool:
-    """Return True if a row is not in the chain yet; a faster form of `pending`."""
+    """Return True if a row is missing in the audit chain; a faster form of `pending`."""
     unlinked = sa.select(audit.c.seq).select_from(_UNLINKED)
     wanted = unlinked.where(audit_links.c.number.is_(None), audit.c.seq > after_seq).limit(1)
     return connection.execute(wanted).first() is not None
 
 
 def pending(connection: sa.Connection, *, after_seq: int) -> tuple[int, int | None]:
-    """Return the number of rows that are not in the chain yet, and the time of the oldest."""
+    """Return the number of rows missing in the audit chain, and the time of the oldest."""
     query = sa.select(sa.func.count(), sa.func.min(audit.c.at_ns)).select_from(_UNLINKED)
     row = connection.execute(query.where(audit_links.c.number.is_(None), audit.c.seq > after_seq)).one()
     return row[0], row[1]
 
 
 def chain(connection: sa.Connection, *, after_seq: int, limit: int) -> int:
-    """Add the oldest rows that are not in the chain to it; return their number.
+    """Add the oldest missing rows to the audit chain; return their number.
 
     Args:
-        connection: of a write transaction; only one may run at a time.
-        after_seq: rows up to this number are known to be in the chain.
+        connection: of a write transaction. Only one such transaction may run at a time.
+        after_seq: row number up to which the chain is complete.
         limit: maximum number of rows.
     """
     query = sa.select(audit).select_from(_UNLINKED).where(audit_links.c.number.is_(None), audit.c.seq > after_seq)
@@ -234,6 +235,6 @@ def _plain(row: sa.Row[Any]) -> dict[str, Any]:
 
 def _link(row: sa.Row[Any]) -> ChainedEntry:
     said = {name: getattr(row, name) for name in ("number", "seq", "sha256")}
-    if row.action is None:  # The row was removed; the check of the chain detects that.
+    if row.action is None:  # An operator removed the row; the check of the audit chain detects the gap.
         return ChainedEntry(at_ns=0, principal="", action="", subject="", detail={}, token="", **said)
     return ChainedEntry(detail=_decode(row.detail_json), **{**_plain(row), **said})

@@ -1,7 +1,7 @@
-"""Budgets: repository of budgets, of their warnings by period, and of notices to the webhook.
+"""Repository of budgets, of their warnings by period, and of notices to the webhook.
 
-Notices form an outbox. The server writes a notice in the transaction of its event. The webhook loop sends the notice
-until the receiver accepts the notice or the notice is too old. Alarms about unusual spending are notices too.
+Notices form an outbox. The server writes a notice in the transaction of its event. The webhook loop retries each notice
+until the receiver accepts it or the notice is too old. Alarms about unusual spending are notices too.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _decode = msgspec.json.Decoder(Budget).decode
 
 
 NOTICES_KEPT = 10_000
-"""The maximum number of stored notices. The server deletes the oldest above it, sent or not."""
+"""The maximum number of stored notices. The server deletes older notices, even if they were not sent."""
 _decode_document = msgspec.json.Decoder(dict[str, object]).decode
 
 
 class StoredBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """A budget and its name."""
+    """A stored budget with its name."""
 
     name: str
     budget: Budget
@@ -33,7 +33,7 @@ class StoredBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def every(connection: sa.Connection) -> list[StoredBudget]:
-    """Return all budgets by name. A team budget without its own time zone has the zone of the team."""
+    """Return all budgets by name. A team budget without its own time zone gets the zone of the team."""
     found = [_from_row(row) for row in connection.execute(sa.select(budgets).order_by(budgets.c.name))]
     zones = {row.name: row.time_zone or "" for row in connection.execute(sa.select(teams.c.name, teams.c.time_zone))}
     return [_with_zone(one, zones.get(one.budget.scope.name, "")) for one in found]
@@ -45,19 +45,19 @@ def count(connection: sa.Connection) -> int:
 
 
 def find(connection: sa.Connection, name: str) -> StoredBudget | None:
-    """Return a budget, or None."""
+    """Return a budget by name, or None."""
     row = connection.execute(sa.select(budgets).where(budgets.c.name == name)).first()
     return None if row is None else _from_row(row)
 
 
 def find_in_force(connection: sa.Connection, name: str) -> StoredBudget | None:
-    """Return a budget with its effective time zone, as `every` does."""
+    """Return a budget by name with its effective time zone, as `every` does."""
     found = find(connection, name)
     return None if found is None else _with_zone(found, team_zone(connection, found.budget.scope))
 
 
 def team_zone(connection: sa.Connection, scope: Scope) -> str:
-    """Return the time zone of a budget's team; "" for UTC and for budgets without a team."""
+    """Return the time zone of a budget's team; "" for UTC, and for budgets without a team."""
     if scope.kind != "team":
         return ""
     return connection.scalar(sa.select(teams.c.time_zone).where(teams.c.name == scope.name)) or ""
@@ -70,7 +70,7 @@ def _with_zone(one: StoredBudget, zone: str) -> StoredBudget:
 
 
 def put(connection: sa.Connection, budget: StoredBudget) -> None:
-    """Insert a budget or replace it."""
+    """Insert or replace a budget."""
     said = {"document_json": msgspec.json.encode(budget.budget).decode(), "set_ns": budget.set_ns}
     if connection.execute(budgets.update().where(budgets.c.name == budget.name).values(**said)).rowcount == 0:
         connection.execute(budgets.insert(), {"name": budget.name, **said})
@@ -83,7 +83,7 @@ def remove(connection: sa.Connection, name: str) -> bool:
 
 
 def say(connection: sa.Connection, name: str, *, start_ns: int, percent: int, at_ns: int) -> bool:
-    """Note the warning of a budget at a percentage in a period; return False if it was noted before.
+    """Store the warning of a budget at a percentage in a period; return False if it already exists.
 
     The function also deletes warnings that are older than any period, which bounds the table to about a year.
     """
@@ -97,14 +97,14 @@ def say(connection: sa.Connection, name: str, *, start_ns: int, percent: int, at
 
 
 def said(connection: sa.Connection, *, since_ns: int) -> set[tuple[str, int, int]]:
-    """Return the warnings of periods that began at this time or later: budget, start, percentage."""
+    """Return the warnings of periods that began at a time or later: budget, start, percentage."""
     query = sa.select(budget_warnings.c.budget, budget_warnings.c.start_ns, budget_warnings.c.percent)
     query = query.where(budget_warnings.c.start_ns >= since_ns)
     return {(name, start_ns, percent) for name, start_ns, percent in connection.execute(query)}
 
 
 def closed(connection: sa.Connection) -> frozenset[tuple[str, int]]:
-    """Return the budgets that were used up, each with the start of the period."""
+    """Return the budgets that were closed because they were used up, each with the start of its period."""
     query = sa.select(budget_warnings.c.budget, budget_warnings.c.start_ns).distinct()
     query = query.where(budget_warnings.c.percent.in_((FULL, CLOSED)))
     return frozenset((name, start_ns) for name, start_ns in connection.execute(query))
@@ -118,7 +118,7 @@ def reopen(connection: sa.Connection, name: str, *, start_ns: int) -> bool:
 
 
 def forget_said(connection: sa.Connection, name: str) -> None:
-    """Delete the warnings of a budget."""
+    """Delete all stored warnings of a budget."""
     connection.execute(budget_warnings.delete().where(budget_warnings.c.budget == name))
 
 
@@ -127,7 +127,7 @@ def _from_row(row: sa.Row[tuple[str, str, int]]) -> StoredBudget:
 
 
 class NoticeKind(StrEnum):
-    """Kind of a notice."""
+    """Kind of a notice to the webhook."""
 
     WARNING = "budget.warning"
     REACHED = "budget.reached"
@@ -136,7 +136,7 @@ class NoticeKind(StrEnum):
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
-    """One notice."""
+    """One notice to the webhook."""
 
     seq: int
     at_ns: int
@@ -145,7 +145,7 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     tries: int
 
     def text(self, name: str) -> str:
-        """Return the text of one field of the document, or ""."""
+        """Return the text of one field of the notice, or ""."""
         return str(self.document.get(name, ""))
 
 
@@ -164,7 +164,7 @@ def open_notices(connection: sa.Connection, *, limit: int) -> list[Notice]:
 
 
 def alarms(connection: sa.Connection, *, since_ns: int, limit: int = 1_000) -> list[Notice]:
-    """Return alarms since a time, latest first."""
+    """Return spending alarms since a time, latest first."""
     query = sa.select(notices).where(notices.c.kind == NoticeKind.ALARM.value, notices.c.at_ns >= since_ns)
     return [
         _notice_from_row(row._mapping) for row in connection.execute(query.order_by(notices.c.seq.desc()).limit(limit))
@@ -172,7 +172,7 @@ def alarms(connection: sa.Connection, *, since_ns: int, limit: int = 1_000) -> l
 
 
 def mark_sent(connection: sa.Connection, seq: int, *, at_ns: int) -> None:
-    """Mark a notice as accepted by the receiver, or as given up."""
+    """Mark a notice as accepted by the receiver, or as given up by the loop."""
     connection.execute(notices.update().where(notices.c.seq == seq).values(sent_ns=at_ns))
 
 

@@ -1,12 +1,12 @@
-"""Charges: repository of ledger entries, accounts, uncharged crews and utilisation.
+"""Repository of ledger entries, accounts, uncharged attempts and utilisation.
 
-Only the charging loop (`charging.py`) adds entries, in one transaction after the other. Rows therefore become visible
-in the order of their numbers (`seq`), on PostgreSQL too. A reader up to some number misses no earlier row. The server
-never changes entries.
+Only the charging loop (`charging.py`) adds entries, one transaction after the other. Rows therefore become visible in
+the order of their numbers (`seq`), even on PostgreSQL. A reader that has read up to one number misses no earlier row.
+The server never changes ledger entries.
 
 An account combines the owner of usage with its properties. Charges with equal properties share an account. The server
 writes the account of an attempt when it places the attempt. A later change of the node's pool, or of the kind of the
-pool, does not move its usage. A reversal counts in the same place as its entry.
+pool, does not change the account. A reversal has the same account as the entry that it reverses.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         owner: the user or service.
         team: team of the run, or "".
-        pool: pool of the node that it was placed on.
-        reserved: True if that pool was reserved then.
+        pool: pool of the node on which the run was placed.
+        reserved: True if that pool was reserved at the placement.
         policy: usage policy of the run, or "".
-        gpu_type: type of its devices.
+        gpu_type: type of the run's devices.
         name: name of the run.
         workload: kind of its workload: "function", "command" or "kernel".
         environment: address of the captured environment, or "".
-        currency: currency of its prices.
+        currency: currency of the prices.
         tags: tags of the run.
-        member_of: teams that a run without a team counts for.
+        member_of: teams whose budgets count a run without a team.
     """
 
     owner: str
@@ -88,7 +88,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def account_of_run(connection: sa.Connection, run: StoredRun, *, gpu_type: str, pool: str, currency: str) -> Account:
-    """Return the account of a run that is placed on a GPU type in a pool."""
+    """Return the account of a run that is placed on one GPU type in a pool."""
     found = pools.find(connection, pool)
     return Account(
         owner=run.owner,
@@ -107,13 +107,14 @@ def account_of_run(connection: sa.Connection, run: StoredRun, *, gpu_type: str, 
 
 
 def ensure_account(connection: sa.Connection, account: Account) -> int:
-    """Return the number of an account; insert it if it does not exist.
+    """Return the number of an account; insert the account if it does not exist.
 
-    The function also inserts the plain account, without tags and environment. Reports that need neither sum up plain
-    accounts.
+    The function also inserts the plain account, without tags and environment. Reports that need neither tags nor
+    environments add up plain accounts.
     """
     fields = msgspec.structs.asdict(account)
-    if not account.member_of:  # The digest is the same as before this field existed.
+    # Without members, the digest equals the digest of older versions, which lacked this field.
+    if not account.member_of:
         del fields["member_of"]
     digest = hashlib.sha256(_encode_sorted(fields)).hexdigest()
     found: int | None = connection.scalar(sa.select(accounts.c.id).where(accounts.c.sha256 == digest))
@@ -127,7 +128,7 @@ def ensure_account(connection: sa.Connection, account: Account) -> int:
     made = int(connection.execute(accounts.insert().returning(accounts.c.id), row).scalar_one())
     if plain == account:
         connection.execute(accounts.update().where(accounts.c.id == made).values(plain_id=made))
-    # Reports group by these rows. Reports count an empty value as no tag, and PostgreSQL stores no NUL.
+    # Reports group usage by these rows. Reports count an empty value as no tag, and PostgreSQL stores no NUL.
     tags = [(key, value) for key, value in account.tags.items() if value and "\0" not in key + value]
     if tags:
         rows = [{"key": key, "account_id": made, "value": value} for key, value in tags]
@@ -145,7 +146,7 @@ def plain_ids(connection: sa.Connection, numbers: Collection[int]) -> dict[int, 
 
 
 def find_accounts(connection: sa.Connection, numbers: Collection[int]) -> dict[int, Account]:
-    """Return accounts by their numbers."""
+    """Return accounts with these numbers."""
     found: dict[int, Account] = {}
     for some in in_chunks(sorted(set(numbers))):
         for row in connection.execute(sa.select(accounts).where(accounts.c.id.in_(some))):
@@ -164,14 +165,14 @@ def account_from_row(row: sa.Row[Any]) -> Account:
 
 
 class PostedEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A stored entry.
+    """A stored entry of the ledger.
 
     Attributes:
-        seq: number of the entry; later entries have higher numbers.
-        account_id: its account; the same for all entries of an attempt.
-        posted_ns: when it was written, nanoseconds since 1970.
-        queued_ms: how long the run waited for this attempt, wall time. Only one row of the first crew has it, and its
-            reversal has the negative value.
+        seq: number of the entry, which increases with time.
+        account_id: account of the entry; all entries of an attempt have the same account.
+        posted_ns: time when the entry was written, nanoseconds since 1970.
+        queued_ms: wall time for which the run waited for this attempt. Only one row of the attempt has this value, and
+            the reversal of that row has the negative value.
     """
 
     seq: int
@@ -185,13 +186,13 @@ class PostedEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Utilisation(msgspec.Struct, frozen=True, kw_only=True):
-    """Observed utilisation of a crew's devices, from its receipt.
+    """Observed utilisation of an attempt's devices on one node, from its receipt.
 
     Attributes:
-        day: the day on which the crew ended.
-        gpu_ms: device-milliseconds that it used.
-        observed_ms: device-milliseconds that were observed; `busy_ms` counts those in which a device worked.
-        peak_memory_bytes: the maximum on one device; None if unknown.
+        day: the day on which the attempt ended on that node.
+        gpu_ms: device-milliseconds that the attempt used.
+        observed_ms: observed device-milliseconds; `busy_ms` counts those in which a device worked.
+        peak_memory_bytes: maximum memory use of one device; None if unknown.
     """
 
     day: int
@@ -203,11 +204,11 @@ class Utilisation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LedgerSum(msgspec.Struct, frozen=True, kw_only=True):
-    """The sum of the entries of one account and day.
+    """The sum of the ledger entries of one account and day.
 
     Attributes:
         unpriced_ms: billed device-milliseconds without a price.
-        micros: costs of those with a price.
+        micros: costs of the device-milliseconds with a price.
     """
 
     account_id: int
@@ -218,11 +219,11 @@ class LedgerSum(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Entries of one crew to insert.
+    """Ledger entries to insert for an attempt on one node.
 
     Attributes:
-        posted: its stored entries.
-        queued_ms: how long the run waited for the attempt; 0 for all crews but the first.
+        posted: the entries that are already stored.
+        queued_ms: time for which the run waited for the attempt; 0 for all nodes except the first.
         entries: the entries to insert.
     """
 
@@ -234,7 +235,7 @@ class NewEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def insert(connection: sa.Connection, new: Sequence[NewEntry], *, at_ns: int) -> int:
-    """Insert entries; return their number."""
+    """Insert ledger entries; return their number."""
     rows = [row for one in new for row in _rows(one, at_ns)]
     if rows:
         connection.execute(charges.insert(), rows)
@@ -242,7 +243,7 @@ def insert(connection: sa.Connection, new: Sequence[NewEntry], *, at_ns: int) ->
 
 
 def _rows(new: NewEntry, at_ns: int) -> Iterable[dict[str, Any]]:
-    # A reversal takes back the waiting time of its row. The next valid row then contains the waiting time.
+    # A reversal subtracts the waiting time of its row. The next valid row then contains the waiting time.
     waits = {one.entry.line.day: one.queued_ms for one in new.posted if one.entry.kind is not EntryKind.REVERSAL}
     total_ms = sum(one.queued_ms for one in new.posted)
     run_id, fence, number = new.crew
@@ -267,7 +268,7 @@ def _rows(new: NewEntry, at_ns: int) -> Iterable[dict[str, Any]]:
 
 
 def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, list[PostedEntry]]:
-    """Return the entries of each crew in order; includes crews without entries."""
+    """Return the ledger entries of each attempt on each node, in order; empty without entries."""
     found: dict[CrewId, list[PostedEntry]] = {crew: [] for crew in ids}
     for one in of_runs(connection, sorted({run_id for run_id, _, _ in ids})):
         if (one.run_id, one.fence, one.crew) in found:
@@ -276,7 +277,7 @@ def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId,
 
 
 def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, list[PostedEntry]]:
-    """Return the entries of each attempt in order of its crews; includes attempts without entries."""
+    """Return the ledger entries of each attempt by node rank; attempts without entries are included."""
     found: dict[Gang, list[PostedEntry]] = {gang: [] for gang in gangs}
     for one in of_runs(connection, sorted({run_id for run_id, _ in gangs})):
         if (one.run_id, one.fence) in found:
@@ -285,7 +286,7 @@ def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang
 
 
 def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> list[PostedEntry]:
-    """Return the entries of runs, by run, attempt, crew and number."""
+    """Return the ledger entries of runs, by run, attempt, node rank and number."""
     found: list[PostedEntry] = []
     for some in in_chunks(run_ids):
         query = sa.select(charges).where(charges.c.run_id.in_(some))
@@ -295,7 +296,7 @@ def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> list[PostedEnt
 
 
 def of_run(connection: sa.Connection, run_id: str) -> dict[tuple[int, int], list[PostedEntry]]:
-    """Return the entries of a run by fence and crew."""
+    """Return the ledger entries of a run by fence and node rank."""
     found: dict[tuple[int, int], list[PostedEntry]] = {}
     for one in of_runs(connection, [run_id]):
         found.setdefault((one.fence, one.crew), []).append(one)
@@ -303,31 +304,31 @@ def of_run(connection: sa.Connection, run_id: str) -> dict[tuple[int, int], list
 
 
 def after(connection: sa.Connection, seq: int, *, limit: int) -> list[PostedEntry]:
-    """Return entries after number `seq`, in the order in which they were written."""
+    """Return ledger entries after number `seq`, in the order in which they were written."""
     query = sa.select(charges).where(charges.c.seq > seq).order_by(charges.c.seq).limit(limit)
     return [posted_from_row(row) for row in connection.execute(query)]
 
 
 def newest_seq(connection: sa.Connection) -> int:
-    """Return the number of the last entry, or 0."""
+    """Return the number of the last ledger entry, or 0."""
     return connection.scalar(sa.select(sa.func.max(charges.c.seq))) or 0
 
 
 def sums(connection: sa.Connection, *, from_day: int = 0, after_seq: int = 0) -> list[LedgerSum]:
-    """Return the sums of entries by account and day.
+    """Return the sums of ledger entries by account and day.
 
     Args:
-        connection: of any transaction. Read open attempts in the same transaction; otherwise an attempt may count
+        connection: of any transaction. Open attempts must be read in the same transaction, or an attempt may count
             twice.
-        from_day: excludes earlier days.
-        after_seq: excludes entries up to this number.
+        from_day: first day to include.
+        after_seq: number of the last entry to exclude.
     """
     unpriced = sa.case((charges.c.micros.is_(None), charges.c.billed_ms), else_=0)
     totals = (sa.func.sum(summed) for summed in (charges.c.billed_ms, unpriced, charges.c.micros))
     query = sa.select(charges.c.account_id, charges.c.day, *totals).where(charges.c.day >= from_day)
     if after_seq:
         query = query.where(charges.c.seq > after_seq)
-    # On PostgreSQL, a sum of BIGINTs is a Decimal. A sum of NULLs is None.
+    # On PostgreSQL, the sum of a BIGINT column is a Decimal. The sum of only NULLs is None.
     rows = connection.execute(query.group_by(charges.c.account_id, charges.c.day))
     return [
         LedgerSum(
@@ -344,12 +345,12 @@ def sums(connection: sa.Connection, *, from_day: int = 0, after_seq: int = 0) ->
 def before(
     connection: sa.Connection, at_ns: int, *, after_seq: int = 0
 ) -> tuple[list[LedgerSum], list[tuple[int, LedgerLine]]]:
-    """Return the entries of a UTC day before a time: sums by account, and the lines that cross that time.
+    """Return ledger entries of a UTC day before a time: sums by account, and lines that cross the time.
 
     Args:
         connection: of any transaction.
-        at_ns: nanoseconds since 1970. Only entries of the same UTC day can continue across this time.
-        after_seq: excludes entries up to this number.
+        at_ns: the time, nanoseconds since 1970. Only entries of the same UTC day can cross this time.
+        after_seq: number of the last entry to exclude.
     """
     day = at_ns // DAY_NS
     unpriced = sa.case((charges.c.micros.is_(None), charges.c.billed_ms), else_=0)
@@ -372,7 +373,7 @@ def before(
 
 
 def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str] | None) -> bool:
-    """Return True if one of these GPU types, or any, was used since then, also by removed runs."""
+    """Return True if runs, including removed ones, used one of these GPU types after a time; None for any."""
     query = sa.select(charges.c.seq).join(accounts).where(charges.c.day >= at_ns // DAY_NS, charges.c.end_ns >= at_ns)
     if gpu_types is not None:
         query = query.where(accounts.c.gpu_type.in_(gpu_types))
@@ -380,17 +381,17 @@ def is_any_since(connection: sa.Connection, at_ns: int, gpu_types: Sequence[str]
 
 
 def is_provisional(connection: sa.Connection, run_id: str) -> bool:
-    """Return True if a current entry of a run is provisional."""
+    """Return True if the ledger has a provisional entry for a run."""
     return any(may_change(own) for own in of_run(connection, run_id).values())
 
 
 def may_change(posted: Iterable[PostedEntry]) -> bool:
-    """Return True if a current entry of a crew is provisional."""
+    """Return True if the ledger has a provisional entry for an attempt on a node."""
     return any(entry.provisional for entry in standing(one.entry for one in posted).values())
 
 
 def put_utilisations(connection: sa.Connection, seen: Mapping[CrewId, tuple[int, Utilisation]]) -> None:
-    """Insert the utilisation of crews, or replace it."""
+    """Insert or replace the utilisation of attempts on nodes."""
     if not seen:
         return
     own = sa.and_(
@@ -433,14 +434,14 @@ def posted_from_row(row: sa.Row[Any]) -> PostedEntry:
 
 
 class UnpostedAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that has not ended, or whose entries in the ledger are incomplete."""
+    """An attempt that has not ended, or for which the ledger lacks entries."""
 
     attempt: StoredAttempt
     is_stopping: bool
 
 
 def unposted(connection: sa.Connection) -> dict[Gang, UnpostedAttempt]:
-    """Return the attempts that have not ended, or whose entries in the ledger are incomplete."""
+    """Return the attempts that have not ended, or for which the ledger lacks entries."""
     is_current = sa.and_(runs.c.id == attempts.c.run_id, runs.c.fence == attempts.c.fence)
     going = (
         sa.select(*attempt_rows.COLUMNS, runs.c.stop)
@@ -463,9 +464,9 @@ def unposted(connection: sa.Connection) -> dict[Gang, UnpostedAttempt]:
 
 
 def due_crews(connection: sa.Connection, *, limit: int) -> list[CrewId]:
-    """Return settled crews whose entries in the ledger are incomplete.
+    """Return settled attempts on nodes for which the ledger lacks entries.
 
-    The price of a crew depends on the end of its attempt, so crews of unfinished attempts are not due.
+    The charge for a node depends on the end of the whole attempt. The result therefore excludes unfinished attempts.
     """
     own = sa.and_(attempts.c.run_id == crews.c.run_id, attempts.c.fence == crews.c.fence)
     query = sa.select(*_WHOSE).select_from(crews.join(attempts, own))
@@ -475,7 +476,7 @@ def due_crews(connection: sa.Connection, *, limit: int) -> list[CrewId]:
 
 
 def crews_going_on(connection: sa.Connection, *, before_ns: int) -> list[CrewId]:
-    """Return crews placed before a time that are not settled, or whose attempts have not ended."""
+    """Return attempts on nodes, placed before a time, that are not settled or have not ended everywhere."""
     own = sa.and_(crews.c.run_id == attempts.c.run_id, crews.c.fence == attempts.c.fence)
     query = sa.select(*_WHOSE).select_from(attempts.join(runs).join(crews, own))
     more = sa.or_(crews.c.settled_ns.is_(None), attempts.c.ended_ns.is_(None))
@@ -484,12 +485,12 @@ def crews_going_on(connection: sa.Connection, *, before_ns: int) -> list[CrewId]
 
 
 def count_uncharged(connection: sa.Connection) -> int:
-    """Return the number of ended crews whose entries in the ledger are incomplete."""
+    """Return the number of ended attempts on nodes for which the ledger lacks entries."""
     return connection.scalar(sa.select(sa.func.count()).select_from(crews).where(_UNCHARGED)) or 0
 
 
 def note_charged(connection: sa.Connection, ids: Sequence[CrewId]) -> None:
-    """Note that the ledger is complete for these crews, as far as this transaction can see."""
+    """Mark the ledger as complete for these attempts, unless another transaction has added facts."""
     if ids:
         names = ("of_run", "of_fence", "of_crew")
         one = sa.and_(*(column == sa.bindparam(name) for column, name in zip(_WHOSE, names, strict=True)))
@@ -498,5 +499,5 @@ def note_charged(connection: sa.Connection, ids: Sequence[CrewId]) -> None:
 
 
 def charge_again(connection: sa.Connection, run_id: str) -> None:
-    """Mark the crews of a run to be charged again."""
+    """Mark the attempts of a run as uncharged, so that the charging loop charges them again."""
     connection.execute(crews.update().where(crews.c.run_id == run_id).values(uncharged=True))

@@ -1,8 +1,8 @@
-"""Crews: repository of the parts of attempts on one node. No other module reads or writes the table.
+"""Repository of the parts of attempts on one node. No other module uses the `crews` table.
 
-The server inserts a crew with its attempt, before any node knows of it. The state of a crew is the state that its node
-reports, or UNREACHABLE during silence. The server changes a crew together with the version of its attempt
-(`attempts.change`). So two concurrent reports of crews cannot both miss the news of the other crew.
+The server inserts one row for each node of a new attempt, before it sends any order. The state in a row is the last
+state that the node reported, or UNREACHABLE if reports stop. The server changes a row together with the version of its
+attempt (`attempts.change`). So of two concurrent reports for one attempt, at least one sees the change of the other.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from serverless_gpu.server.db.database import in_chunks
 from serverless_gpu.server.db.tables import crews, nodes
 
 Gang = tuple[str, int]
-"""Run and fence."""
+"""Run and fence of a gang."""
 CrewId = tuple[str, int, int]
-"""Run, fence and number of the crew."""
+"""Run, fence and node rank: the identity of an attempt's part on one node."""
 
 WITHOUT_REPORT = frozenset({Reason.NODE_GONE, Reason.NODE_REBOOTED})
-"""Reasons with which the server gives up a crew or attempt without a report. Later reports are too late."""
+"""Reasons with which the server gives up an attempt without a report. The server ignores later reports."""
 
 
 class NewCrew(msgspec.Struct, frozen=True, kw_only=True):
-    """A crew to insert.
+    """The part of an attempt on one node, to insert.
 
     Attributes:
-        number: from 0 on.
+        number: rank of the node in the attempt, from 0 on.
         node: the node's name.
-        boot_id: current boot of the node. The crew is over once the node has another one.
-        first_rank: its lowest global rank, if each device has a rank.
-        gpus: number of its devices.
-        token_sha256: hash of its own token. The server computes the token again from its key when it needs the token.
-        grace_s: how long it may run without an answer of the server, in seconds.
+        boot_id: current boot of the node. The attempt has ended there once the node reports another boot.
+        first_rank: lowest global rank on the node, if each device has a rank.
+        gpus: number of devices on the node.
+        token_sha256: hash of the token of this part. The server can compute the token again from its key.
+        grace_s: seconds for which the ranks may run without an answer of the server.
     """
 
     number: int = 0
@@ -53,21 +53,21 @@ class NewCrew(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredCrew(msgspec.Struct, frozen=True, kw_only=True):
-    """The row of a crew. `CrewOutcome` contains the outcome separately, because that may be large.
+    """The part of an attempt on one node. `CrewOutcome` is separate because an outcome may be large.
 
     Attributes:
         node: the node's name.
-        state: the state that its node reports; UNREACHABLE while it is silent.
-        before: its state before it became UNREACHABLE.
-        proven: for a crew that ended, True if none of its processes remains.
-        sentence: the message of the node about it.
+        state: the last state that the node reported; UNREACHABLE while the node sends no reports.
+        before: state before UNREACHABLE.
+        proven: after the end, True if none of the processes still exists.
+        sentence: the node's message about the attempt.
         lease_ns: the last stored time of a report, up to 15 s old.
-        grace_s: the longest time that the server ever allowed it to run without an answer, in seconds.
-        leave_ns: when it must leave its node, as its owner was notified; nanoseconds since 1970.
-        started_ns: when its user code began.
-        halt_json: `gang_lifecycle.Halt`, its early report of why it ends, once that has arrived.
-        returned: True if all of its ranks have returned and wait for the ranks of other crews.
-        uncharged: True if it has ended and its entries in the ledger are incomplete.
+        grace_s: the longest time that the server ever allowed the ranks to run without an answer, in seconds.
+        leave_ns: announced time when the ranks must leave the node, nanoseconds since 1970.
+        started_ns: start of user code.
+        halt_json: `gang_lifecycle.Halt` as JSON: the early report of the reason for the end, once received.
+        returned: True if all ranks on the node have returned and wait for the ranks of other nodes.
+        uncharged: True if the attempt has ended on the node and the ledger lacks its entries.
     """
 
     run_id: str
@@ -97,7 +97,7 @@ class StoredCrew(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def id(self) -> CrewId:
-        """Return run, fence and crew number."""
+        """Return run, fence and node rank."""
         return self.run_id, self.fence, self.number
 
     @property
@@ -107,26 +107,25 @@ class StoredCrew(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> CrewPlace:
-        """Return the position of the crew in its gang."""
+        """Return the position of the node in the gang."""
         return CrewPlace(number=self.number, node=self.node, first_rank=self.first_rank, gpus=self.gpus)
 
     @property
     def given_up(self) -> bool:
-        """Return True if the server ended the crew without a report."""
+        """Return True if the server ended the attempt on the node without a report."""
         return self.reason in WITHOUT_REPORT
 
     def is_stale(self, state: State) -> bool:
-        """Return True if the node must stop a crew that it sees in this state: the server has ended it.
+        """Return True if a node must stop the attempt, because the server has ended it on this node.
 
-        A refused crew never began, so the server may place the run again. If a node has that crew anyway, its user code
-        must
-        not begin. A crew that ended by itself is not stale, because the server still expects its receipt.
+        After a refusal, the server may place the run again. If the node starts the refused attempt anyway, user code
+        must not begin. An attempt that ended by itself is not stale, because the server still expects a receipt.
         """
         return self.given_up or (self.reason is Reason.REFUSED and state is not State.STOPPING)
 
 
 class CrewOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a crew, as JSON of `node.protocol.Stopped` and `model.receipt.Receipt`, or None."""
+    """The outcome on one node, as JSON of `node.protocol.Stopped` and `model.receipt.Receipt`, or None."""
 
     stopped: str | None
     receipt: str | None
@@ -137,13 +136,13 @@ COLUMNS: Sequence[sa.ColumnElement[typing.Any]] = [
     *(crews.c["crew" if name == "number" else name] for name in _NAMES),
     nodes.c.name,
 ]
-"""The columns of a crew and its node, for `from_row`."""
-_JOINED = crews.outerjoin(nodes, nodes.c.id == crews.c.node_id)  # The join begins with the crews.
+"""The columns of `crews` and of the node, for `from_row`."""
+_JOINED = crews.outerjoin(nodes, nodes.c.id == crews.c.node_id)  # The join begins with the `crews` table.
 _SELECT = sa.select(*COLUMNS).select_from(_JOINED)
 
 
 def from_row(row: Sequence[typing.Any]) -> StoredCrew:
-    """Return the crew of `COLUMNS`."""
+    """Return the `StoredCrew` of a row with `COLUMNS`."""
     fields = dict(zip(_NAMES, row, strict=False))
     return StoredCrew(
         **(
@@ -159,7 +158,7 @@ def from_row(row: Sequence[typing.Any]) -> StoredCrew:
 
 
 def insert(connection: sa.Connection, run_id: str, fence: int, new: Sequence[NewCrew], *, at_ns: int) -> None:
-    """Insert the crews of a new attempt."""
+    """Insert the rows of a new attempt, one per node."""
     rows = []
     for one in new:
         row = msgspec.structs.asdict(one) | {"run_id": run_id, "fence": fence, "crew": one.number}
@@ -169,20 +168,20 @@ def insert(connection: sa.Connection, run_id: str, fence: int, new: Sequence[New
 
 
 def find(connection: sa.Connection, run_id: str, fence: int, number: int) -> StoredCrew | None:
-    """Return one crew, or None."""
+    """Return the part of an attempt on one node, or None."""
     row = connection.execute(_SELECT.where(_is(run_id, fence, number))).first()
     return None if row is None else from_row(row)
 
 
 def on_node(connection: sa.Connection, run_id: str, fence: int, node_id: str) -> StoredCrew | None:
-    """Return the crew of an attempt on a node, or None. There is at most one."""
+    """Return an attempt's part on a node, or None. A node has at most one part of an attempt."""
     here = sa.and_(crews.c.run_id == run_id, crews.c.fence == fence, crews.c.node_id == node_id)
     row = connection.execute(_SELECT.where(here)).first()
     return None if row is None else from_row(row)
 
 
 def of_gangs(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, tuple[StoredCrew, ...]]:
-    """Return all crews of some attempts, by crew number."""
+    """Return the parts of several attempts on all nodes, by node rank."""
     found: dict[Gang, list[StoredCrew]] = {}
     for some in in_chunks(sorted({run_id for run_id, _ in gangs})):
         for row in connection.execute(_SELECT.where(crews.c.run_id.in_(some)).order_by(crews.c.crew)):
@@ -193,27 +192,27 @@ def of_gangs(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, t
 
 
 def open_on(connection: sa.Connection, node_id: str) -> list[StoredCrew]:
-    """Return the crews on a node that have not ended."""
+    """Return the attempts on a node that have not ended there."""
     query = _SELECT.where(crews.c.node_id == node_id, crews.c.ended_ns.is_(None))
     rows = connection.execute(query.order_by(crews.c.run_id, crews.c.fence))
     return [from_row(row) for row in rows]
 
 
 def unsettled(connection: sa.Connection) -> list[StoredCrew]:
-    """Return the crews that have ended and whose receipts have not arrived."""
+    """Return the attempts on nodes that have ended but have no receipt yet."""
     query = _SELECT.where(crews.c.ended_ns.is_not(None), crews.c.settled_ns.is_(None))
     return [from_row(row) for row in connection.execute(query)]
 
 
 def is_any_unsettled(connection: sa.Connection, run_id: str, fence: int) -> bool:
-    """Return True if a crew of the attempt is not settled."""
+    """Return True if the attempt still expects a receipt from one of its nodes."""
     own = sa.and_(crews.c.run_id == run_id, crews.c.fence == fence)
     query = sa.select(crews.c.crew).where(own, crews.c.settled_ns.is_(None))
     return connection.execute(query.limit(1)).first() is not None
 
 
 def receipts(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, str]:
-    """Return the receipts of crews that have sent one."""
+    """Return the receipts of attempts from those nodes that have sent one."""
     found: dict[CrewId, str] = {}
     query = sa.select(crews.c.run_id, crews.c.fence, crews.c.crew, crews.c.receipt_json)
     for some in in_chunks(sorted({run_id for run_id, _, _ in ids})):
@@ -224,36 +223,36 @@ def receipts(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId,
 
 
 def outcomes(connection: sa.Connection, run_id: str, fence: int) -> tuple[CrewOutcome, ...]:
-    """Return the outcomes of the crews of an attempt, by crew number."""
+    """Return the outcomes of an attempt on its nodes, by node rank."""
     own = sa.and_(crews.c.run_id == run_id, crews.c.fence == fence)
     query = sa.select(crews.c.stopped_json, crews.c.receipt_json).where(own).order_by(crews.c.crew)
     return tuple(CrewOutcome(stopped=stopped, receipt=receipt) for stopped, receipt in connection.execute(query))
 
 
 def change(connection: sa.Connection, crew: StoredCrew, values: Mapping[str, object]) -> None:
-    """Change a crew if its row is still as it was read. Only `attempts.change` calls this.
+    """Change a `crews` row if it has not changed since the read. Only `attempts.change` calls this.
 
     Raises:
-        StaleAttempt: the row has changed since it was read; nothing was written.
+        StaleAttempt: the row has changed since the read; the function wrote nothing.
     """
     unchanged = sa.and_(_is(*crew.id), crews.c.state == crew.state.value)
     if connection.execute(crews.update().where(unchanged).values(**values)).rowcount != 1:
-        raise StaleAttempt(f"crew {crew.number} of attempt {crew.gang} is no longer {crew.state}")
+        raise StaleAttempt(f"attempt {crew.gang} on node {crew.node} has changed; it is no longer {crew.state}")
 
 
 def note(connection: sa.Connection, crew: CrewId, **values: object) -> None:
-    """Write values that do not depend on the state of the crew, such as its lease and message."""
+    """Store values that do not depend on the state, such as the lease and the node's message."""
     connection.execute(crews.update().where(_is(*crew)).values(**values))
 
 
 def note_all(connection: sa.Connection, run_id: str, fence: int, **values: object) -> None:
-    """Write the same values for all crews of an attempt that have not ended."""
+    """Store the same values for all nodes on which an attempt has not ended."""
     own = sa.and_(crews.c.run_id == run_id, crews.c.fence == fence, crews.c.ended_ns.is_(None))
     connection.execute(crews.update().where(own).values(**values))
 
 
 def stay(connection: sa.Connection, node_id: str) -> list[str]:
-    """Cancel the requests to leave a node; return the runs of the affected crews."""
+    """Cancel the requests that ranks leave a node; return the affected runs."""
     told = sa.and_(crews.c.node_id == node_id, crews.c.ended_ns.is_(None), crews.c.leave_ns.is_not(None))
     found = list(connection.scalars(sa.select(crews.c.run_id).where(told)))
     if found:
@@ -262,15 +261,15 @@ def stay(connection: sa.Connection, node_id: str) -> list[str]:
 
 
 def note_late(connection: sa.Connection, crew: CrewId, *, reason: str) -> bool:
-    """Write the reason that the node of a given-up crew reports for its end; return False if one exists."""
+    """Store the reason that a node reports after the server gave it up; return False if one exists."""
     first = sa.and_(_is(*crew), crews.c.late_reason.is_(None))
     return connection.execute(crews.update().where(first).values(late_reason=reason)).rowcount == 1
 
 
 def settle(connection: sa.Connection, crew: CrewId, *, receipt: str | None, at_ns: int) -> bool:
-    """Write the receipt of a crew that ended, or that none will arrive; return False if already written.
+    """Store the receipt of a node, or mark the node as sending none; return False if already stored.
 
-    The server also stores a receipt that arrives after it stopped waiting.
+    The server also stores a receipt that arrives after the wait has ended.
     """
     first = crews.c.settled_ns.is_(None) if receipt is None else crews.c.receipt_json.is_(None)
     values: dict[str, object] = {"settled_ns": sa.func.coalesce(crews.c.settled_ns, at_ns), "uncharged": True}
@@ -281,16 +280,16 @@ def settle(connection: sa.Connection, crew: CrewId, *, receipt: str | None, at_n
 
 
 def retoken(connection: sa.Connection, keys: Keys, after: CrewId, at_most: int) -> CrewId | None:
-    """Write the token hashes of some crews as these keys compute them.
+    """Recompute and store the token hashes of some `crews` rows with new keys.
 
     Args:
         connection: of the transaction.
         keys: the new keys.
-        after: the last crew of the previous call; ``("", 0, 0)`` for the first.
-        at_most: maximum number of crews in this call.
+        after: the last row of the previous call; ``("", 0, 0)`` for the first.
+        at_most: maximum number of rows in this call.
 
     Returns:
-        The last crew of this call, or None if no more crews follow.
+        The last row of this call, or None if no more rows follow.
     """
     key = (crews.c.run_id, crews.c.fence, crews.c.crew)
     query = sa.select(*key, crews.c.token_sha256).where(sa.tuple_(*key) > sa.tuple_(*map(sa.literal, after)))
@@ -304,7 +303,7 @@ def retoken(connection: sa.Connection, keys: Keys, after: CrewId, at_most: int) 
 
 
 def remove(connection: sa.Connection, run_id: str) -> None:
-    """Remove the crews of a run, after everything that refers to them."""
+    """Remove the `crews` rows of a run. The caller removes rows that refer to them first."""
     connection.execute(crews.delete().where(crews.c.run_id == run_id))
 
 

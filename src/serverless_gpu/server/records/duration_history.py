@@ -1,8 +1,8 @@
-"""Duration history: usage, durations and preemptions of earlier attempts, as a basis for predictions.
+"""Duration history: usage, durations and preemptions of earlier attempts, for predictions.
 
-The server runs these queries seldom: at its start, for a new run, and when a run of a name has ended. The cost of each
-query is bounded. The database computes the sums. An index of successful runs yields the last few runs of a name.
-`LearnedDurations` caches the longest durations for budgets.
+The server rarely runs these queries: at its start, for a new run, and after the end of a run with the same name. The
+cost of each query is bounded. The database computes the sums. An index of successful runs finds the last few runs of a
+name. `LearnedDurations` caches the longest durations for budgets.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from serverless_gpu.server.db.tables import attempts, crews, runs
 from serverless_gpu.server.records.attempts import COLUMNS, JOINED, StoredAttempt, from_row, whole
 
 HALF_LIVES = 8
-"""Older usage has a weight of less than 1 in 250, so the query excludes it."""
+"""Usage before this age has a weight of less than 1 in 250, so the query excludes it."""
 _decode_teams = msgspec.json.Decoder(tuple[str, ...]).decode
-_PARTS = 28  # Parts of a half-life. The sum treats each part as one point, with an error of at most 1.3 %.
-# The text must equal the condition of the index: SQLite does not use the index with a parameter.
+_PARTS = 28  # Intervals per half-life. The query treats each interval as one point, with an error of at most 1.3 %.
+# This text must equal the condition of the index: SQLite does not use the index if the query has a parameter.
 _SUCCEEDED = runs.c.state == sa.literal_column("'SUCCEEDED'")
 _CURRENT = sa.and_(attempts.c.run_id == runs.c.id, attempts.c.fence == runs.c.fence)
 
@@ -60,17 +60,17 @@ def used(connection: sa.Connection, *, now_ns: int, half_life_s: float) -> Used:
 
 
 def expected_s(connection: sa.Connection, owner: str, name: str) -> float | None:
-    """Return the expected time for which a run of this owner and name holds devices; None if unknown."""
+    """Return the expected device time of a run of this owner and name in seconds; None if unknown."""
     return duration_estimates.expected_s(durations_s(connection, owner, name)) if name else None
 
 
 def longest_s(connection: sa.Connection, owner: str, name: str) -> float | None:
-    """Return the longest time for which recent runs of this owner and name held devices; None if unknown."""
+    """Return the longest device time of recent runs of this owner and name in seconds; None if unknown."""
     return duration_estimates.longest_s(durations_s(connection, owner, name)) if name else None
 
 
 def durations_s(connection: sa.Connection, owner: str, name: str) -> list[float]:
-    """Return how long the last successful runs of this owner and name held devices, latest first."""
+    """Return the device times of the last successful runs of this owner and name, latest first."""
     query = (
         sa.select(attempts.c.ended_ns - attempts.c.created_ns)
         .select_from(runs.join(attempts, _CURRENT))
@@ -82,7 +82,7 @@ def durations_s(connection: sa.Connection, owner: str, name: str) -> list[float]
 
 
 def preemptions(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int]:
-    """Return the number of preemptions of each run; runs without any are excluded."""
+    """Return the number of preemptions of each run; the result excludes runs without preemptions."""
     counted: dict[str, int] = {}
     query = sa.select(attempts.c.run_id, sa.func.count()).where(attempts.c.reason == Reason.PREEMPTED.value)
     for some in in_chunks(run_ids):
@@ -101,13 +101,13 @@ def latest_of_name(connection: sa.Connection, owner: str, name: str, *, limit: i
 
 
 class LearnedDurations:
-    """Caches the longest durations by owner and name."""
+    """Caches the longest device times of recent runs by owner and name."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], tuple[float | None, int]] = {}
 
     def longest_s(self, connection: sa.Connection, owner: str, name: str, now_ns: int) -> float | None:
-        """Return the longest time for which recent runs held devices; None if unknown."""
+        """Return the longest device time of recent runs in seconds; None if unknown."""
         found = self._known.get((owner, name))
         if found is None or abs(now_ns - found[1]) > KEPT_S * 1e9:
             if len(self._known) >= KEPT_MAX:

@@ -1,4 +1,4 @@
-"""Events: append-only repository of the events of runs, numbered 1, 2, 3 … within each run."""
+"""Append-only repository of the events of runs. Each run numbers its events from 1."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class StoredEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One change of a run's state.
 
     Attributes:
-        fence: fence of the attempt that it concerns.
-        reason: why the run ended, or why its attempt ended before the run waits again.
+        fence: fence of the attempt that the event concerns.
+        reason: the reason for the end of the run, or of an attempt after which the run waits again.
         node: the node's name, or "".
     """
 
@@ -31,7 +31,7 @@ class StoredEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_remark(before: StoredEvent, event: StoredEvent) -> bool:
-    """Return True if an event only informs about a running attempt and changes no state."""
+    """Return True if an event only adds information about a running attempt and changes no state."""
     is_same = (event.state, event.fence, event.reason) == (before.state, before.fence, None)
     return is_same and event.state is not State.QUEUED and event.state not in TERMINAL and bool(event.sentence)
 
@@ -47,7 +47,7 @@ _AFTER = (
 
 
 def add(connection: sa.Connection, new: Sequence[StoredEvent]) -> None:
-    """Insert events. The change of the run has numbered them."""
+    """Insert events with the numbers that the caller assigned."""
     if new:
         connection.execute(_INSERT, [msgspec.structs.asdict(event) for event in new])
 

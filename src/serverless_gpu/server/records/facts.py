@@ -1,7 +1,7 @@
-"""Facts: repository of the events on the devices of crews. The server only adds rows.
+"""Repository of facts, the events on the devices of attempts. The server only adds rows.
 
-A fact has a number within its crew. The node sends it until the server acknowledges it. The server ignores a repeated
-fact. If a repeated fact has other contents, it is a contradiction, and the first fact stays.
+A node numbers the facts of an attempt and repeats each fact until the server acknowledges it. The server ignores a
+repeated fact. If the repeated fact has other contents, the server reports a contradiction and keeps the first fact.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from serverless_gpu.server.db.database import in_chunks
 from serverless_gpu.server.db.tables import facts
 from serverless_gpu.server.records.crews import CrewId
 
-_ENDS = 50  # Facts at each end of a crew; a crew has fewer facts there that are not heartbeats.
+_ENDS = 50  # The number of first and last facts to read; at each end, fewer facts than this are not heartbeats.
 _WHOSE = (facts.c.run_id, facts.c.fence, facts.c.crew)
 _decode = msgspec.json.Decoder(Fact).decode
 
 
 def add(connection: sa.Connection, crew: CrewId, new: Sequence[Fact]) -> list[int]:
-    """Insert the facts that do not exist yet.
+    """Insert facts that are not stored yet.
 
     Returns:
         The numbers of the facts that contradict stored ones. The function did not insert contradicting facts.
@@ -52,13 +52,13 @@ def add(connection: sa.Connection, crew: CrewId, new: Sequence[Fact]) -> list[in
 
 
 def of_crew(connection: sa.Connection, crew: CrewId) -> list[Fact]:
-    """Return the facts of a crew, in order."""
+    """Return the facts of an attempt on one node, in order."""
     query = sa.select(facts.c.fact_json).where(_of(crew)).order_by(facts.c.seq)
     return [_decode(text) for text in connection.execute(query).scalars()]
 
 
 def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, list[Fact]]:
-    """Return the facts of each crew in order; the result includes crews without facts."""
+    """Return the facts of each attempt on each node, in order; empty without facts."""
     found: dict[CrewId, list[Fact]] = {crew: [] for crew in ids}
     query = sa.select(*_WHOSE, facts.c.fact_json).order_by(*_WHOSE, facts.c.seq)
     for some in _are(ids):
@@ -68,10 +68,9 @@ def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId,
 
 
 def ends_of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, list[Fact]]:
-    """Return the first and last facts of each crew in order; the result includes crews without facts.
+    """Return the first and last facts of each attempt on each node, in order; empty without facts.
 
-    The facts between them are heartbeats, one per minute. The last heartbeat contains all information of the earlier
-    ones.
+    The omitted facts are heartbeats, one per minute. The last heartbeat contains all information of earlier heartbeats.
     """
     found: dict[CrewId, list[Fact]] = {crew: [] for crew in ids}
     for some in _are(ids):
@@ -85,7 +84,7 @@ def ends_of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[Cr
 
 
 def counts(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, int]:
-    """Return the number of facts of each crew; crews without facts are excluded."""
+    """Return the number of facts of each attempt on each node; the result omits zeros."""
     query = sa.select(*_WHOSE, sa.func.count()).group_by(*_WHOSE)
     rows = (row for some in _are(ids) for row in connection.execute(query.where(some)))
     return {(run_id, fence, number): count for run_id, fence, number, count in rows}
@@ -102,6 +101,7 @@ def _of(crew: CrewId) -> sa.ColumnElement[bool]:
 
 def _are(ids: Collection[CrewId]) -> Iterator[sa.ColumnElement[bool]]:
     for some in in_chunks(sorted(ids)):
-        # The runs are added to the triples, because SQLite uses no index for triples and would read all facts.
+        # The run identifiers are added to the condition, because SQLite uses no index for triples and would read all
+        # facts.
         runs = facts.c.run_id.in_(sorted({run_id for run_id, _, _ in some}))
         yield sa.and_(runs, sa.tuple_(*_WHOSE).in_(some))

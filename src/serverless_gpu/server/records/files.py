@@ -1,7 +1,7 @@
-"""Files: repository of the files of attempts: results, failures, hang reports, receipts.
+"""Repository of the files of attempts: results, failures, hang reports, receipts.
 
 The row of a small file contains its bytes. The row of a larger file lists the parts of its blob. After the end of an
-attempt, stored files keep their contents.
+attempt, its stored files no longer change.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
     """One file of an attempt, with its path in the attempt's directory on the node.
 
     Attributes:
-        name: path relative to that directory.
-        inline: its bytes, or None for a blob.
+        name: path relative to the attempt's directory.
+        inline: bytes of the file, or None for a blob.
         parts: the parts of the blob.
     """
 
@@ -39,7 +39,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that could lead out of the directory of an attempt."""
+    """Refuse a file name that points outside the directory of an attempt."""
     if len(name) > NAME_CHARACTERS_MAX or not _NAME.fullmatch(name):
         raise InvalidValue(f"{name[:80]!r} is not a valid name of an attempt's file", hint="for example results/0.pkl")
 
@@ -47,13 +47,13 @@ def check_name(name: str) -> None:
 def put(
     connection: sa.Connection, run_id: str, fence: int, new: Sequence[StoredFile], *, replace: bool = True
 ) -> list[str]:
-    """Insert files of an attempt, many at once.
+    """Insert files of an attempt.
 
     Args:
-        replace: True to replace the contents of an existing name, False to keep them.
+        replace: True to replace existing files of the same name; False to leave them unchanged.
 
     Returns:
-        The names that were written.
+        The names of the files that the function wrote.
     """
     latest = {file.name: file for file in new}
     if replace:
@@ -83,11 +83,11 @@ def put(
 def of_attempt(
     connection: sa.Connection, run_id: str, fence: int, *, prefix: str = "", inline_max: int = INLINE_BYTES_MAX
 ) -> list[StoredFile]:
-    """Return the files of an attempt by name, the first of them with their bytes.
+    """Return the files of an attempt by name, the first files with their bytes.
 
     Args:
-        prefix: returns only files whose name begins with this text.
-        inline_max: maximum bytes in total. For other files, and for all blobs, `inline` is None.
+        prefix: beginning of the names to return.
+        inline_max: maximum bytes of all returned contents. Above this limit, and for all blobs, `inline` is None.
     """
     query = sa.select(files.c.name, files.c.size, files.c.inline.is_not(None), files.c.parts_json)
     query = query.where(_of(run_id, fence)).order_by(files.c.name)
@@ -106,26 +106,26 @@ def of_attempt(
 
 
 def names(connection: sa.Connection, run_id: str, fence: int, *, prefix: str) -> list[str]:
-    """Return the names of an attempt's files with this prefix, without the prefix."""
+    """Return the names of an attempt's files with a prefix; the prefix is removed from the result."""
     query = sa.select(files.c.name).where(_of(run_id, fence), files.c.name.startswith(prefix, autoescape=True))
     return [name.removeprefix(prefix) for name in connection.scalars(query)]
 
 
 def find(connection: sa.Connection, run_id: str, fence: int, name: str) -> StoredFile | None:
-    """Return one file of an attempt, or None."""
+    """Return one file of an attempt by name, or None."""
     query = sa.select(files.c.name, files.c.size, files.c.inline, files.c.parts_json)
     row = connection.execute(query.where(_of(run_id, fence), files.c.name == name)).first()
     return None if row is None else _from_row(row)
 
 
 def parts_in_use(connection: sa.Connection) -> Iterator[str]:
-    """Yield the digests of all parts of files."""
+    """Yield the digests of all blob parts that files use."""
     for text in connection.execute(sa.select(files.c.parts_json).where(files.c.parts_json.is_not(None))).scalars():
         yield from _decode_parts(text)
 
 
 def remove(connection: sa.Connection, run_id: str) -> None:
-    """Remove the files of a run's attempts. Garbage collection removes parts without references."""
+    """Remove the files of a run's attempts. Garbage collection later removes unreferenced parts."""
     connection.execute(files.delete().where(files.c.run_id == run_id))
 
 

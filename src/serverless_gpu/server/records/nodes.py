@@ -1,12 +1,12 @@
-"""Nodes: repository of machines that have joined, and of the bindings of their tokens.
+"""Repository of nodes that have joined, and of the bindings of their tokens.
 
-    nodes           the last report of a node, unchanged (`AgentHello` without its attempts)
-    node_bindings   token ─▶ the node that it is for; not approved: it waits for an administrator
-    invitations     join token ─▶ how many homes may still join with it
+    nodes           the last hello of a node, unchanged (`AgentHello` without its attempts)
+    node_bindings   token ─▶ its node; without approval, the node waits for an administrator
+    invitations     join token ─▶ the number of homes that may still join
 
-After a restart the server learns its nodes from these tables and waits for them. Presence is not stored, because a
-column would be as old as its last write. `lifecycle/liveness.py` tracks presence. `model/access_control.py` decides
-about bindings.
+After a restart, the server reads its nodes from these tables and waits for their messages. The database does not store
+presence, because a column would be as old as its last write. `lifecycle/liveness.py` tracks presence.
+`model/access_control.py` contains the rules for bindings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from serverless_gpu.wire.agents import AgentHello
 from serverless_gpu.wire.nodes import NodeRules
 
 CREWS = "crews"
-"""The capability by which a node announces that it accepts a part of a gang on several nodes."""
+"""The capability that a node announces if it accepts a part of a gang on several nodes."""
 _HELLOS_MAX = 4_096
 _decoder = msgspec.json.Decoder(AgentHello)
 _rules_decoder = msgspec.json.Decoder(NodeRules)
@@ -31,21 +31,21 @@ _NO_RULES = "{}"
 
 
 PENDING_MAX = 1_000
-"""The maximum number of nodes that may wait for an administrator."""
+"""The maximum number of nodes that may wait for an administrator's approval."""
 UPGRADE = "upgrade"
-"""The approver of nodes that existed before tokens were bound."""
+"""The approver of nodes that joined before the server bound tokens to nodes."""
 
 
 class StoredNode(msgspec.Struct, frozen=True, kw_only=True):
     """The row of a node.
 
     Attributes:
-        principal: the principal of its agent's token.
-        hello: its last hello, without its attempts.
-        seen_ns: the last stored time of a message, nanoseconds since 1970, some seconds old.
-        forgotten_ns: when an operator declared it dead; None otherwise.
-        token_id: the token of its last hello.
-        rules: decisions of operators about it. Only `rule` writes them.
+        principal: the principal of the agent's token.
+        hello: the node's last hello, without attempts.
+        seen_ns: stored time of the last message, nanoseconds since 1970, up to some seconds old.
+        forgotten_ns: time when an operator declared the node dead, or None.
+        token_id: identifier of the token of the node's last hello.
+        rules: decisions of operators about the node. Only `rule` writes this field.
     """
 
     id: str
@@ -62,18 +62,18 @@ class StoredNode(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unavailable(self) -> tuple[str, ...]:
-        """Return the devices that the scheduler must not use: those that the node or an operator excluded."""
+        """Return the devices that the scheduler must not use, because the node or an operator excluded them."""
         left_out = (one.uuid for one in self.rules.quarantined if one.uuid not in self.hello.unavailable)
         return (*self.hello.unavailable, *left_out)
 
     @property
     def takes_crews(self) -> bool:
-        """Return True if the node accepts a part of a gang and requests to report."""
+        """Return True if the node supports gangs on several nodes and requests to report."""
         return CREWS in self.hello.takes
 
 
 class RuledNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node with decisions of operators, without its hello."""
+    """A node with the decisions of operators, without its hello."""
 
     id: str
     name: str
@@ -87,7 +87,7 @@ def every(connection: sa.Connection) -> list[StoredNode]:
 
 
 def get(connection: sa.Connection, node_id: str) -> StoredNode | None:
-    """Return a node by its identifier, including forgotten nodes, or None."""
+    """Return a node by its identifier, even if it is forgotten, or None."""
     return _first(connection, nodes.c.id == node_id)
 
 
@@ -97,19 +97,19 @@ def pool_of(connection: sa.Connection, node_id: str) -> str:
 
 
 def named(connection: sa.Connection, name: str) -> StoredNode | None:
-    """Return a node by its name, including forgotten nodes, or None."""
+    """Return a node by its name, even if it is forgotten, or None."""
     return _first(connection, nodes.c.name == name)
 
 
 def ruled(connection: sa.Connection) -> list[RuledNode]:
-    """Return the nodes with decisions of operators, usually few; their hellos are not read."""
+    """Return the nodes with decisions of operators, without their hellos. Usually these are few nodes."""
     query = sa.select(nodes.c.id, nodes.c.name, nodes.c.rules_json).where(nodes.c.forgotten_ns.is_(None))
     rows = connection.execute(query.where(nodes.c.rules_json != _NO_RULES).order_by(nodes.c.name))
     return [RuledNode(id=row.id, name=row.name, rules=_rules_decoder.decode(row.rules_json)) for row in rows]
 
 
 def rule(connection: sa.Connection, node_id: str, rules: NodeRules) -> None:
-    """Write the decisions of operators about a node."""
+    """Store the decisions of operators about a node."""
     text = _NO_RULES if rules == NodeRules() else msgspec.json.encode(rules).decode()
     connection.execute(nodes.update().where(nodes.c.id == node_id).values(rules_json=text))
 
@@ -120,15 +120,15 @@ def insert(connection: sa.Connection, node: StoredNode) -> None:
 
 
 def change(connection: sa.Connection, node: StoredNode) -> None:
-    """Update a node; everything except its identifier and name may change."""
+    """Update all columns of a node except its identifier and name."""
     connection.execute(nodes.update().where(nodes.c.id == node.id).values(**_columns(node)))
 
 
 def heard(connection: sa.Connection, node: StoredNode, *, hello: AgentHello, seen_ns: int) -> None:
-    """Write the hello of a heartbeat, without the columns that others decide, such as the pool.
+    """Store the hello of a heartbeat. Columns that operators set, such as the pool, do not change.
 
     Args:
-        node: the row as read in this transaction. After a reboot of the node, nothing is written.
+        node: the row as read in this transaction. If the node has rebooted since, the function writes nothing.
         hello: the new hello.
         seen_ns: now, nanoseconds since 1970.
     """
@@ -138,7 +138,7 @@ def heard(connection: sa.Connection, node: StoredNode, *, hello: AgentHello, see
 
 
 def drain(connection: sa.Connection, node_id: str, why: str) -> None:
-    """Stop placements on a node until its next heartbeat allows them."""
+    """Stop placements on a node until its next heartbeat allows placements again."""
     node = get(connection, node_id)
     if node is not None:
         hello = msgspec.structs.replace(node.hello, draining=node.hello.draining or why)
@@ -146,11 +146,10 @@ def drain(connection: sa.Connection, node_id: str, why: str) -> None:
 
 
 def is_still(connection: sa.Connection, node: StoredNode) -> bool:
-    """Return True if a node is as it was read: not forgotten, with the same boot, machine, pool and rules.
+    """Return True if a node still has the boot, machine, pool and rules that were read.
 
-    The check is a write without a change. So on PostgreSQL, a concurrent transaction that changes the node conflicts
-    with
-    this one, and one of both is retried.
+    The check is a write without a change. On PostgreSQL, a concurrent change of the node therefore conflicts with this
+    transaction, and the database layer retries one of the two.
     """
     same = sa.and_(
         nodes.c.id == node.id,
@@ -166,7 +165,7 @@ def is_still(connection: sa.Connection, node: StoredNode) -> bool:
 
 
 def forget(connection: sa.Connection, node_id: str, *, at_ns: int) -> None:
-    """Mark a node as dead. If it returns, it becomes a node again."""
+    """Mark a node as dead. If the node reconnects, it becomes a member again."""
     connection.execute(nodes.update().where(nodes.c.id == node_id).values(forgotten_ns=at_ns))
 
 
@@ -201,17 +200,17 @@ def _from_row(fields: sa.RowMapping) -> StoredNode:
 
 @functools.lru_cache(maxsize=_HELLOS_MAX)
 def _hello(text: str) -> AgentHello:
-    """Return the decoded hello; cached, because the server reads nodes more often than they change."""
+    """Return the decoded hello of a node; cached, because the server reads nodes often."""
     return _decoder.decode(text)
 
 
 def by_id(found: Sequence[StoredNode]) -> dict[str, StoredNode]:
-    """Return nodes by their identifiers."""
+    """Return nodes by identifier."""
     return {node.id: node for node in found}
 
 
 class StoredBinding(msgspec.Struct, frozen=True, kw_only=True):
-    """The row of a binding: the node of a token, when it asked, and who approved it when."""
+    """The binding of a token to a node: the node, the time of the request, the approver and its time."""
 
     token: str
     node: NodeIdentity
@@ -221,12 +220,12 @@ class StoredBinding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def binding(self) -> TokenBinding:
-        """Return the binding for decisions in `model/`."""
+        """Return the binding in the form that `model/` uses."""
         return TokenBinding(node=self.node, approved=self.approved_ns is not None)
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
-    """A join token: the only node name that it admits, or "", and how many more homes it admits."""
+    """A join token: the only node name that it admits, or "", and how many homes may still join."""
 
     token: str
     node: str
@@ -234,18 +233,18 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find(connection: sa.Connection, token_id: str) -> StoredBinding | None:
-    """Return the binding of a token, or None."""
+    """Return the binding of a token to a node, or None."""
     row = connection.execute(sa.select(node_bindings).where(node_bindings.c.token == token_id)).first()
     return None if row is None else _binding(row)
 
 
 def bind(connection: sa.Connection, token_id: str, node: NodeIdentity, *, by: str, at_ns: int) -> None:
-    """Bind a token to an approved node, in place of its previous binding.
+    """Bind a token to an approved node; this replaces the previous binding of the token.
 
     Args:
         connection: of the transaction.
         token_id: identifier of the token.
-        node: the node of the token; a name of "" for the first node that says hello with it.
+        node: the node of the token. With the name "", the token is bound to the first node that uses it in a hello.
         by: the approver: a principal, the identifier of a join token, or "server".
         at_ns: now, nanoseconds since 1970.
     """
@@ -255,12 +254,12 @@ def bind(connection: sa.Connection, token_id: str, node: NodeIdentity, *, by: st
 
 
 def rebind(connection: sa.Connection, binding: StoredBinding, node: NodeIdentity) -> None:
-    """Update the identity that a node reports; the approval stays."""
+    """Update the identity that a node reports; the approval does not change."""
     _write(connection, msgspec.structs.replace(binding, node=node), binding)
 
 
 def ask(connection: sa.Connection, token_id: str, node: NodeIdentity, *, at_ns: int) -> bool:
-    """Note that a node waits for an administrator; return False if too many nodes wait."""
+    """Store a node that waits for an administrator; return False if too many nodes already wait."""
     waiting = sa.select(sa.func.count()).select_from(node_bindings).where(node_bindings.c.approved_ns.is_(None))
     if (connection.scalar(waiting) or 0) >= PENDING_MAX:
         return False
@@ -269,7 +268,7 @@ def ask(connection: sa.Connection, token_id: str, node: NodeIdentity, *, at_ns: 
 
 
 def pending(connection: sa.Connection, *, now_ns: int) -> list[StoredBinding]:
-    """Return the nodes that wait for an administrator and whose tokens are valid, by name."""
+    """Return the nodes with valid tokens that wait for an administrator, by name."""
     query = (
         sa.select(node_bindings)
         .join(tokens, tokens.c.id == node_bindings.c.token)
@@ -284,20 +283,20 @@ def pending(connection: sa.Connection, *, now_ns: int) -> list[StoredBinding]:
 
 
 def of_home(connection: sa.Connection, node: NodeIdentity, *, by: str = "") -> list[StoredBinding]:
-    """Return the bindings of tokens to a home under a name."""
+    """Return the bindings of tokens to a home with a given name."""
     same = sa.and_(node_bindings.c.node == node.name, node_bindings.c.instance == node.instance)
     query = sa.select(node_bindings).where(same, node_bindings.c.approved_by == by if by else sa.true())
     return [_binding(row) for row in connection.execute(query)]
 
 
 def invite(connection: sa.Connection, invitation: Invitation) -> None:
-    """Insert an invitation."""
+    """Insert the invitation of a join token."""
     values = {"token": invitation.token, "node": invitation.node, "uses_left": invitation.uses_left}
     connection.execute(invitations.insert().values(values))
 
 
 def invitation(connection: sa.Connection, token_id: str) -> Invitation | None:
-    """Return the invitation of a join token, or None for another token."""
+    """Return the invitation of a join token, or None for a token of another kind."""
     row = connection.execute(sa.select(invitations).where(invitations.c.token == token_id)).first()
     return None if row is None else Invitation(token=row.token, node=row.node, uses_left=row.uses_left)
 

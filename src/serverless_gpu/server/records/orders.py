@@ -1,10 +1,10 @@
-"""Orders: repository of the outbox of orders to nodes.
+"""Repository of orders: the outbox of messages that start or stop attempts on nodes.
 
     decision ─▶ one transaction: attempt + order ─▶ (committed) ─▶ stream of the node ─▶ taken
 
-The server writes an order together with the decision behind it. The server delivers the order until the node confirms
-that it took the order, across restarts on either side. An order may arrive twice, and the node takes it once, by its
-gang. The server does not deliver orders for crews that have ended.
+The server writes an order in the transaction of the decision. The server repeats the order until the node confirms it,
+across restarts on either side. An order may arrive twice. The node executes an order once, by its gang. The server does
+not deliver orders for attempts that have ended.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from serverless_gpu.server.db.tables import crews, orders
 from serverless_gpu.server.records.crews import CrewId, Gang
 
 OPEN_MAX = 1_000
-"""The maximum number of orders in one read. The rest follows after the node has taken these."""
+"""The maximum number of orders in one read. The server sends further orders after the node has confirmed these."""
 
 
 class StoredOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """An order that the node has not taken yet.
+    """An order that the node has not confirmed yet.
 
     Attributes:
-        crew: number of the crew that it is for.
-        stop: the reason of a stop; None for a start.
+        crew: rank of the node in the attempt.
+        stop: reason of a stop order; None for a start order.
     """
 
     seq: int
@@ -42,12 +42,12 @@ class StoredOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_start(connection: sa.Connection, node_id: str, crew: CrewId, *, at_ns: int) -> int:
-    """Insert the order to start a crew; return its number."""
+    """Insert the order to start an attempt on a node; return the order's number."""
     return _insert(connection, node_id, crew, {"kind": "start"}, at_ns)
 
 
 def add_stop(connection: sa.Connection, node_id: str, crew: CrewId, *, why: StopReason, at_ns: int) -> int | None:
-    """Insert the order to stop a crew; return its number, or None if it exists."""
+    """Insert the order to stop an attempt on a node; return its number, or None if the order exists."""
     run_id, fence, number = crew
     own = sa.and_(orders.c.run_id == run_id, orders.c.fence == fence, orders.c.crew == number)
     same = sa.and_(own, orders.c.kind == "stop", orders.c.stop == why.value)
@@ -57,18 +57,18 @@ def add_stop(connection: sa.Connection, node_id: str, crew: CrewId, *, why: Stop
 
 
 def waiting(connection: sa.Connection, node_id: str) -> list[StoredOrder]:
-    """Return the orders that a node has not taken and whose crews have not ended, in order."""
+    """Return the unconfirmed orders of a node whose attempts have not ended, in order."""
     return _open(connection, orders.c.node_id == node_id)
 
 
 def take(connection: sa.Connection, node_id: str, seqs: Sequence[int], *, at_ns: int) -> None:
-    """Mark orders of a node as taken. Orders of other nodes, and orders taken before, do not change."""
+    """Mark orders of a node as confirmed. Orders of other nodes and confirmed orders do not change."""
     mine = sa.and_(orders.c.node_id == node_id, orders.c.seq.in_(list(seqs)), orders.c.taken_ns.is_(None))
     connection.execute(orders.update().where(mine).values(taken_ns=at_ns))
 
 
 def take_starts(connection: sa.Connection, node_id: str, gangs: Sequence[tuple[str, int]], *, at_ns: int) -> None:
-    """Mark the start orders of attempts that a node has as taken, even if its confirmation was lost."""
+    """Mark the start orders of a node's attempts as confirmed, even if the confirmation was lost."""
     for run_id, fence in gangs:
         same = sa.and_(orders.c.node_id == node_id, orders.c.run_id == run_id, orders.c.fence == fence)
         untaken = sa.and_(same, orders.c.kind == "start", orders.c.taken_ns.is_(None))
@@ -76,7 +76,7 @@ def take_starts(connection: sa.Connection, node_id: str, gangs: Sequence[tuple[s
 
 
 def taken(connection: sa.Connection, run_ids: Sequence[str]) -> set[Gang]:
-    """Return the attempts of some runs for which a node has taken a start order."""
+    """Return the attempts of several runs for which a node has confirmed a start order."""
     found: set[Gang] = set()
     starts = sa.and_(orders.c.kind == "start", orders.c.taken_ns.is_not(None))
     for some in in_chunks(run_ids):

@@ -1,4 +1,4 @@
-"""Usage policies and their holders: repository of `model/usage_policy.py`."""
+"""Repository of usage policies (`model/usage_policy.py`) and their holders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _decode(text: str) -> UsagePolicy:
 
 
 class StoredPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy and its name."""
+    """A usage policy with its name."""
 
     name: str
     policy: UsagePolicy
@@ -36,31 +36,31 @@ def every(connection: sa.Connection) -> list[StoredPolicy]:
 
 
 def find(connection: sa.Connection, name: str) -> StoredPolicy | None:
-    """Return a policy, or None."""
+    """Return a usage policy by name, or None."""
     row = connection.execute(sa.select(policies).where(policies.c.name == name)).first()
     return None if row is None else _from_row(row)
 
 
 def put(connection: sa.Connection, policy: StoredPolicy) -> None:
-    """Insert a policy or replace it."""
+    """Insert or replace a usage policy."""
     said = {"document_json": msgspec.json.encode(policy.policy).decode(), "set_ns": policy.set_ns}
     if connection.execute(policies.update().where(policies.c.name == policy.name).values(**said)).rowcount == 0:
         connection.execute(policies.insert(), {"name": policy.name, **said})
 
 
 def remove(connection: sa.Connection, name: str) -> bool:
-    """Remove a policy without holders; its runs keep their limits. Return True if the policy existed."""
+    """Remove a usage policy without holders; limits of its runs stay. Return True if it existed."""
     return connection.execute(policies.delete().where(policies.c.name == name)).rowcount == 1
 
 
 def caps(connection: sa.Connection) -> dict[str, int]:
-    """Return the maximum devices of a user at once, by policy; excludes policies without a limit."""
+    """Return the maximum devices per user at once, by policy; policies without a maximum are excluded."""
     found = {name: _decode(text).gpus_at_once for name, text in connection.execute(_DOCUMENTS)}
     return {name: most for name, most in found.items() if most is not None}
 
 
 def attached(connection: sa.Connection, principal: str, teams: Collection[str]) -> Attached:
-    """Return the policies that are attached to a principal, and to some teams."""
+    """Return the usage policies that are attached to a principal or to one of these teams."""
     own = sa.and_(policy_holders.c.kind.in_(("user", "service")), policy_holders.c.name == principal)
     theirs = sa.and_(policy_holders.c.kind == "team", policy_holders.c.name.in_(teams))
     query = sa.select(policy_holders).where(sa.or_(own, theirs) if teams else own).order_by(policy_holders.c.policy)
@@ -72,7 +72,7 @@ def attached(connection: sa.Connection, principal: str, teams: Collection[str]) 
 
 
 def holders(connection: sa.Connection, name: str | None = None) -> dict[str, tuple[PolicySubject, ...]]:
-    """Return the holders of each policy; policies without holders are excluded."""
+    """Return the holders of each policy; the result excludes policies without holders."""
     query = sa.select(policy_holders).order_by(policy_holders.c.kind, policy_holders.c.name)
     if name is not None:
         query = query.where(policy_holders.c.policy == name)
@@ -83,7 +83,7 @@ def holders(connection: sa.Connection, name: str | None = None) -> dict[str, tup
 
 
 def attach(connection: sa.Connection, name: str, holder: PolicySubject) -> bool:
-    """Attach a policy to a principal or team; return False if it was attached before."""
+    """Attach a policy to a principal or team; return False if it is already attached."""
     this = {"policy": name, "kind": holder.kind, "name": holder.name}
     if connection.execute(sa.select(policy_holders.c.name).where(_is(name, holder))).first() is not None:
         return False

@@ -1,7 +1,8 @@
-"""Pools: repository of pools of nodes, and of the fair-share weights of teams and users.
+"""Repository of pools of nodes, and of the fair-share weights of teams and users.
 
-An on-demand pool serves runs that name no pool. A reserved pool does not serve them. A reserved pool may lend idle
-devices to runs that can return them in time. A team or user without a share has a weight of 1.
+An on-demand pool serves runs that name no pool. A reserved pool serves only runs that name it. However, a reserved pool
+may lend idle devices to other runs that can release them in time. A team or user without a stored share has a weight of
+1.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ DEFAULT = "default"
 ON_DEMAND, RESERVED = "on-demand", "reserved"
 SHARE_KINDS: tuple[ShareKind, ...] = get_args(ShareKind)
 NO_ISOLATION, UNSET = "none", "unset"
-"""An administrator's choice for a pool: several principals may share a uid, or only one may use the pool."""
+"""An administrator's setting for a pool: principals may share a uid, or only one principal may use the pool."""
 
 
 class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
     """A pool. Each node names its pool.
 
     Attributes:
-        lends: True if it is reserved and lends idle devices.
-        return_s: seconds within which borrowers return the devices.
+        lends: True if the pool is reserved and lends idle devices.
+        return_s: seconds within which borrowing runs release the devices.
         isolation: `NO_ISOLATION`, `UNSET`, or None if undecided, which counts as `UNSET`.
     """
 
@@ -40,7 +41,7 @@ class StoredPool(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_shared(self) -> bool:
-        """Return True if an administrator allows several principals to share a uid on its nodes."""
+        """Return True if an administrator allows several principals to share a uid on the pool's nodes."""
         return self.isolation == NO_ISOLATION
 
     @property
@@ -63,19 +64,19 @@ def every(connection: sa.Connection) -> list[StoredPool]:
 
 
 def find(connection: sa.Connection, name: str) -> StoredPool | None:
-    """Return a pool, or None."""
+    """Return a pool by name, or None."""
     row = connection.execute(sa.select(pools).where(pools.c.name == name)).first()
     return None if row is None else StoredPool(**row._mapping)
 
 
 def ensure(connection: sa.Connection, name: str, *, at_ns: int) -> None:
-    """Insert an on-demand pool of this name unless it exists."""
+    """Insert an on-demand pool with this name unless a pool with this name exists."""
     if find(connection, name) is None:
         connection.execute(pools.insert(), {"name": name, "kind": ON_DEMAND, "created_ns": at_ns})
 
 
 def put(connection: sa.Connection, pool: StoredPool) -> None:
-    """Insert a pool, or change everything except its creation time."""
+    """Insert a pool, or update all of its columns except the creation time."""
     said: dict[str, object] = {"kind": pool.kind, "lends": pool.lends, "return_s": pool.return_s}
     if pool.isolation is not None:
         said["isolation"] = pool.isolation
@@ -95,7 +96,7 @@ def move(connection: sa.Connection, name: str, *, node_id: str) -> None:
 
 
 class StoredShare(msgspec.Struct, frozen=True, kw_only=True):
-    """The weight of a team among teams, or of a user within their team."""
+    """The weight of a team among teams, or of a user within the user's team."""
 
     kind: ShareKind
     name: str
@@ -110,7 +111,7 @@ def every_share(connection: sa.Connection) -> list[StoredShare]:
 
 
 def put_share(connection: sa.Connection, share: StoredShare) -> None:
-    """Set a share."""
+    """Set the weight of a team or user."""
     this = sa.and_(shares.c.kind == share.kind, shares.c.name == share.name)
     said = {"weight": share.weight, "set_ns": share.set_ns}
     if connection.execute(shares.update().where(this).values(**said)).rowcount == 0:

@@ -1,6 +1,6 @@
-"""Prices: repository of the price book (`model/billing/pricing.py`).
+"""Repository of the price book (`model/billing/pricing.py`).
 
-The server may end a price that was in force, but never changes it.
+The server may end a price that was in force, but never changes the amount.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ _OF_PRICE = Price.__struct_fields__
 
 
 class StoredPrice(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the price book, and when it was written."""
+    """A row of the price book with the time when it was written."""
 
     price: Price
     set_ns: int
 
 
 def every(connection: sa.Connection, *, from_ns: int = 0) -> list[StoredPrice]:
-    """Return the rows in force at a time or later, by resource, pool and time."""
+    """Return the prices in force at a time or later, by resource, pool and time."""
     lasting = sa.or_(prices.c.until_ns.is_(None), prices.c.until_ns > from_ns)
     query = sa.select(prices).where(lasting)
     return _read(connection, query.order_by(prices.c.resource, prices.c.pool, prices.c.from_ns))
 
 
 def of(connection: sa.Connection, resource: str, pool: str) -> list[StoredPrice]:
-    """Return all rows of one resource in one pool, by time."""
+    """Return all prices of one resource in one pool, by time."""
     own = sa.and_(prices.c.resource == resource, prices.c.pool == pool)
     return _read(connection, sa.select(prices).where(own).order_by(prices.c.from_ns))
 
 
 def count(connection: sa.Connection) -> int:
-    """Return the number of rows."""
+    """Return the number of rows in the price book."""
     return connection.scalar(sa.select(sa.func.count()).select_from(prices)) or 0
 
 
 def tariff(connection: sa.Connection, gpu_type: str, pool: str, at_ns: int, currency: str) -> Tariff:
-    """Return the prices of an attempt that is placed at this time."""
+    """Return the prices for an attempt that is placed at a given time."""
     wanted = sa.and_(
         prices.c.resource.in_([gpu_type, *families_of(gpu_type), CORE, MEMORY]),
         prices.c.pool.in_(["", pool]),
@@ -54,17 +54,17 @@ def tariff(connection: sa.Connection, gpu_type: str, pool: str, at_ns: int, curr
 
 
 def insert(connection: sa.Connection, price: Price, *, at_ns: int) -> None:
-    """Insert a row."""
+    """Insert a row into the price book."""
     connection.execute(prices.insert(), msgspec.structs.asdict(price) | {"set_ns": at_ns})
 
 
 def end(connection: sa.Connection, price: Price, *, until_ns: int) -> None:
-    """Set the end of a row."""
+    """Set the end of a price."""
     connection.execute(prices.update().where(_is(price)).values(until_ns=until_ns))
 
 
 def remove(connection: sa.Connection, price: Price) -> None:
-    """Delete a row that was never in force."""
+    """Delete a price that was never in force."""
     connection.execute(prices.delete().where(_is(price)))
 
 

@@ -1,10 +1,11 @@
-"""Principals: repository of users, services, teams and tokens, and authentication by token.
+"""Repository of users, services, teams and tokens, with authentication by token.
 
-    sgpu_<identifier>_<43 characters>          a principal's; random, made once, shown once
-    sgpa_<run>_<fence>_<until>_<43 characters> an attempt's; computed, see `server_key.py`
+    sgpu_<identifier>_<43 characters>          token of a principal: random, shown once
+    sgpa_<run>_<fence>_<until>_<43 characters> token of an attempt: computed, see `server_key.py`
 
 The database contains only the SHA-256 of a token. A token is valid unless it is revoked or expired, or its owner is
-disabled. To disable a principal revokes all its tokens. To enable the principal later does not restore them.
+disabled. Disabling a principal revokes all tokens of the principal. Enabling the principal later does not restore these
+tokens.
 """
 
 from __future__ import annotations
@@ -40,17 +41,18 @@ from serverless_gpu.wire.base import LABEL_CHARACTERS_MAX
 
 PREFIX = "sgpu_"
 TOKEN_EXPIRY_S = 90 * 86_400.0
-"""The default lifetime of a token."""
+"""The default lifetime of a principal's token, in seconds."""
 RENEWED_BELOW_S = 60 * 86_400.0
-"""A node's token with less lifetime left is renewed when it is used. A token file is replaced below half of it."""
+"""The remaining lifetime in seconds below which use renews a node's token. Token files are replaced below half of it.
+"""
 USED_EVERY_NS = 60_000_000_000
-"""The minimum interval between two writes of a token's last use."""
+"""The minimum number of seconds between two writes of a token's last use."""
 _ID_CHARACTERS = 26
 _SECRET_CHARACTERS = 43
 _SECRET_BYTES = 32
 _NAME = re.compile(r"[a-z0-9][a-z0-9._@-]{0,63}")
 RESERVED = ("server", "attempt")
-"""Names that the audit uses itself: "server" for the server, "attempt" for requests about attempts."""
+"""Names that the audit reserves: "server" for the server, "attempt" for requests about attempts."""
 
 
 # --- principals -------------------------------------------------------------------------------------------------------
@@ -60,9 +62,9 @@ def create_principal(connection: sa.Connection, request: PrincipalRequest, *, no
     """Create a user or service."""
     name = check_name(request.name)
     if name in RESERVED:
-        raise InvalidValue(f"the server uses the name {name!r} itself")
+        raise InvalidValue(f"the name {name!r} is reserved for the server")
     if connection.scalar(sa.select(principals.c.name).where(principals.c.name == name)) is not None:
-        raise InvalidValue(f"there is a user or service {name!r} already")
+        raise InvalidValue(f"a user or service {name!r} already exists")
     values = {"name": name, "kind": request.kind, "role": request.role, "created_ns": now_ns}
     connection.execute(sa.insert(principals).values(values))
     for team in sorted(set(request.teams)):
@@ -71,7 +73,7 @@ def create_principal(connection: sa.Connection, request: PrincipalRequest, *, no
 
 
 def principal(connection: sa.Connection, name: str) -> PrincipalView:
-    """Return a principal."""
+    """Return a principal by name."""
     found = _principals(connection, sa.select(principals).where(principals.c.name == name))
     if not found:
         raise NotFound(f"there is no user or service {name[:64]!r}")
@@ -105,13 +107,13 @@ def disable(connection: sa.Connection, name: str, *, now_ns: int) -> None:
 
 
 def enable(connection: sa.Connection, name: str) -> None:
-    """Enable a principal again; it needs new tokens."""
+    """Enable a principal again. The principal needs new tokens."""
     principal(connection, name)
     connection.execute(sa.update(principals).where(principals.c.name == name).values(disabled_ns=None))
 
 
 def delete_principal(connection: sa.Connection, name: str) -> PrincipalView:
-    """Delete a principal with its tokens, memberships and share; return it as it was."""
+    """Delete a principal with its tokens, memberships and share; return the deleted principal."""
     found = principal(connection, name)
     if found.role == "admin" and not found.disabled:
         _check_another_admin(connection, name)
@@ -126,9 +128,9 @@ def delete_principal(connection: sa.Connection, name: str) -> PrincipalView:
 
 
 def check_name(name: str) -> str:
-    """Return the name if it is valid for a principal or team."""
+    """Return a name if it is valid for a principal or team."""
     if not _NAME.fullmatch(name):
-        hint = "up to 64 of a-z 0-9 . _ @ -, the first one a letter or digit"
+        hint = "use up to 64 of a-z 0-9 . _ @ -, beginning with a letter or digit"
         raise InvalidValue(f"{name[:100]!r} is not a valid name", hint=hint)
     return name
 
@@ -156,7 +158,7 @@ def _principals(connection: sa.Connection, query: sa.Select[tuple[object, ...]])
 
 def _check_another_admin(connection: sa.Connection, name: str) -> None:
     admins = sa.and_(principals.c.role == "admin", principals.c.disabled_ns.is_(None), principals.c.name != name)
-    # Updating these rows makes two administrators who remove each other write to the same rows.
+    # The update makes two administrators who concurrently remove each other write to the same rows.
     if not connection.execute(sa.update(principals).where(admins).values(role="admin")).rowcount:
         raise InvalidValue(f"{name!r} is the only administrator", hint="make another user an administrator first")
 
@@ -168,13 +170,13 @@ def create_team(connection: sa.Connection, name: str, *, now_ns: int) -> TeamVie
     """Create a team."""
     check_name(name)
     if connection.scalar(sa.select(teams.c.name).where(teams.c.name == name)) is not None:
-        raise InvalidValue(f"there is a team {name!r} already")
+        raise InvalidValue(f"a team {name!r} already exists")
     connection.execute(sa.insert(teams).values(name=name, created_ns=now_ns))
     return TeamView(name=name, members=())
 
 
 def team(connection: sa.Connection, name: str) -> TeamView:
-    """Return a team."""
+    """Return a team by name."""
     if connection.scalar(sa.select(teams.c.name).where(teams.c.name == name)) is None:
         raise NotFound(f"there is no team {name[:64]!r}")
     query = sa.select(members.c.principal).where(members.c.team == name).order_by(members.c.principal)
@@ -198,7 +200,7 @@ def all_teams(connection: sa.Connection) -> tuple[TeamView, ...]:
 
 
 def delete_team(connection: sa.Connection, name: str) -> TeamView:
-    """Delete a team with its memberships and share; return it as it was."""
+    """Delete a team with its memberships and share; return the deleted team."""
     found = team(connection, name)
     connection.execute(sa.delete(members).where(members.c.team == name))
     connection.execute(sa.delete(shares).where(shares.c.kind == "team", shares.c.name == name))
@@ -207,7 +209,7 @@ def delete_team(connection: sa.Connection, name: str) -> TeamView:
 
 
 def add_member(connection: sa.Connection, *, team: str, principal: str) -> bool:
-    """Add a principal to a team; return False if it was a member before."""
+    """Add a principal to a team; return False if the principal was already a member."""
     for table, name, noun in ((teams, team, "team"), (principals, principal, "user or service")):
         if connection.scalar(sa.select(table.c.name).where(table.c.name == name)) is None:
             raise NotFound(f"there is no {noun} {name[:64]!r}")
@@ -219,7 +221,7 @@ def add_member(connection: sa.Connection, *, team: str, principal: str) -> bool:
 
 
 def remove_member(connection: sa.Connection, *, team: str, principal: str) -> bool:
-    """Remove a principal from a team; return True if it was a member."""
+    """Remove a principal from a team; return False if the principal was no member."""
     there = sa.and_(members.c.team == team, members.c.principal == principal)
     return connection.execute(sa.delete(members).where(there)).rowcount == 1
 
@@ -232,9 +234,10 @@ class NewToken(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         principal: the owner of the token.
-        label: its purpose, as its owner describes it.
-        scopes: of `model.access_control.SCOPES`; without scopes, the token allows everything that its owner may do.
-        expires_ns: nanoseconds since 1970; None for `TOKEN_EXPIRY_S` from now.
+        label: purpose of the token, as described by its owner.
+        scopes: names from `model.access_control.SCOPES`. A token without scopes allows everything that its owner may
+            do.
+        expires_ns: expiry, nanoseconds since 1970; None for `TOKEN_EXPIRY_S` from now.
     """
 
     principal: str
@@ -244,35 +247,35 @@ class NewToken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def new_secret() -> str:
-    """Return a new token: 256 random bits, and an identifier for its row."""
+    """Return a new token with 256 random bits, and the identifier of its row."""
     return f"{PREFIX}{new_run_id()}_{encode(secrets.token_bytes(_SECRET_BYTES))}"
 
 
 def create_token(connection: sa.Connection, new: NewToken, *, secret: str, now_ns: int) -> TokenMade:
-    """Create a token. Use renews an agent's token without an explicit end, so that nodes stay connected.
+    """Create a token. Each use renews an agent's token without an explicit expiry.
 
     Args:
         connection: of the transaction.
         new: the owner and properties of the token.
-        secret: from `new_secret`. The caller creates it outside of the transaction, which may run twice.
+        secret: result of `new_secret`. The caller creates the secret outside of the transaction, which may run twice.
         now_ns: nanoseconds since 1970.
 
     Raises:
-        InvalidValue: an unknown scope, a label that is too long, an end in the past, or a disabled owner.
+        InvalidValue: an unknown scope, a label that is too long, an expiry in the past, or a disabled owner.
         NotFound: the principal does not exist.
     """
     for scope in new.scopes:
         if scope not in SCOPES:
             raise InvalidValue(f"there is no scope {scope[:64]!r}", hint=f"scopes: {', '.join(SCOPES)}")
     if len(new.label) > LABEL_CHARACTERS_MAX:
-        raise InvalidValue(f"a label has at most {LABEL_CHARACTERS_MAX} characters")
+        raise InvalidValue(f"a token's label may have at most {LABEL_CHARACTERS_MAX} characters")
     if not new.label.isprintable():
-        raise InvalidValue("a label contains a character that is not printable")
+        raise InvalidValue("the token's label contains a character that is not printable")
     if new.expires_ns is not None and new.expires_ns <= now_ns:
         raise InvalidValue("the expiry of the token is in the past")
     owner = principal(connection, new.principal)
     if owner.disabled:
-        raise InvalidValue(f"{new.principal!r} is disabled", hint="enable it first")
+        raise InvalidValue(f"{new.principal!r} is disabled", hint="enable the principal first")
     values = {
         "id": token_id(secret),
         "sha256": sha256(secret),
@@ -288,7 +291,7 @@ def create_token(connection: sa.Connection, new: NewToken, *, secret: str, now_n
 
 
 def token(connection: sa.Connection, identifier: str) -> TokenView:
-    """Return a token without its secret, which is not stored."""
+    """Return a token without its secret, which the server does not store."""
     row = connection.execute(sa.select(tokens).where(tokens.c.id == identifier)).one_or_none()
     if row is None:
         raise NotFound(f"there is no token {identifier[:64]!r}")
@@ -296,7 +299,7 @@ def token(connection: sa.Connection, identifier: str) -> TokenView:
 
 
 def tokens_of(connection: sa.Connection, principal: str | None = None) -> tuple[TokenView, ...]:
-    """Return the tokens of a principal, or all, oldest first."""
+    """Return the tokens of one principal or of all principals, oldest first."""
     query = sa.select(tokens).order_by(tokens.c.id)
     if principal is not None:
         query = query.where(tokens.c.principal == principal)
@@ -304,21 +307,21 @@ def tokens_of(connection: sa.Connection, principal: str | None = None) -> tuple[
 
 
 def revoke_token(connection: sa.Connection, identifier: str, *, now_ns: int) -> TokenView:
-    """Revoke a token. A token that was revoked before keeps its time."""
+    """Revoke a token. The revocation time of an already revoked token does not change."""
     good = sa.and_(tokens.c.id == identifier, tokens.c.revoked_ns.is_(None))
     connection.execute(sa.update(tokens).where(good).values(revoked_ns=now_ns))
     return token(connection, identifier)
 
 
 def revoke_all(connection: sa.Connection, *, now_ns: int) -> tuple[TokenView, ...]:
-    """Revoke every token; return those that were not revoked before."""
+    """Revoke every valid token; return the tokens that this call revoked."""
     good = tuple(each for each in tokens_of(connection) if each.revoked_ns is None)
     connection.execute(sa.update(tokens).where(tokens.c.revoked_ns.is_(None)).values(revoked_ns=now_ns))
     return good
 
 
 def note_use(connection: sa.Connection, identifiers: Iterable[str], *, now_ns: int) -> None:
-    """Write the use of tokens at most once a minute, and extend the tokens that use renews."""
+    """Store the use of tokens at most once a minute, and extend the tokens that use renews."""
     stale = sa.or_(tokens.c.used_ns.is_(None), tokens.c.used_ns < now_ns - USED_EVERY_NS)
     renewed_below_ns = now_ns + int(RENEWED_BELOW_S * 1e9)
     due = sa.and_(
@@ -331,7 +334,7 @@ def note_use(connection: sa.Connection, identifiers: Iterable[str], *, now_ns: i
 
 
 def bound_lifetimes(connection: sa.Connection, *, now_ns: int) -> int:
-    """Set an end for tokens that an older version created without one; return their number."""
+    """Set an expiry for tokens that an older version created without one; return their number."""
     agents = sa.select(principals.c.name).where(principals.c.role == "agent")
     joining = tokens.c.scopes_json.contains(f'"{Resource.JOINING}"')
     renews = sa.and_(tokens.c.principal.in_(agents), sa.not_(joining))
@@ -357,33 +360,36 @@ def _token_view(row: sa.Row[tuple[object, ...]]) -> TokenView:
     )
 
 
-# --- whose token it is ------------------------------------------------------------------------------------------------
+# --- authentication ---------------------------------------------------------------------------------------------------
 
 
 def authenticate(connection: sa.Connection, secret: str, *, now_ns: int, keys: Keys | None = None) -> Caller:
-    """Return the caller whom a token identifies.
+    """Return the caller that a token identifies.
 
     Args:
         connection: read access suffices.
-        secret: the text of the request; may be anything.
+        secret: the token in the request; any text is possible.
         now_ns: nanoseconds since 1970.
-        keys: of the server. Without them, expiring tokens of attempts are unknown.
+        keys: keys of the server. Without keys, the server cannot recognize attempt tokens with an expiry.
 
     Raises:
         NotAuthenticated: the token is unknown, revoked or expired, or its owner is disabled. Only a caller with the
-            right secret learns which of these applies.
+            correct secret receives the exact reason.
     """
     if secret.startswith(ATTEMPT_PREFIX):
         return _attempt(connection, secret, now_ns, keys)
     identifier = token_id(secret)
     rows: Sequence[sa.Row[tuple[object, ...]]] = ()
-    if identifier:  # An invalid token needs no query.
+    if identifier:  # An invalid token text needs no query.
         rows = connection.execute(_WHOSE, {"token": identifier}).all()
     if not rows or not hmac.compare_digest(rows[0].sha256, sha256(secret)):
         raise NotAuthenticated("the server does not know this token", hint=_LOGIN)
     row = rows[0]
-    if row.disabled_ns is not None:  # Checked first, because disabling a principal revokes its tokens.
-        hint = f"an administrator can enable it again and create a new token: `sgpu token create --for {row.principal}`"
+    if row.disabled_ns is not None:  # This check comes first, because disabling a principal revokes its tokens.
+        hint = (
+            "ask an administrator to enable the principal and create a new token: `sgpu token create --for "
+            f"{row.principal}`"
+        )
         raise NotAuthenticated(f"{row.principal} is disabled", hint=hint)
     if row.revoked_ns is not None:
         raise NotAuthenticated(f"the token {row.id} was revoked", hint=_LOGIN)
@@ -414,7 +420,7 @@ _CREW = sa.select(crews.c.token_sha256, crews.c.reason).where(
     crews.c.crew == sa.bindparam("of_crew"),
 )
 _LATE = frozenset(reason.value for reason in WITHOUT_REPORT)
-_LOGIN = "`sgpu login` stores another token; an administrator can create one with `sgpu token create`"
+_LOGIN = "store a valid token with `sgpu login`; an administrator can create one with `sgpu token create`"
 
 
 def _attempt(connection: sa.Connection, secret: str, now_ns: int, keys: Keys | None) -> Caller:
@@ -430,32 +436,34 @@ def _attempt(connection: sa.Connection, secret: str, now_ns: int, keys: Keys | N
         raise NotAuthenticated("the server does not know the attempt's token")
     until_ns = until_s * 1_000_000_000 if until_s is not None else None
     if until_ns is not None and until_ns <= now_ns:
-        raise NotAuthenticated("the attempt's token has expired", hint="its node receives another one with a heartbeat")
+        raise NotAuthenticated(
+            "the attempt's token has expired", hint="the node receives a new attempt token with its next heartbeat"
+        )
     return Caller(kind="attempt", attempt=parsed, until_ns=until_ns, late=row.reason in _LATE)
 
 
 def is_known(connection: sa.Connection, secret: str) -> bool:
-    """Return True if the database has a token, valid or not."""
+    """Return True if the database contains a token, even if it is no longer valid."""
     known = connection.scalar(sa.select(tokens.c.sha256).where(tokens.c.id == token_id(secret)))
     return known is not None and hmac.compare_digest(known, sha256(secret))
 
 
 def is_to_be_replaced(connection: sa.Connection, secret: str, *, now_ns: int) -> bool:
-    """Return True if the token of a server's file has less than half of `RENEWED_BELOW_S` left."""
+    """Return True if the server should replace a token file, because the token expires soon."""
     query = sa.select(tokens.c.expires_ns).where(tokens.c.id == token_id(secret), tokens.c.revoked_ns.is_(None))
     expires_ns: int | None = connection.scalar(query)
     return expires_ns is not None and expires_ns < now_ns + int(RENEWED_BELOW_S / 2 * 1e9)
 
 
 def is_unrevoked(connection: sa.Connection, secret: str) -> bool:
-    """Return True if the database has a token that is not revoked."""
+    """Return True if the database contains a token and the token is not revoked."""
     query = sa.select(tokens.c.sha256).where(tokens.c.id == token_id(secret), tokens.c.revoked_ns.is_(None))
     known = connection.scalar(query)
     return known is not None and hmac.compare_digest(known, sha256(secret))
 
 
 def token_id(secret: str) -> str:
-    """Return the identifier in a principal's token, or "" for another text."""
+    """Return the identifier of a principal's token, or "" for another text."""
     whole = len(PREFIX) + _ID_CHARACTERS + 1 + _SECRET_CHARACTERS
     if not secret.startswith(PREFIX) or len(secret) != whole:
         return ""

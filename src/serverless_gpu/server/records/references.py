@@ -1,6 +1,6 @@
-"""References: what names a principal, a team or a pool, and therefore prevents its deletion.
+"""Finds references to a principal, team or pool, which prevent its deletion.
 
-Use and audit entries are no references: they keep the name of what was deleted.
+Usage and audit entries are not references: they keep the name of a deleted object.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ _UNENDED = runs.c.state.not_in([state.value for state in TERMINAL])
 
 
 def refuse(what: str, referring: Sequence[str], *, also: str = "") -> None:
-    """Raise InvalidValue if something refers to what a caller wants to delete.
+    """Raise InvalidValue if references prevent a deletion.
 
     Args:
-        what: The noun and name.
-        referring: Its references.
-        also: A further remedy for the hint.
+        what: kind and name of the object.
+        referring: the references to the object.
+        also: a further remedy for the hint.
     """
     if not referring:
         return
     more = len(referring) - _NAMED_MAX
     named = ", ".join(referring[:_NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
     hint = "remove these references first"
-    raise InvalidValue(f"{what} cannot be deleted: {named}", hint=f"{hint}; {also}" if also else hint)
+    raise InvalidValue(
+        f"{what} cannot be deleted because of references: {named}", hint=f"{hint}; {also}" if also else hint
+    )
 
 
 def of_principal(connection: sa.Connection, name: str) -> list[str]:
-    """Return the references to a user or service: runs that the server has, nodes, secrets, policies, budgets."""
+    """Return the references to a user or service: its runs, nodes, secrets, policies and budgets."""
     return [
         *_count(connection, runs, runs.c.owner == name, "run"),
         *_names(connection, nodes.c.name, nodes.c.principal == name, "node"),
@@ -46,7 +48,7 @@ def of_principal(connection: sa.Connection, name: str) -> list[str]:
 
 
 def of_team(connection: sa.Connection, name: str) -> list[str]:
-    """Return the references to a team: runs that have not ended, secrets, policies, budgets."""
+    """Return the references to a team: its unended runs, secrets, policies and budgets."""
     return [
         *_count(connection, runs, sa.and_(runs.c.team == name, _UNENDED), "unended run"),
         *_secrets(connection, "team", name),
@@ -57,7 +59,7 @@ def of_team(connection: sa.Connection, name: str) -> list[str]:
 
 
 def of_pool(connection: sa.Connection, name: str, *, now_ns: int) -> list[str]:
-    """Return the references to a pool: nodes, runs that have not ended, prices, policies, budgets."""
+    """Return the references to a pool: its nodes, unended runs, prices, policies and budgets."""
     return [
         *_names(connection, nodes.c.name, nodes.c.pool == name, "node"),
         *_count(connection, runs, sa.and_(runs.c.pool == name, _UNENDED), "unended run"),

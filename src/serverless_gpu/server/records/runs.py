@@ -1,8 +1,9 @@
-"""Runs: repository of submitted runs and their states. No other module reads or writes the table.
+"""Repository of submitted runs and their states. No other module uses the table.
 
-The queries read a run together with its current attempt and the crews of that attempt. Only `transitions.py` changes
-the state, with `change`: compare and set. Retention removes a complete run: it has ended, all crews of its attempts are
-settled, and the ledger is complete. Garbage collection asks this module for the parts and snapshots in use.
+The queries read a run together with its current attempt and that attempt's part on each node. Only `transitions.py`
+changes the state of a run, with the compare-and-set function `change`. Retention removes only complete runs: they have
+ended, their attempts are settled, and the ledger has all charges. Garbage collection reads the blob parts and snapshots
+in use from this module.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from serverless_gpu.server.records.audit import Action
 from serverless_gpu.wire.runs import Target
 
 _LEFT_S_MIN = 1.0
-"""The shortest limit of an attempt. An attempt with no time left would otherwise run without a limit."""
+"""The shortest time limit of an attempt in seconds. Without this minimum, a limit of 0 would mean no limit."""
 _decode_spec = msgspec.json.Decoder(RunSpec).decode
 _decode_promise = msgspec.json.Decoder(Reservation).decode
 _decode_target = msgspec.json.Decoder(Target).decode
@@ -55,15 +56,15 @@ _OVER = sa.and_(
 
 
 class NewRun(msgspec.Struct, frozen=True, kw_only=True):
-    """An accepted run.
+    """A run to insert, after its checks.
 
     Attributes:
-        pool: the pool that the run or its policy names, or "" for any on-demand pool.
-        request_sha256: `Keys.fingerprint` of the whole request. The fingerprint detects another run under the same
+        pool: name of the pool that the run or its policy requires, or "" for any on-demand pool.
+        request_sha256: `Keys.fingerprint` of the whole request, which detects another request with the same run
             identifier.
         context_sealed: the caller's context, encrypted.
         call: the pickled call, if the request contained it.
-        member_of: current teams of its owner.
+        member_of: current teams of the owner.
     """
 
     id: str
@@ -83,18 +84,18 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
     """The row of a run, without its payload.
 
     Attributes:
-        priority: the scheduler serves 0 first.
+        priority: priority class; the scheduler serves class 0 first.
         detail: details in addition to the reason.
         fence: fence of the current attempt; 0 before the first.
-        queued_ns: its age in the queue; a run that waits again keeps it.
-        events: number of the last event.
-        tracked: link to its MLflow run, shared by all attempts; "" until a node reports it.
-        restored_ns: when the server was restored from a backup during the run. The run gets no other attempt.
+        queued_ns: time since when the run queues; unchanged if the run waits again.
+        events: number of the run's last event.
+        tracked: link to the MLflow run of all attempts; "" until a node reports the link.
+        restored_ns: time when the server was restored from a backup during the run. Such a run gets no other attempt.
         saved: fence of the newest attempt with a saved checkpoint; 0 for none.
         unsaved: number of ended attempts in a row, up to the last, without a checkpoint.
-        ran: number of ended attempts that count against the maximum of its policy.
-        ran_ms: how long user code of the earlier attempts ran.
-        member_of: teams of its owner at submission, if it names no team (`model/billing/budget.py`).
+        ran: number of ended attempts that count against the maximum of the usage policy.
+        ran_ms: time for which user code of earlier attempts ran.
+        member_of: teams of the owner at submission, if the run names no team (`model/billing/budget.py`).
         attempt: the current or last attempt.
     """
 
@@ -133,7 +134,7 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def spec_now(self) -> RunSpec:
-        """Return the spec of the next attempt, with its limit reduced to the time that the policy leaves."""
+        """Return the spec of the next attempt; the policy's remaining time reduces its limit."""
         left_s = self.left_s
         if left_s is None:
             return self.spec
@@ -141,23 +142,23 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def left_s(self) -> float | None:
-        """Return the seconds that user code of all further attempts may run in total; None for no limit."""
+        """Return the total seconds that user code of further attempts may run; None without a limit."""
         total_s = self.spec.total_run_s
         return None if total_s is None else max(_LEFT_S_MIN, total_s - self.ran_ms / 1e3)
 
     @property
     def is_last(self) -> bool:
-        """Return True if an attempt that reaches its limit uses up the time that the policy gives the run."""
+        """Return True if an attempt that reaches its limit also uses up the run's total time."""
         return self.left_s is not None and self.left_s <= (self.spec.max_run_s or math.inf)
 
     @property
     def finished(self) -> bool:
-        """Return True if state, files and receipt are final."""
+        """Return True if the state, files and receipt of the run are final."""
         return self.state in TERMINAL and self.settled_ns is not None
 
     @property
     def life(self) -> run_lifecycle.Run:
-        """Return the lifecycle state for `run_lifecycle.advance`."""
+        """Return the lifecycle state of the run for `run_lifecycle.advance`."""
         attempt = self.attempt if self.state in ACTIVE else None
         return run_lifecycle.Run(
             run_id=self.id,
@@ -200,10 +201,10 @@ class RunFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Filter of runs, including the access of the caller.
 
     Attributes:
-        states: any of these; empty for all.
-        tags: all of these.
-        seen_by: the principal who asks, or None for a caller who may see everything.
-        teams: teams whose runs the caller may see as well.
+        states: states to include; empty for all.
+        tags: tags that a run must have, all of them.
+        seen_by: the calling principal, or None for a caller who may see all runs.
+        teams: further teams whose runs the caller may see.
     """
 
     states: tuple[State, ...] = ()
@@ -224,7 +225,7 @@ _FIND = _SELECT.where(runs.c.id == sa.bindparam("run_id"))
 
 
 def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> StoredRun:
-    """Insert a queued run; return it in the form of `find`."""
+    """Insert a queued run; return the run as `find` would."""
     spec = new.spec
     connection.execute(
         runs.insert(),
@@ -254,7 +255,7 @@ def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> StoredRun:
 
 
 def described(new: NewRun, *, at_ns: int) -> StoredRun:
-    """Return a queued run in the form that `find` returns after the insert."""
+    """Return a queued run as `find` would return it after the insert."""
     spec = new.spec
     return StoredRun(
         id=new.id,
@@ -302,20 +303,20 @@ def exists(connection: sa.Connection, run_id: str) -> bool:
 
 
 def find(connection: sa.Connection, run_id: str) -> StoredRun | None:
-    """Return one run, or None."""
+    """Return one run by its identifier, or None."""
     row = connection.execute(_FIND, {"run_id": run_id}).first()
     return None if row is None else _from_rows(connection, [row])[0]
 
 
 def payload(connection: sa.Connection, run_id: str) -> Payload | None:
-    """Return the part of a run that the node needs, or None."""
+    """Return the part of a run that only the node reads, or None."""
     query = sa.select(runs.c.context_sealed, runs.c.call).where(runs.c.id == run_id)
     row = connection.execute(query).first()
     return None if row is None else Payload(context_sealed=row[0], call=row[1])
 
 
 def sealed_unfinished(connection: sa.Connection, *, limit: int = 100) -> list[bytes]:
-    """Return the sealed contexts of the latest unfinished runs, which the server will open again."""
+    """Return the sealed contexts of the latest unfinished runs, which the server will have to open."""
     query = sa.select(runs.c.context_sealed).where(runs.c.state.not_in([state.value for state in TERMINAL]))
     return list(connection.scalars(query.order_by(runs.c.id.desc()).limit(limit)))
 
@@ -348,7 +349,7 @@ def reseal(connection: sa.Connection, old: Sealer, new: Sealer, after: str, at_m
 def page(connection: sa.Connection, wished: RunFilter, *, limit: int, cursor: str = "") -> tuple[list[StoredRun], str]:
     """Return runs, newest first, and the cursor of the next page; "" after the last page."""
     if "\0" in f"{wished.owner}{wished.team}{wished.name}{cursor}":
-        return [], ""  # PostgreSQL stores no NUL, so no row can match.
+        return [], ""  # PostgreSQL stores no NUL, so no row can match this filter.
     query = _SELECT.order_by(runs.c.id.desc())
     if wished.seen_by is not None:
         own = runs.c.owner == wished.seen_by
@@ -359,7 +360,7 @@ def page(connection: sa.Connection, wished: RunFilter, *, limit: int, cursor: st
         if value:
             query = query.where(column == value)
     for key, value in wished.tags.items():
-        # The text as it appears in the JSON of all tags. The return statement below removes false matches.
+        # This is the text of one tag in the JSON of all tags. The return statement below removes false matches.
         text = msgspec.json.encode({key: value}).decode()[1:-1]
         query = query.where(runs.c.tags_json.contains(text, autoescape=True))
     if cursor:
@@ -370,14 +371,14 @@ def page(connection: sa.Connection, wished: RunFilter, *, limit: int, cursor: st
 
 
 def queue(connection: sa.Connection, *, limit: int | None = None) -> list[tuple[str, int]]:
-    """Return waiting runs by priority class and age: identifiers, and the fence of the last attempt."""
+    """Return waiting runs by priority class and age, each with the fence of its last attempt."""
     query = sa.select(runs.c.id, runs.c.fence).where(runs.c.state == State.QUEUED.value)
     query = query.order_by(runs.c.priority, runs.c.queued_ns, runs.c.id).limit(limit)
     return [(run_id, fence) for run_id, fence in connection.execute(query)]
 
 
 def promise(connection: sa.Connection, promises: Mapping[str, Reservation | None]) -> None:
-    """Write the latest start times that the server promised to waiting runs, or remove them."""
+    """Store the latest start times that the server promised to waiting runs, or remove these times."""
     change = runs.update().where(runs.c.id == sa.bindparam("run")).values(promised_json=sa.bindparam("json"))
     rows = [{"run": run_id, "json": one and msgspec.json.encode(one).decode()} for run_id, one in promises.items()]
     connection.execute(change, rows)
@@ -398,13 +399,13 @@ def waiting(connection: sa.Connection, *, limit: int, owner: str | None = None) 
 
 
 def find_many(connection: sa.Connection, run_ids: Sequence[str]) -> list[StoredRun]:
-    """Return those runs that exist, in no order."""
+    """Return existing runs with these identifiers, in any order."""
     parts = (connection.execute(_SELECT.where(runs.c.id.in_(some))) for some in in_chunks(run_ids))
     return _from_rows(connection, (row for part in parts for row in part))
 
 
 def asked_ns(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int]:
-    """Return the submission times of runs. Since then they have waited for their first attempt."""
+    """Return the submission times of runs, when their wait for a first attempt began."""
     query = sa.select(runs.c.id, runs.c.created_ns)
     found = (connection.execute(query.where(runs.c.id.in_(some))) for some in in_chunks(list(run_ids)))
     return {run_id: asked_ns for rows in found for run_id, asked_ns in rows}
@@ -417,7 +418,7 @@ def active(connection: sa.Connection) -> list[StoredRun]:
 
 
 def on_node(connection: sa.Connection, node_id: str) -> list[StoredRun]:
-    """Return the runs with an unfinished crew on a node."""
+    """Return the runs whose attempts have not ended on a node."""
     own = crews_table.alias()
     here = sa.select(own.c.run_id).where(own.c.node_id == node_id, own.c.ended_ns.is_(None))
     query = _SELECT.where(runs.c.id.in_(here), runs.c.state.in_([state.value for state in ACTIVE]))
@@ -431,52 +432,52 @@ def active_of(connection: sa.Connection, owner: str) -> list[StoredRun]:
 
 
 def waiting_of(connection: sa.Connection, owner: str, *, at_most: int) -> int:
-    """Return how many runs of an owner wait; the count ends at `at_most`."""
+    """Return the number of an owner's waiting runs; the count stops at `at_most`."""
     query = sa.select(runs.c.id).where(runs.c.state == State.QUEUED.value, runs.c.owner == owner).limit(at_most)
     return connection.execute(sa.select(sa.func.count()).select_from(query.subquery())).scalar_one()
 
 
 def queued_by_pool(connection: sa.Connection) -> dict[str, int]:
-    """Return the number of waiting runs by the pool that they name; "" for no pool."""
+    """Return the number of waiting runs by requested pool; "" stands for no pool."""
     query = sa.select(runs.c.pool, sa.func.count()).where(runs.c.state == State.QUEUED.value).group_by(runs.c.pool)
     return {pool: count for pool, count in connection.execute(query)}
 
 
 def change(connection: sa.Connection, run: StoredRun, **values: object) -> None:
-    """Change a run if its row is still as it was read. Only `transitions.py` calls this.
+    """Change a run if its row has not changed since the read. Only `transitions.py` calls this.
 
     Raises:
-        StaleAttempt: the row has changed since it was read; nothing was written.
+        StaleAttempt: the row has changed since the read; the function wrote nothing.
     """
     unchanged = sa.and_(runs.c.id == run.id, runs.c.fence == run.fence, runs.c.state == run.state.value)
     if connection.execute(runs.update().where(unchanged).values(**values)).rowcount != 1:
-        raise StaleAttempt(f"run {run.id} is no longer {run.state} in attempt {run.fence}")
+        raise StaleAttempt(f"run {run.id} has changed; it is no longer {run.state} in attempt {run.fence}")
 
 
 def note_tracked(connection: sa.Connection, run_id: str, url: str) -> None:
-    """Write the tracking link of a run."""
+    """Store the MLflow link of a run."""
     connection.execute(runs.update().where(runs.c.id == run_id).values(tracked=url))
 
 
 def note_saved(connection: sa.Connection, run_id: str, fence: int) -> None:
-    """Write the newest attempt with a checkpoint, and reset the count of attempts without one."""
+    """Store the newest attempt with a checkpoint, and reset the count of attempts without checkpoints."""
     connection.execute(runs.update().where(runs.c.id == run_id).values(saved=fence, unsaved=0))
 
 
 def hold(connection: sa.Connection, run_ids: Sequence[str], *, at_ns: int) -> None:
-    """Note that the server was restored from a backup during these runs, which get no other attempt."""
+    """Mark runs that were active when the server was restored; these runs get no other attempt."""
     connection.execute(runs.update().where(runs.c.id.in_(run_ids)).values(restored_ns=at_ns))
 
 
 def settle(connection: sa.Connection, run_id: str, fence: int, *, at_ns: int) -> bool:
-    """Note that a run that ended with this attempt needs no more receipts; return True if this is new."""
+    """Mark a run as settled if it ended with this attempt; return True if the mark is new."""
     last = sa.and_(runs.c.id == run_id, runs.c.fence == fence, runs.c.settled_ns.is_(None))
     ended = runs.c.state.in_([state.value for state in TERMINAL])
     return connection.execute(runs.update().where(last, ended).values(settled_ns=at_ns)).rowcount == 1
 
 
 def _from_rows(connection: sa.Connection, rows: Iterable[Sequence[typing.Any]]) -> list[StoredRun]:
-    """Return runs with their attempts and all crews."""
+    """Return runs with their attempts, complete with all nodes."""
     found = [_from_row(row) for row in rows]
     gangs = {run.id: run.attempt for run in found if run.attempt is not None and run.attempt.num_nodes > 1}
     if not gangs:
@@ -504,20 +505,20 @@ def _from_row(row: Sequence[typing.Any]) -> StoredRun:
 
 
 def over(connection: sa.Connection, *, ended_before_ns: int, limit: int) -> list[str]:
-    """Return complete runs that ended before a time, in the order of their ends."""
+    """Return complete runs that ended before a time, ordered by end time."""
     query = sa.select(runs.c.id).where(_OVER, runs.c.ended_ns < ended_before_ns)
     return list(connection.execute(query.order_by(runs.c.ended_ns, runs.c.id).limit(limit)).scalars())
 
 
 def endings(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int | None]:
-    """Return the end times of existing runs; None while a run is not complete."""
+    """Return the end times of existing runs; None for a run that is not complete."""
     query = sa.select(runs.c.id, runs.c.ended_ns, _OVER)
     rows = (row for some in in_chunks(run_ids) for row in connection.execute(query.where(runs.c.id.in_(some))))
     return {run_id: ended_ns if over else None for run_id, ended_ns, over in rows}
 
 
 def removed(connection: sa.Connection, run_ids: Sequence[str]) -> set[str]:
-    """Return the runs that retention removed, according to the audit."""
+    """Return the runs that retention has removed, according to the audit."""
     query = sa.select(audit.c.subject).where(audit.c.action == Action.RUN_EXPIRE.value)
     return {
         run_id for some in in_chunks(run_ids) for run_id in connection.scalars(query.where(audit.c.subject.in_(some)))
@@ -525,18 +526,18 @@ def removed(connection: sa.Connection, run_ids: Sequence[str]) -> set[str]:
 
 
 def remove(connection: sa.Connection, run_id: str) -> bool:
-    """Remove a complete run without references; return True if it existed."""
+    """Remove a complete, unreferenced run; return True if the run existed."""
     return connection.execute(runs.delete().where(runs.c.id == run_id, _OVER)).rowcount == 1
 
 
 def payload_of(connection: sa.Connection, run_id: str) -> BlobReference | None:
-    """Return the blob of a run's pickled call, or None if there is no blob or no run."""
+    """Return the blob of a run's pickled call, or None without a blob."""
     run = find(connection, run_id)
     return run.spec.payload.call if run is not None and isinstance(run.spec.payload, Function) else None
 
 
 def parts_in_use(connection: sa.Connection) -> frozenset[str]:
-    """Return the digests of all parts in use by outputs and by unfinished runs."""
+    """Return the digests of all blob parts that outputs and unfinished runs use."""
     found = set(files.parts_in_use(connection))
     query = sa.select(runs.c.spec_json).where(runs.c.state.not_in([state.value for state in TERMINAL]))
     for text in connection.execute(query).scalars():
@@ -547,7 +548,7 @@ def parts_in_use(connection: sa.Connection) -> frozenset[str]:
 
 
 def snapshots_in_use(connection: sa.Connection, *, since_ns: int) -> frozenset[str]:
-    """Return the addresses of snapshots in use by current and recent runs, and by usage policies."""
+    """Return the addresses of snapshots that current runs, recent runs and usage policies use."""
     lately = sa.or_(runs.c.ended_ns.is_(None), runs.c.ended_ns >= since_ns)
     query = sa.select(runs.c.snapshot).where(runs.c.snapshot != "", lately).distinct()
     named = (address for each in policies.every(connection) for address in each.policy.environments)

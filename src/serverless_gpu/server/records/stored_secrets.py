@@ -1,23 +1,25 @@
-"""Secrets: repository of names, versions, sealed values, and the versions that attempts use.
+"""Repository of secrets: names, versions, sealed values, and the versions that attempts use.
 
-    sgpu secret set ─▶ the next version, sealed for (owner, name, version)   older ones go once no attempt has them
-    submit          ─▶ each name must exist                                  SecretMissing
-    placement       ─▶ the newest version of each, with the attempt          none: FAILED/secret_missing, no order
-    order           ─▶ the values of those versions, to the attempt's node
+    sgpu secret set ─▶ the next version, sealed for (owner, name, version)   older versions are deleted after use
+    submit          ─▶ each name must exist                                  else SecretMissing
+    placement       ─▶ the newest version of each, with the attempt          else FAILED/secret_missing, no order
+    order           ─▶ the values of these versions, to the attempt's node
 
-A run has the secrets of its owner. With `team=` it also has the secrets of that team, as long as its owner is a
-member. The owner's secret takes precedence.
+A run can use the secrets of its owner. With `team=`, the run can also use the secrets of that team while its owner is a
+member. If both have a secret of the same name, the owner's secret takes precedence.
 
 Failure cases:
 
-- A secret is rotated after the placement. The attempt keeps its version, whose value stays until the attempt has ended.
+- A user rotates a secret after the placement. The attempt still uses the old version, which the server deletes after
+  the attempt has ended.
 
-- A secret is deleted after the placement. All values disappear at once. An order that the node has not taken arrives
-  without the value. The node refuses it, and the next placement ends the run. An attempt with a copy continues.
+- A user deletes a secret after the placement. The server deletes all values at once. An unconfirmed order then arrives
+  without the value. The node refuses such an order, and the next placement ends the run. An attempt that already has
+  the value continues.
 
-- The key is lost. The server does not start. With `--key-lost` it deletes the values that it cannot open.
+- The key is lost. The server does not start. With `--key-lost`, the server deletes the values that it cannot decrypt.
 
-- A value is damaged. The server treats it as missing, and makes no attempt of a run that cannot start.
+- A value is damaged. The server treats a damaged value as missing, and does not place runs that need it.
 
 No log, audit entry or answer contains a value. A copy of the database without the key file reveals no values.
 """
@@ -57,14 +59,14 @@ class SecretOwner(NamedTuple):
 def put(
     connection: sa.Connection, sealer: Sealer, whose: SecretOwner, name: str, value: bytes, by: ChangedBy
 ) -> tuple[SecretView, bool]:
-    """Write the next version of a secret; return it, and True if the value is new.
+    """Store the next version of a secret; return the version, and True if the value is new.
 
     Args:
         connection: of the transaction.
-        sealer: seals the value.
+        sealer: encrypts the value.
         whose: the owner of the secret.
         name: a valid name.
-        value: the value. An unchanged value changes nothing, so that a client can repeat the request.
+        value: the value. The same value again creates no version, so that a client can repeat the request.
         by: the author of the change.
     """
     last = _last(connection, whose, name)
@@ -90,7 +92,7 @@ def put(
 
 
 def delete(connection: sa.Connection, whose: SecretOwner, name: str, by: ChangedBy) -> SecretView:
-    """Delete every value of a secret. The version numbers stay, so that a version never means two values."""
+    """Delete every value of a secret. The version counter stays, so a version never means two values."""
     last = _last(connection, whose, name)
     if last is None or last.sealed is None:
         whose_else = f"{whose.owner} has no secret" if whose.kind == "user" else f"team {whose.owner} has no secret"
@@ -104,7 +106,7 @@ def delete(connection: sa.Connection, whose: SecretOwner, name: str, by: Changed
 
 
 def listed(connection: sa.Connection, name: str, teams: Sequence[str], *, everybodys: bool) -> list[SecretView]:
-    """Return the newest versions of existing secrets."""
+    """Return the newest version of each secret that has a value."""
     key = (secrets.c.kind, secrets.c.owner, secrets.c.name)
     newest = sa.select(*key, sa.func.max(secrets.c.version).label("version")).group_by(*key).subquery()
     same = sa.and_(*(secrets.c[name] == newest.c[name] for name in ("kind", "owner", "name", "version")))
@@ -117,7 +119,7 @@ def listed(connection: sa.Connection, name: str, teams: Sequence[str], *, everyb
 
 
 def pins(connection: sa.Connection, sealer: Sealer, owner: str, team: str, names: Sequence[str]) -> tuple[Pinned, ...]:
-    """Return the versions of secrets that an attempt gets now."""
+    """Return the versions of secrets that a new attempt uses."""
     mine = [SecretOwner("user", owner)]
     if (
         team
@@ -158,17 +160,17 @@ def values(
 
 
 def sealed_by_another(connection: sa.Connection, sealer: Sealer) -> list[tuple[SecretOwner, str, int]]:
-    """Return the secrets, version by version, whose values another key sealed."""
+    """Return the secrets, version by version, whose values another key encrypted."""
     query = sa.select(secrets.c.kind, secrets.c.owner, secrets.c.name, secrets.c.version, secrets.c.sealed)
     rows = connection.execute(query.where(secrets.c.sealed.is_not(None)).order_by(secrets.c.name, secrets.c.version))
     return [(SecretOwner(row.kind, row.owner), row.name, row.version) for row in rows if not sealer.is_mine(row.sealed)]
 
 
 def take_away_sealed_by_another(connection: sa.Connection, sealer: Sealer) -> list[str]:
-    """Delete every value that another key sealed; its owner must set the secret again.
+    """Delete every value that another key encrypted; the owner must set the secret again.
 
     Returns:
-        Names of secrets, each once.
+        Names of the affected secrets, each once.
     """
     lost = sealed_by_another(connection, sealer)
     for whose, name, version in lost:
@@ -178,7 +180,7 @@ def take_away_sealed_by_another(connection: sa.Connection, sealer: Sealer) -> li
 
 
 def reseal(connection: sa.Connection, old: Sealer, new: Sealer) -> int:
-    """Seal every value of the old key under the new key; return their number."""
+    """Encrypt every value of the old key with the new key; return the number of values."""
     count = 0
     for whose, name, version in sealed_by_another(connection, new):
         one = sa.and_(_is(whose, name), secrets.c.version == version)
@@ -192,7 +194,7 @@ def reseal(connection: sa.Connection, old: Sealer, new: Sealer) -> int:
 
 
 def tidy(connection: sa.Connection, whose: SecretOwner, name: str) -> None:
-    """Remove old versions that no attempt uses any more."""
+    """Remove old versions that no attempt uses."""
     last = _last(connection, whose, name)
     kept = {last.version} if last is not None else set()
     for kind, owner, pinned, version in _in_use(connection):
@@ -211,7 +213,7 @@ def replaced(connection: sa.Connection) -> list[tuple[SecretOwner, str]]:
 
 
 def _in_use(connection: sa.Connection) -> list[tuple[str, str, str, int]]:
-    """Return the secrets in use by unfinished attempts: kind and name of the owner, name, version."""
+    """Return the secrets that unfinished attempts use: owner kind, owner name, secret name, version."""
     query = (
         sa.select(runs.c.owner, attempts_table.c.run_id, attempts_table.c.fence)
         .select_from(attempts_table.join(runs, runs.c.id == attempts_table.c.run_id))
@@ -236,19 +238,19 @@ def _is(whose: SecretOwner, name: str) -> sa.ColumnElement[bool]:
 
 
 def _require_open(sealer: Sealer, whose: SecretOwner, name: str, row: sa.Row[Any]) -> None:
-    """Raise SecretMissing if the server cannot open a value."""
+    """Raise SecretMissing if the server cannot decrypt a value."""
     try:
         sealer.unseal(row.sealed, about=_about(whose, name, row.version))
     except ServerProblem as error:
         of = f" --team {whose.owner}" if whose.kind == "team" else ""
         raise SecretMissing(
-            f"the server cannot open the secret {name[:64]!r}: {error.message}",
-            hint=f"set it again: sgpu secret set {name[:64]}{of}",
+            f"the server cannot decrypt the secret {name[:64]!r}: {error.message}",
+            hint=f"set the secret again: sgpu secret set {name[:64]}{of}",
         ) from None
 
 
 def _about(whose: SecretOwner, name: str, version: int) -> str:
-    """Return the identity for which a value is sealed. A copy in another row does not open."""
+    """Return the identity that is encrypted with a value. The value does not decrypt in another row."""
     return f"secret:{whose.kind}:{whose.owner}:{name}:{version}"
 
 

@@ -1,16 +1,16 @@
 """Usage: sums of the ledger for reports, and its rows for billing tables.
 
-The SQL sums up a million charges in a second, by any grouping of a report:
+The SQL adds up a million charges in a second, by any grouping of a report:
 
-    used_plain_days, by plain account and day   the report uses no tag, no environment, no run
-    used_days, by account and day               it uses a tag or an environment, and few accounts exist
-    charges                                     it uses a run; or a tag, and nearly each run has its own account
-      └── and charges after those sums ── join accounts ─▶ by user, team, tag, month … ─▶ the most expensive
+    used_plain_days, by plain account and day   for reports without tags, environments and runs
+    used_days, by account and day               for tags or environments, if few accounts exist
+    charges                                     for runs; or tags, if nearly each run has its own account
+      └── plus charges after the sums ── join accounts ─▶ by user, team, tag, month … ─▶ the most expensive
 
-From charges, two narrow sums find the most expensive groups. All other sums cover only those groups. The SQL reads tags
-from `account_tags`, which both databases join by index, without parsing the JSON of a million accounts. A run counts
-where it was first charged, so it belongs to one group of any report. Observed utilisation has its own table with the
-same groups.
+If a report reads charges, two sums of few columns find the most expensive groups. All other sums cover only these
+groups. The SQL reads tags from `account_tags`. Both databases join this table by index and do not parse the JSON of a
+million accounts. A run counts in the group of its first charge, so each run belongs to exactly one group. Observed
+utilisation has its own table with the same groups.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _OF_CHARGE = ("run_id", "fence", "day", "start_ns", "end_ns", "gpus", "queued_ms
 
 
 ACCOUNTS_FEW = 20_000
-"""With more accounts, sums by account and day have nearly as many rows as charges, so reports read charges."""
+"""The maximum number of accounts for daily sums. Above it, sums have nearly as many rows as charges."""
 _PLAIN = ("queued_ms", *SEGMENTS, "gpu_ms", "billed_ms", "core_ms", "memory_mib_ms", "micros", "dbu_micros")
 SUMS = (*_PLAIN, "runs", "unpriced_ms", "provisional_ms")
 FOLDED = "charges"
-"""The row of `folded` that contains the last entry in the sums by account and day."""
+"""The row of `folded` that contains the last ledger entry in the sums by account and day."""
 _SEEN = ("observed_ms", "busy_ms")
 Column = sa.ColumnElement[Any]
 
@@ -61,7 +61,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def visible(seen_by: str | None, teams: Sequence[str]) -> list[sa.ColumnElement[bool]]:
-    """Return the condition for the accounts that a caller may see."""
+    """Return the SQL condition for the accounts that a caller may see."""
     if seen_by is None:
         return []
     return [sa.or_(accounts.c.owner == seen_by, accounts.c.team.in_(teams))]
@@ -70,7 +70,7 @@ def visible(seen_by: str | None, teams: Sequence[str]) -> list[sa.ColumnElement[
 def page(
     connection: sa.Connection, window: DayRange, may_see: Sequence[sa.ColumnElement[bool]], *, after: int, limit: int
 ) -> list[UsageRow]:
-    """Return entries of some days after number `after`, in the order in which they were posted."""
+    """Return ledger entries of several days after number `after`, in posting order."""
     query = (
         sa.select(charges)
         .join(accounts, accounts.c.id == charges.c.account_id)
@@ -84,7 +84,7 @@ def page(
 
 
 def skus(connection: sa.Connection, *, limit: int) -> list[tuple[str, str]]:
-    """Return GPU types, each with a pool in which they were used."""
+    """Return used GPU types, each with a pool of the devices."""
     query = sa.select(accounts.c.gpu_type, accounts.c.pool).distinct().order_by(accounts.c.gpu_type, accounts.c.pool)
     return [(gpu_type, pool) for gpu_type, pool in connection.execute(query.limit(limit))]
 
@@ -93,9 +93,8 @@ class DemandFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Filter of `demand`.
 
     Attributes:
-        from_ns: excludes usage that ended before it, nanoseconds since 1970; `to_ns` excludes usage that began after
-            it.
-        team: only this team's usage; "" for any team. The other filters work the same way.
+        from_ns: start of the interval, nanoseconds since 1970; `to_ns` is its end.
+        team: the team whose usage to include; "" for any team. The other filters work in the same way.
     """
 
     from_ns: int
@@ -108,7 +107,7 @@ class DemandFilter(msgspec.Struct, frozen=True, kw_only=True):
 def demand(
     connection: sa.Connection, asked: DemandFilter, may_see: Sequence[sa.ColumnElement[bool]], *, after: int, limit: int
 ) -> list[tuple[int, DemandRow]]:
-    """Return the current daily usage of attempts after entry `after`, each with its number."""
+    """Return the daily usage of attempts from ledger entries after `after`, each with its entry number."""
     later = charges.alias("later")
     same_day = sa.and_(*(later.c[name] == charges.c[name] for name in ("run_id", "fence", "crew", "day")))
     same_crew = sa.and_(*(utilisations.c[name] == charges.c[name] for name in ("run_id", "fence", "crew")))
@@ -141,13 +140,13 @@ def _demand(row: sa.RowMapping) -> DemandRow:
 
 
 class ReportRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The request of a report.
+    """The request for a usage report.
 
     Attributes:
-        by: the fields to group by.
+        by: fields by which the report groups usage.
         window: the days that the report covers.
-        where: includes only usage with these values of these fields.
-        seen_by: includes only usage of this principal, or of one of `teams`; None for everything.
+        where: fields and the values that usage must have to count.
+        seen_by: the principal whose usage counts, in addition to `teams`; None for all usage.
         limit: maximum number of groups.
     """
 
@@ -160,7 +159,7 @@ class ReportRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReportResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a report."""
+    """The result of a usage report."""
 
     groups: list[ReportRow]
     totals: list[ReportRow]
@@ -180,12 +179,12 @@ def find(connection: sa.Connection, wanted: ReportRequest) -> ReportResult:
 
 
 def folded_seq(connection: sa.Connection) -> int:
-    """Return the number of the last entry in the sums by account and day."""
+    """Return the number of the last ledger entry in the sums by account and day."""
     return connection.scalar(sa.select(folded.c.seq).where(folded.c.name == FOLDED)) or 0
 
 
 class _Report:
-    """Builds the SQL of one report: keys have the labels `k0`, `k1` …, sums `s_` and their name."""
+    """Builds the SQL of one report. Group keys are labeled `k0`, `k1` …; sums have the prefix `s_`."""
 
     def __init__(self, connection: sa.Connection, wanted: ReportRequest) -> None:
         self._connection = connection
@@ -195,7 +194,7 @@ class _Report:
         self._currencies = list(connection.scalars(sa.select(accounts.c.currency).distinct()))
 
     def charged(self, by: tuple[str, ...], *, limit: int | None) -> list[ReportRow]:
-        """Return the most expensive groups of charges; all groups without a limit."""
+        """Return the most expensive groups of charges; without a limit, return all groups."""
         source, conditions, sums = self._source(by)
         if source is charges and limit is not None and (field := self._finest(by)):
             conditions = self._narrowed(charges, field, self._dearest(by, field, limit))
@@ -206,7 +205,7 @@ class _Report:
         return [self._group(by, row, SUMS) for row in self._rows(query)]
 
     def seen(self, by: tuple[str, ...], groups: list[ReportRow], *, only: bool = False) -> list[ReportRow]:
-        """Add observed utilisation to groups; `only` excludes the utilisation of other groups from the query."""
+        """Add observed utilisation to groups; `only` restricts the query to these groups."""
         source: sa.FromClause = utilisations
         conditions = self._conditions(utilisations)
         if "run" not in by and (self._is_plain(by) or self._is_few):
@@ -234,7 +233,7 @@ class _Report:
             )
             for group in groups
         ]
-        # Devices that were observed on another day than they were charged for have their own line.
+        # Devices whose utilisation and charges are on different days have a separate line.
         rest = (
             []
             if only
@@ -243,14 +242,14 @@ class _Report:
         return shown + rest
 
     def _source(self, by: tuple[str, ...]) -> tuple[sa.FromClause, list[Column], list[sa.Label[Any]]]:
-        """Return the source of the sums, the conditions on its rows, and the sums."""
+        """Return the source table of the sums, the conditions on its rows, and the sums."""
         if "run" in by or not (self._is_plain(by) or self._is_few):
             return charges, self._conditions(charges), sums_of_rows()
         daily = self._daily(used_plain_days if self._is_plain(by) else used_days)
         return daily, [], [sa.func.sum(daily.c[f"s_{name}"]).label(f"s_{name}") for name in SUMS]
 
     def _is_plain(self, by: tuple[str, ...]) -> bool:
-        """Return True if the report needs no field that plain accounts lack."""
+        """Return True if the report uses no field that plain accounts lack."""
         return not any(field == "environment" or field.startswith(TAG) for field in (*by, *self._wanted.where))
 
     @staticmethod
@@ -259,14 +258,14 @@ class _Report:
         return next((field for field in by if field == "run"), next((f for f in by if f.startswith(TAG)), ""))
 
     def _daily(self, table: sa.Table) -> sa.FromClause:
-        """Return sums by account and day: those of a table, plus the entries after them."""
+        """Return sums by account and day: the stored sums plus later ledger entries."""
         if "run" in self._wanted.where:
             return self._of_entries(self._conditions(charges)).subquery("daily")
         after = folded_seq(self._connection)
         there = sa.select(table.c.day, table.c.account_id, *(table.c[name].label(f"s_{name}") for name in SUMS)).where(
             *self._conditions(table)
         )
-        # `day + 0` avoids the index of days: the sums already contain nearly all entries of the window.
+        # `day + 0` avoids the index on days, because the sums already contain nearly all entries of the window.
         last = self._of_entries([charges.c.seq > after, *self._conditions(charges, day=charges.c.day + 0)])
         return sa.union_all(there, last).subquery("daily")
 
@@ -275,7 +274,7 @@ class _Report:
         return query.group_by(charges.c.day, charges.c.account_id)
 
     def _dearest(self, by: tuple[str, ...], field: str, limit: int) -> list[Any]:
-        """Return the values of a field in the most expensive groups, by two narrow sums of charges."""
+        """Return the field values of the most expensive groups, from two sums of charges with few columns."""
         # Doubles are exact up to 2^53. PostgreSQL would sum a million groups of integers as numeric, one second slower.
         cost, used = (sa.func.sum(sa.cast(charges.c[name], sa.Double)).label(name) for name in ("micros", "gpu_ms"))
         query = self._grouped(by, charges, [cost, used]).where(*self._conditions(charges))
@@ -336,18 +335,18 @@ class _Report:
         raise AssertionError(field)
 
     def _narrowed(self, table: sa.Table, field: str, values: Sequence[Any]) -> list[Column]:
-        """Return the conditions for the rows of a table in which a field has one of these values."""
+        """Return the conditions that select rows in which a field has one of these values."""
         if field.startswith(TAG) and "" not in values:
             tagged = self._is_among(field, accounts, values)
             ids = list(self._connection.scalars(sa.select(accounts.c.id).where(tagged).limit(self._wanted.limit * 2)))
             if len(ids) < self._wanted.limit * 2:
-                # Named days and accounts use the index of both. A range of days would read all of its rows.
+                # A list of days and accounts uses the index on both. A range of days would read all rows of the range.
                 days = table.c.day.in_(range(*self._wanted.window))
                 return [days, table.c.account_id.in_(ids), *self._conditions(table)]
         return [*self._conditions(table), self._is_among(field, table, values)]
 
     def _is_among(self, field: str, source: sa.FromClause, values: Sequence[Any]) -> Column:
-        """Return the condition that a field of a row has one of these values; "" means a missing tag."""
+        """Return the condition that a field has one of these values; "" means a missing tag."""
         if not field.startswith(TAG):
             return self._key(field, source).in_(values)
         account_id = accounts.c.id if source is accounts else source.c.account_id
@@ -362,7 +361,7 @@ class _Report:
         return len(self._currencies) > 1
 
     def _rows(self, query: sa.Select[Any]) -> list[sa.Row[Any]]:
-        # A query without keys returns one row. The row contains only NULLs if no rows match.
+        # A query without group keys always returns one row, which contains only NULLs if no rows match.
         return [row for row in self._connection.execute(query) if any(value is not None for value in row)]
 
     def _group(self, by: tuple[str, ...], row: sa.Row[Any], names: Sequence[str]) -> ReportRow:

@@ -1,11 +1,11 @@
-"""Estimates when a run would start and what it would cost; with its route. The server stores nothing.
+"""Estimates the start time and the cost of a run, with the route. The server stores nothing.
 
-    spec, target ─▶ is it valid? ─▶ its policy ─▶ a run without a row ─▶ its demand ─▶ `Planner.estimate`
+    spec, target ─▶ valid? ─▶ usage policy ─▶ a run without a row ─▶ its demand ─▶ `Planner.estimate`
                                                                       └▶ prices of the possible devices ─▶ cost
 
 The estimate fails for the same reasons as the submission. Some reasons keep a run waiting even while devices are free.
 Examples are a drained server, a suspended owner, an exhausted policy limit and a budget without capacity. The answer
-contains these reasons.
+contains all reasons that would delay the run.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ class EstimateService:
         self._policy_admission = policy_admission
 
     def make(self, who: Caller, request: EstimateRequest) -> EstimateView:
-        """Return when a run would start if the client submitted it now, and what it would cost."""
+        """Return the start time and the cost of a run, as if the client submitted it now."""
         submission.check_spec(request.spec, who)
         submission.check_target(request.target)
         match request.spec.payload:
             case Kernel():
                 raise InvalidValue(
-                    "notebook kernels cannot run on a server yet", hint="submit a function or a command instead"
+                    "notebook kernels cannot run on a server yet",
+                    hint="submit a function or a command instead of a kernel",
                 )
             case Command() as command:
                 check_command(command)
@@ -112,7 +113,7 @@ class EstimateService:
         )
 
     def _held_back(self, connection: sa.Connection, run: StoredRun) -> str:
-        """Return why a run would not start now even with free devices, or ""."""
+        """Return why a run would not start now even if devices were free, or ""."""
         server_drain = drain.find(connection)
         if server_drain is not None:
             return server_drain.sentence
@@ -123,7 +124,7 @@ class EstimateService:
 
 
 def _imagined(who: Caller, request: EstimateRequest, allowed: AdmittedRun, now_ns: int) -> StoredRun:
-    """Return the run as the server would store it."""
+    """Return the run in the form in which the server would store it."""
     new = NewRun(
         id=new_run_id(),
         owner=who.name,
@@ -142,8 +143,8 @@ routes = Routes("estimates")
 SPEC_BYTES_MAX = 1 << 20
 
 
-# The permission to submit a run includes estimates. Callers with other roles can read the same data elsewhere.
+# The permission to submit a run includes estimates. Callers with other roles can read the same data from other routes.
 @routes.post("/estimates", needs=writing("runs"), limit=SPEC_BYTES_MAX)
 def make_estimate(call: Call, estimates: EstimateService, body: EstimateRequest) -> EstimateView:
-    """Estimate when a run would start and what it would cost. The server stores nothing."""
+    """Estimate the start time and the cost of a run. The server stores nothing."""
     return estimates.make(call.who, body)

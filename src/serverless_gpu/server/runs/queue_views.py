@@ -1,8 +1,8 @@
-"""Views of the queue and its shares, and their routes.
+"""Returns views of the queue and of its shares, with the routes.
 
 Every user sees the order of the queue, with owner, team and demand of each run. Only callers that may see a run also
-get its identifier, name and sentence. The sentence of a waiting run can name another run that is ahead or that has the
-needed devices. So the owner knows whom to ask.
+receive the identifier, name and wait sentence of that run. The wait sentence can name another run that is ahead or that
+uses the devices. The owner can then ask the owner of that run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NOT_IN_LINE = (WaitReason.ISOLATION.value, WaitReason.UNSATISFIABLE.value)
 
 
 class QueueViews:
-    """Lists the queue and its shares."""
+    """Lists the queue and the fair-share weights."""
 
     def __init__(self, *, settings: Settings, clock: Clock, database: Transactions, sentences: WaitReasons) -> None:
         self._settings = settings
@@ -56,14 +56,14 @@ class QueueViews:
         owner = who.name if mine else None
 
         def work(connection: sa.Connection) -> tuple[list[str], dict[str, StoredRun], int]:
-            # Runs that the scheduler has not read yet come last.
+            # Runs that the scheduler has not read yet follow last.
             ids = list(dict.fromkeys([*order, *runs.waiting(connection, limit=limit, owner=owner)]))[:limit]
             found = {run.id: run for run in runs.find_many(connection, ids)}
             return ids, found, sum(runs.queued_by_pool(connection).values())
 
         ids, found, waiting = self._database.read(work)
         now_ns = self._clock.wall_ns()
-        # A promised time in the past is no longer a prediction. Wait sentences omit such times too.
+        # A promised start in the past is no longer a prediction. Wait sentences omit such times too.
         reserved = {
             each.run_id: each for each in self._sentences.reservations() if each.at_ns is None or each.at_ns > now_ns
         }
@@ -76,14 +76,13 @@ class QueueViews:
             )
             for run in there
         ]
-        # Only the view of each entry shows that no node may serve a run now. Such runs delay no other run, so they come
-        # last.
-        # last.
+        # Only the view of each entry shows that no node may serve a run now. Runs without a possible node delay no
+        # other run, so these runs come last.
         entries.sort(key=lambda entry: entry.waiting is not None and entry.waiting.reason in _NOT_IN_LINE)
         return QueueView(entries=tuple(entries), waiting=waiting)
 
     def view_shares(self, who: Caller, reach: str) -> ShareList:
-        """Return all shares with usage, or only those of the caller and their teams."""
+        """Return all shares with usage, or only the shares of the caller and the caller's teams."""
         found = share_views(self._database.read(every_share), self._sentences.usage())
         mine = {("team", team) for team in who.teams} | {("user", who.name)}
         seen = [each for each in found if reach == AccessReach.ALL or (each.kind, each.name) in mine]
@@ -121,7 +120,7 @@ def share_views(there: Sequence[StoredShare], usage: Mapping[str, TeamUse]) -> l
 
 
 def _entry(run: StoredRun, reserved: Reservation | None, told: WaitNotice | None) -> QueueEntry:
-    """Return the entry of a waiting run; `told` is None if the caller may not see the run."""
+    """Return the queue entry of a waiting run; `told` is None if the caller may not see the run."""
     resources = run.spec.resources
     entry = QueueEntry(
         run="",
@@ -150,7 +149,7 @@ routes = Routes("queue")
 
 
 class QueueQuery(Query, frozen=True, kw_only=True):
-    """The query of the queue: the maximum number of entries; `mine` selects the caller's own runs."""
+    """The query for the queue: the maximum number of entries; `mine` selects the caller's own runs."""
 
     limit: Annotated[int, msgspec.Meta(ge=1, le=LIMIT_MAX)] = LIMIT_MAX
     mine: bool = False
@@ -170,11 +169,11 @@ def list_shares(call: Call, queue_views: QueueViews) -> ShareList:
 
 @routes.put("/shares/{kind}/{name}", needs=writing("shares"))
 def put_share(call: Call, pools: PoolService, kind: str, name: str, body: ShareRequest) -> ShareView:
-    """Set the share of a team, or of a user within their team, while others also need devices."""
+    """Set the share of a team or user. Shares matter only while others also need devices."""
     return pools.put_share(call.who, kind, name, body.weight)
 
 
 @routes.delete("/shares/{kind}/{name}", needs=writing("shares"))
 def remove_share(call: Call, pools: PoolService, kind: str, name: str) -> ShareView:
-    """Remove a share, so that it is 1 again."""
+    """Remove a share, so that the weight is 1 again."""
     return pools.remove_share(call.who, kind, name)

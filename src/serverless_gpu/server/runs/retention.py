@@ -1,24 +1,26 @@
-"""The loop that removes runs that ended long ago, with their rows, their output and their results.
+"""Removes runs that ended long ago, with their rows, output and results, in a loop.
 
-    an hour after the start, then every ten minutes:
+    one hour after the start, then every ten minutes:
         ended longer ago than `retention`  ─▶ rows removed, audit row (one transaction each)  ─▶ output removed
-        output takes more than `logs_gib`  ─▶ audit row  ─▶ output of the oldest removed
-        output of runs that were removed   ─▶ removed; of runs that the database lost: kept (`storage.py`)
+        output uses more than `logs_gib`  ─▶ audit row  ─▶ output of the oldest removed
+        output of runs that were removed   ─▶ removed, but kept if the database lost the run (`storage.py`)
         replaced secrets without an attempt  ─▶ removed
 
 The loop removes only complete runs, after all of their attempts are settled and charged. The loop first makes
-provisional ledger entries final (`charging.py`), and the ledger keeps them. Garbage collection (`environments.py`)
-removes the parts of the results. A tick is small, so that the database has time for other work. The loop keeps output
-of runs that ended within the last hour, because users read it. Running runs do not count, so that a flood of output
-does not remove the output of other runs.
+provisional ledger entries final (`charging.py`), and the entries remain in the ledger. Garbage collection
+(`environments.py`) removes the parts of the results. Each tick removes only a few runs, so that the database has time
+for other work. The loop retains output of runs that ended within the last hour, because users still read this output.
+Output of running runs does not count for `logs_gib`. Otherwise one run with much output would remove the output of
+others.
 
 Failure cases:
 
-- The server is killed between the transaction and the removal of the output. The next round finds output without a run.
+- The server is killed between the transaction and the removal of the output. The next tick finds the output without a
+  run and removes it.
 
 - The database is unavailable. The loop logs the error and retries.
 
-- An operator sets the clock back. Ages are negative, so the loop removes nothing.
+- An operator sets the clock back. The ages of runs are then negative, so the loop removes nothing.
 
 - The clock is ahead, for example after a battery failure. The loop removes nothing within an hour of a start, or of a
   logged step by more than a day.
@@ -44,11 +46,11 @@ from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.units import format_bytes
 
 FIRST_S = 3600.0
-"""Seconds after a start, or after a forward clock step, until the loop trusts the wall clock."""
+"""Seconds after a start, or after a forward step of the clock, until the loop trusts the wall clock."""
 STEP_S = 86_400.0
 EVERY_S = 600.0
 AT_ONCE = 200
-"""The maximum number of runs in one tick. After a full tick, the next one follows immediately."""
+"""The maximum number of runs in one tick. After a full tick, the next tick follows immediately."""
 _log = logging.getLogger(__name__)
 
 
@@ -82,7 +84,7 @@ class Retention:
         return self._due_ns
 
     def _ahead(self) -> int:
-        """Return how far the wall clock is ahead of the boottime clock, in nanoseconds."""
+        """Return the difference between the wall clock and the boottime clock in nanoseconds."""
         return self._clock.wall_ns() - self._clock.boottime_ns()
 
     def _remove_old(self) -> int:
@@ -102,7 +104,8 @@ class Retention:
 
     def _trim_output(self) -> None:
         """Remove output without a run, and the oldest output over the size limit."""
-        sizes = self._logs.run_sizes()  # Read before the database, because a run exists before its output.
+        # The files must be read before the database, because a run exists before its output.
+        sizes = self._logs.run_sizes()
         ended = self._database.read(lambda connection: runs.endings(connection, list(sizes)))
         gone = sizes.keys() - ended.keys()
         for run_id in self._database.read(lambda connection: runs.removed(connection, sorted(gone))):
@@ -132,7 +135,7 @@ class Retention:
 
 
 def _remove_rows(connection: sa.Connection, run_id: str, *, at_ns: int) -> bool:
-    """Remove the rows of a run; return False if its provisional charges must become final first."""
+    """Remove the rows of a run; return False if the run still has provisional charges."""
     run = runs.find(connection, run_id)
     if run is None:
         return True

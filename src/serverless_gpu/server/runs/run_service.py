@@ -1,10 +1,11 @@
 """Services and routes of runs: submit, list, watch and stop them; read output, results and costs.
 
-`RunQueries` reads and streams runs. `StopService` asks them to stop. `submission.py` accepts them.
+`RunQueries` reads and streams runs. `StopService` requests that runs stop. `submission.py` accepts them.
 
-The server writes a stop request with its author and sends it to the node of the run. A stop and an end may coincide,
-and the first one in the database counts. A run with durable results before the stop has succeeded. The answer then
-tells the caller that the run has ended. A repeated request returns the current outcome.
+The server stores a stop request with its author and sends an order to the nodes of the run. A stop request and the end
+of a run may coincide; the first of them in the database counts. A run whose results are durable before the stop has
+succeeded. The answer to the stop request then reports that the run has ended. A repeated stop request returns the
+current state of the run.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ from serverless_gpu.wire.runs import (
 )
 
 ASKED_BY_PEOPLE = (StopReason.CANCEL, StopReason.PREEMPT, StopReason.DRAIN)
-"""Callers cannot use the other reasons, because those follow from limits."""
+"""Stop reasons for callers. Other reasons follow from limits, so callers cannot use them."""
 
 
 class RunQueries:
@@ -90,12 +91,12 @@ class RunQueries:
         self._reports = reports
 
     def read(self, run_id: str, who: Caller, reach: str) -> RunView:
-        """Return the view of a run."""
+        """Return the view of a run that the caller may see."""
         run = self._database.read(lambda connection: run_views.visible(connection, run_id, who=who, reach=reach))
         return self.view(run, who)
 
     def view(self, run: StoredRun, who: Caller) -> RunView:
-        """Return the view of a stored run, with the reason why it waits."""
+        """Return the view of a stored run, including its wait reason."""
         told = self._sentences.told(run.id) if run.state is State.QUEUED else NOTHING
         told = msgspec.structs.replace(told, trouble=self._unwritable())
         return run_views.run_view(run, told=told, reader=who.name)
@@ -106,7 +107,7 @@ class RunQueries:
         position: Position,
         in_thread: Callable[[Callable[[], list[StreamMessage]]], Awaitable[list[StreamMessage]]],
     ) -> AsyncIterator[StreamMessage | None]:
-        """Yield the messages about a run after a position; None keeps the stream alive."""
+        """Yield the stream messages of a run after a position; yield None as a keep-alive."""
         yield AcceptedMessage(run=view)
         watch = RunStream(
             view.id, position, look=lambda after: self._look(view.id, after), files=self._logs, clock=self._clock
@@ -121,7 +122,7 @@ class RunQueries:
 
 
 class StopService:
-    """Stops runs on request of callers."""
+    """Stops runs at the request of callers."""
 
     def __init__(self, *, clock: Clock, database: Transactions, sentences: WaitReasons, announcer: Announcer) -> None:
         self._clock = clock
@@ -170,7 +171,7 @@ Fence = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class RunsQuery(Query, frozen=True, kw_only=True):
-    """Filter of runs. `state` and `tag` (``key=value``) accept commas; `costs` adds costs."""
+    """The query for runs. `state` and `tag` (``key=value``) accept commas; `costs` adds costs."""
 
     state: Label = ""
     owner: Label = ""
@@ -183,7 +184,7 @@ class RunsQuery(Query, frozen=True, kw_only=True):
 
 
 class WatchQuery(Query, frozen=True, kw_only=True):
-    """The position of the reader. `ranks`: "all", or numbers with commas, instead of the run's live ranks."""
+    """The reader's position. `ranks` is "all" or numbers with commas; by default the run's live ranks."""
 
     after: Count = 0
     offsets: Annotated[str, msgspec.Meta(max_length=3_500)] = ""
@@ -191,7 +192,7 @@ class WatchQuery(Query, frozen=True, kw_only=True):
 
 
 class LogQuery(Query, frozen=True, kw_only=True):
-    """The range of a log in bytes; `fence` 0 selects the current attempt."""
+    """The byte range of a log; `fence` 0 selects the current attempt."""
 
     fence: Fence = 0
     offset: Count = 0
@@ -199,13 +200,13 @@ class LogQuery(Query, frozen=True, kw_only=True):
 
 
 class FenceQuery(Query, frozen=True, kw_only=True):
-    """The attempt; 0 selects the current one."""
+    """The query for an attempt; 0 selects the current attempt."""
 
     fence: Fence = 0
 
 
 class ReceiptQuery(FenceQuery, frozen=True, kw_only=True):
-    """The attempt, and optionally one of its nodes by NODE_RANK. 0 selects the current attempt."""
+    """The query for a receipt: the attempt (0 for the current one) and optionally a NODE_RANK."""
 
     crew: Annotated[int, msgspec.Meta(ge=0, lt=NODES_MAX)] | None = None
 
@@ -214,7 +215,7 @@ class ReceiptQuery(FenceQuery, frozen=True, kw_only=True):
 async def create_run(
     call: Call, submissions: SubmissionService, queries: RunQueries, body: RunRequest
 ) -> RunView | Stream[StreamMessage]:
-    """Submit a run. With `Accept: text/event-stream` the answer is its stream."""
+    """Submit a run. With `Accept: text/event-stream`, the answer is the stream of the run."""
     view = await call.in_thread(lambda: submissions.submit(call.who, body))
     if EVENTS not in call.headers.get("accept", ""):
         return view
@@ -262,7 +263,7 @@ async def watch_run(call: Call, queries: RunQueries, run: str, query: WatchQuery
 
 @routes.post("/runs/{run}/stop", needs=writing("runs"))
 def stop_run(call: Call, stops: StopService, run: str, body: StopRequest) -> RunView:
-    """Ask a run to stop."""
+    """Request that a run stops."""
     return stops.request(call.who, call.reach, run_id=run, why=body.reason)
 
 
@@ -279,7 +280,7 @@ def list_attempts(call: Call, database: Transactions, run: str) -> AttemptList:
 
 @routes.get("/runs/{run}/cost", needs=reading("runs"))
 def read_cost(call: Call, clock: Clock, leases: Leases, database: Transactions, run: str) -> CostView:
-    """Return what a run has used so far in all of its attempts, and the cost."""
+    """Return the usage and the cost of all attempts of a run so far."""
     at = metering.now(clock, leases)
 
     def work(db: sa.Connection) -> Cost:
@@ -292,10 +293,11 @@ def read_cost(call: Call, clock: Clock, leases: Leases, database: Transactions, 
 def read_log(
     call: Call, logs: Logs, database: Transactions, run: str, rank: int, stream: str, query: LogQuery
 ) -> Bytes:
-    """Return output of a rank. `SGPU-Next-Offset` is the next offset, `SGPU-Complete` marks the end."""
+    """Return output of a rank. The headers contain `SGPU-Next-Offset` and, at the end, `SGPU-Complete`."""
     stored = database.read(lambda db: _visible(call, db, run))
     fence = query.fence or stored.fence
-    # Read before the size. So the reader misses no concurrent output; at worst it reads some output again.
+    # The state must be read before the size. The reader then misses no concurrent output; in the worst case the reader
+    # receives some output twice.
     complete = stored.state in TERMINAL or fence < stored.fence
     data, size = b"", 0
     if fence:
@@ -329,7 +331,7 @@ def read_file(
         files.check_name(name)
         found = files.find(db, run, query.fence or stored.fence, name)
         if found is None:
-            raise NotFound(f"run {run} has no file {name!r}", hint="`sgpu run show` lists them")
+            raise NotFound(f"run {run} has no file {name!r}", hint="list the files with `sgpu run show`")
         return found
 
     found = database.read(work)
@@ -338,7 +340,7 @@ def read_file(
 
 @routes.get("/runs/{run}/receipt", needs=reading("runs"))
 def read_receipt(call: Call, database: Transactions, run: str, query: ReceiptQuery) -> Response:
-    """Return the receipt of an attempt; for several nodes their combined receipt, or that of one node."""
+    """Return the receipt of an attempt: of one node, or combined for all nodes."""
 
     def work(db: sa.Connection) -> str | None:
         stored = _visible(call, db, run)
@@ -351,7 +353,7 @@ def read_receipt(call: Call, database: Transactions, run: str, query: ReceiptQue
     if receipt is None:
         raise NotFound(
             f"run {run} has no receipt yet",
-            hint="the server receives it after the node has checked and released the devices",
+            hint="the node sends the receipt after it has checked and released the devices",
         )
     return Response(receipt, media_type="application/json")
 

@@ -1,29 +1,29 @@
 """Streams one run to one reader: stored events and output become messages, at the reader's pace.
 
-    hub ── something changed ─▶ look: one read of the database, then of the log files ─▶ messages ─▶ reader
-     ▲                                                                                      │
-     └───────────── version noted before the look ◀──── no more messages ◀──────────────────┘
+    hub ── run changed ─▶ look: one read of the database, then of the log files ─▶ messages ─▶ reader
+     ▲                                                                                │
+     └───────────── version read before the look ◀──── no more messages ◀─────────────┘
 
 The server queues nothing for a reader, because the database and the files contain everything that a slow reader has not
 read. A reader sends its position: `after` (the last event) and `offsets` (the next byte of each stream). A reader that
 reconnects therefore misses nothing and receives nothing twice.
 
 Messages have the order of the run: events of an attempt, its output, its end. The ending follows the last byte of
-output. The receipt follows the ending, and then the stream is over. The end of a run on several nodes comes twice. The
-first message comes once the cause is known and no retry follows, with the reports and files that exist then. The second
-message comes after all of its nodes have ended.
+output. The receipt follows the ending and closes the stream. For a run on several nodes, the stream contains two ending
+messages. The first ending follows as soon as the cause is known and no retry is possible. This early ending contains
+the reports and files that have arrived so far. The second ending follows after all nodes have ended.
 
-The server limits floods: each rank has a token bucket (`node/base/token_bucket.py`) of 1 MB/s and a burst. The stream
-replaces excess output by a gap with the last lines. The files contain everything. If a run has more streams than
-`LIVE_STREAMS_MAX`, the stream contains those of its first ranks.
+The server limits the output rate: each rank has a token bucket (`node/base/token_bucket.py`) of 1 MB/s and a burst. The
+stream replaces excess output by a gap message with the last lines. The log files contain the complete output. If a run
+has more output streams than `LIVE_STREAMS_MAX`, the reader receives those of the first ranks.
 
 Failure cases:
 
 - The reader disconnects. The caller of `RunStream` closes the stream, and this module keeps no state.
 
-- The server stops. The server closes the hub, the stream ends without an ending, and the reader reconnects.
+- The server stops and closes the hub. The stream closes without an ending, and the reader reconnects.
 
-- Retention removes the run. The stream ends.
+- Retention removes the run. The server closes the stream.
 """
 
 from __future__ import annotations
@@ -54,51 +54,51 @@ Stream = Literal["stdout", "stderr"]
 STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 SHOWN_BYTES_PER_S = 1_000_000
 SHOWN_BURST_BYTES = 8_000_000
-"""The maximum output of each rank that a late or returning reader receives at once."""
+"""The maximum output of each rank in bytes that a late or returning reader receives at once."""
 PIECE_BYTES = 64 << 10
 IDLE_S = 9.0
-"""Seconds between messages of an idle stream. Longer silence means that the connection is broken."""
-_LINE_COST_BYTES = 64  # As in node/output/logs.py: a line costs more than its bytes.
+"""Seconds between keep-alive messages of an idle stream. Longer silence means a broken connection."""
+_LINE_COST_BYTES = 64  # The cost of a line in addition to its bytes, as in node/output/logs.py.
 _LAST_LINES_BYTES = 4 << 10
-_LOOK_BYTES_MAX = 1 << 20  # The maximum output of one look, so that one reader does not block a thread for long.
-_CLOSED_S = 1.0  # Seconds until an empty bucket opens again.
+_LOOK_BYTES_MAX = 1 << 20  # The maximum output in one look, so that one reader does not block a thread for long.
+_CLOSED_S = 1.0  # Seconds until an empty token bucket allows output again.
 
 Place = tuple[int, int, Stream]
-"""Fence, rank, stream."""
+"""Fence, rank and name of an output stream."""
 
 
 class Files(Protocol):
     """The part of `server.logs.Logs` that this module uses."""
 
     def read(self, run_id: str, fence: int, *, rank: int, stream: str, offset: int = 0, limit: int) -> bytes:
-        """Return bytes from an offset."""
+        """Return bytes of an output stream from an offset."""
         ...
 
     def size(self, run_id: str, fence: int, *, rank: int, stream: str) -> int:
-        """Return the number of bytes."""
+        """Return the size of an output stream in bytes."""
         ...
 
     def sizes(self, run_id: str, fence: int) -> Mapping[tuple[int, str], int]:
-        """Return the number of bytes by rank and stream."""
+        """Return the sizes of all output streams in bytes, by rank and stream."""
         ...
 
 
 class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a run, read in one transaction."""
+    """The state of a run and its new events, read in one transaction."""
 
-    run: RunView  # The current view.
-    events: tuple[StateMessage, ...] = ()  # New events for the reader, in order, without the ending.
-    ended: EndedMessage | None = None  # The ending, once the run's state is final.
-    early: EndedMessage | None = None  # The expected ending, if it is known before all nodes have ended.
-    may_be_early: bool = False  # True if the passing of time alone may reveal the ending.
-    settled: SettledMessage | None = None  # The last message of the stream.
+    run: RunView  # The current view of the run.
+    events: tuple[StateMessage, ...] = ()  # New events for the reader, in order, without the ending message.
+    ended: EndedMessage | None = None  # The ending message, once the run's state is final.
+    early: EndedMessage | None = None  # The early ending message, if it is known before all nodes have ended.
+    may_be_early: bool = False  # True if the ending may become known without another event, only because time passes.
+    settled: SettledMessage | None = None  # The last message of the stream, with the receipt.
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
     """The position of a reader in a stream."""
 
     after: int = 0  # `seq` of the reader's last event.
-    # The next byte of each stream that the reader has read.
+    # The next byte to read of each output stream.
     offsets: dict[Place, int] = msgspec.field(default_factory=dict)
     # The ranks whose output the reader wants; None for the run's live ranks.
     ranks: tuple[int, ...] | Literal["all"] | None = None
@@ -107,7 +107,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
 class RunStream:
     """The stream of a run to one reader.
 
-    `look` reads the news after an event. The stream calls it in a thread.
+    `look` reads new events and output. The stream calls `look` in a thread.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class RunStream:
     async def messages(
         self, hub: Hub, in_thread: Callable[[Callable[[], list[StreamMessage]]], Awaitable[list[StreamMessage]]]
     ) -> AsyncIterator[StreamMessage | None]:
-        """Yield messages until the run is settled or the hub is closed; yield None after a silence."""
+        """Yield messages until the run is settled or the hub closes; yield None as a keep-alive."""
         key, silent = run_key(self._run_id), False
         while not hub.closed:
             seen = hub.version(key)
@@ -143,12 +143,12 @@ class RunStream:
             silent = await hub.changed(key, seen, pause_s) == seen and not self._output.flooded
 
     def next(self) -> list[StreamMessage]:
-        """Return the next messages in order, bounded; blocks for the database and the files."""
+        """Return the next messages in order, up to a limit; blocks on the database and the files."""
         look = self._kept or self._look(self._after)
         found = self._said(look)
         self._soon = look.may_be_early
-        # An ending is final and may contain the files of thousands of ranks. So the stream reads it once, even before
-        # much output.
+        # An ending is final and may contain the files of thousands of ranks. The stream therefore reads the ending
+        # once, even before much output.
         self._kept = look if look.ended is not None and self._output.more_to_read else None
         return found
 
@@ -157,7 +157,7 @@ class RunStream:
         for event in look.events:
             if event.seq <= self._after:
                 continue
-            # The attempt of this event is over.
+            # The attempt of this event has ended.
             if event.fence and (event.state is State.QUEUED or event.state in TERMINAL):
                 found += self._output.more(event.fence, look.run.spec.ranks_log, over=True)
                 if self._output.more_to_read:
@@ -171,7 +171,7 @@ class RunStream:
             return found
         found += self._endings(look)
         if look.early is not None and not self._early and not self._output.more_to_read:
-            self._early = True  # Output of other nodes and the final ending still follow.
+            self._early = True  # The output of other nodes and the final ending still follow.
             found.append(look.early)
         # A change of the wait reason without a change of its sentence sends no message.
         is_new = look.run.sentence not in ("", self._sentence) or look.run.tracked != self._tracked
@@ -183,11 +183,12 @@ class RunStream:
     def _endings(self, look: RunSnapshot) -> Iterator[StreamMessage]:
         if look.ended is not None and not self._ended:
             self._ended = True
-            # Otherwise the reader already has the ending and returned for the receipt.
+            # The reader already has the ending and reconnected only for the receipt.
             if look.ended.seq > self._after:
                 self._after = look.ended.seq
                 yield look.ended
-            elif look.ended.seq < self._after:  # A server that was restored from a backup continues with lower numbers.
+            # After a restore from a backup, the server continues with lower event numbers.
+            elif look.ended.seq < self._after:
                 yield msgspec.structs.replace(look.ended, seq=0)
         if self._ended and look.settled is not None and not self.over:
             self.over = True
@@ -195,7 +196,7 @@ class RunStream:
 
 
 class _Output:
-    """The output of a run's ranks that one reader has received."""
+    """The output of a run's ranks that one reader has already received."""
 
     def __init__(self, run_id: str, position: Position, files: Files, clock: Clock) -> None:
         self._run_id = run_id
@@ -203,20 +204,20 @@ class _Output:
         self._clock = clock
         self._wanted = position.ranks
         self._offsets = dict(position.offsets)
-        # A reader with output of a later attempt has received all output of the earlier ones.
+        # A reader of a later attempt has already received all output of the earlier attempts.
         self._first = max((fence for fence, _rank, _stream in position.offsets), default=1)
         self._buckets: dict[int, TokenBucket] = {}
         self._cut: set[Place] = set()
         self.more_to_read = False
-        """The last look left output that the stream may send at once."""
+        """True if the last look left output that the stream may send at once."""
         self.flooded = False
-        """The last look left output because a bucket is empty."""
+        """True if the last look left output because a token bucket is empty."""
 
     def more(self, fence: int, shown: Sequence[int] | None, *, over: bool) -> list[StreamMessage]:
-        """Return new output of an attempt, bounded.
+        """Return new output of an attempt, up to a limit.
 
-        `shown` contains the ranks that the run shows live, or None for all. If the attempt is `over`, floods become
-        gaps.
+        `shown` contains the ranks with live output, or None for all. If the attempt is `over`, a gap message replaces
+        output over the limit.
         """
         self.more_to_read = self.flooded = False
         found: list[StreamMessage] = []
@@ -234,13 +235,13 @@ class _Output:
         if wanted is not None:
             ranks = list(dict.fromkeys(wanted))[: LIVE_STREAMS_MAX // len(STREAMS)]
             return [(fence, rank, stream) for rank in ranks for stream in STREAMS]
-        # The sizes include telemetry samples, which live streams exclude.
+        # The sizes include telemetry samples, which a live stream does not contain.
         sizes = self._files.sizes(self._run_id, fence)
         there = sorted((rank, stream) for rank, name in sizes for stream in STREAMS if name == stream)
         return [(fence, rank, stream) for rank, stream in there[:LIVE_STREAMS_MAX]]
 
     def _of(self, place: Place, left: int, over: bool) -> tuple[list[StreamMessage], int]:
-        """Return new output of one stream, at most `left` bytes, and its size."""
+        """Return new output of one stream, up to `left` bytes, and its size."""
         fence, rank, stream = place
         at = self._offsets.get(place, 0)
         size = self._files.size(self._run_id, fence, rank=rank, stream=stream)
@@ -273,7 +274,7 @@ class _Output:
         return found, taken
 
     def _skipped(self, place: Place, at: int, size: int) -> list[StreamMessage]:
-        """Return the gap of a flood, and its last lines."""
+        """Return the gap message for output over the limit, and the last lines."""
         fence, rank, stream = place
         start = max(at, size - _LAST_LINES_BYTES)
         tail = self._read(place, start, size - start)
@@ -319,7 +320,7 @@ def _aside(run: RunView) -> StateMessage:
 
 
 def parse_offsets(text: str) -> dict[Place, int]:
-    """Return the offsets of a text ``"<fence>.<rank>.<stream>:<next byte>,…"``."""
+    """Return the offsets in a text ``"<fence>.<rank>.<stream>:<next byte>,…"``."""
     found: dict[Place, int] = {}
     for item in filter(None, text.split(",")):
         place, _, offset = item.partition(":")
@@ -330,12 +331,12 @@ def parse_offsets(text: str) -> dict[Place, int]:
             )
         found[int(parts[0]), int(parts[1]), "stderr" if parts[2] == "stderr" else "stdout"] = int(offset)
     if len(found) > 2 * LIVE_STREAMS_MAX:
-        raise InvalidValue(f"{len(found)} offsets are over the limit of {2 * LIVE_STREAMS_MAX}")
+        raise InvalidValue(f"the request has {len(found)} offsets, over the limit of {2 * LIVE_STREAMS_MAX}")
     return found
 
 
 def parse_ranks(text: str) -> tuple[int, ...] | Literal["all"] | None:
-    """Return the ranks of a text: ``"all"``, ``"0,3"``, or "" for the run's live ranks."""
+    """Return the ranks in a text: ``"all"``, ``"0,3"``, or "" for the run's live ranks."""
     if text in ("", "all"):
         return "all" if text else None
     items = text.split(",")

@@ -1,6 +1,6 @@
-"""Views of runs: turns rows into the messages of `wire/runs.py`.
+"""Converts rows of runs into the messages of `wire/runs.py`.
 
-The server does not reveal runs that the caller may not see: `visible` raises `NotFound` in both cases.
+`visible` raises the same `NotFound` for missing runs and for runs that the caller may not see.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from serverless_gpu.wire.runs import (
 
 
 def visible(connection: sa.Connection, run_id: str, *, who: Caller, reach: str) -> StoredRun:
-    """Return a run that the caller may see."""
+    """Return a run if the caller may see it, else raise `NotFound`."""
     run = runs.find(connection, run_id)
     if run is None or not in_reach(run, who=who, reach=reach):
         raise NotFound(f"there is no run {run_id[:40]!r} that you may see", hint="list your runs with `sgpu runs`")
@@ -61,7 +61,8 @@ def run_view(run: StoredRun, *, told: WaitNotice = NOTHING, deduplicated: bool =
     """
     attempt, spec, said = run.attempt, run.spec, sentence(run, waits_for=told.sentence)
     if isinstance(spec.payload, Function) and spec.payload.call is not None:
-        # The view omits the digests of the call, because a run that names them receives their bytes (`submission.py`).
+        # The view omits the digests of the call, because anyone can submit a run with these digests and receive the
+        # bytes (`submission.py`).
         spec = msgspec.structs.replace(spec, payload=Function())
     return RunView(
         id=run.id,
@@ -91,7 +92,7 @@ def run_view(run: StoredRun, *, told: WaitNotice = NOTHING, deduplicated: bool =
 
 
 def crew_views(attempt: StoredAttempt) -> tuple[CrewView, ...]:
-    """Return the crews of an attempt on several nodes; empty for one node."""
+    """Return the parts of an attempt on several nodes; empty for an attempt on one node."""
     if attempt.num_nodes == 1:
         return ()
     return tuple(
@@ -112,7 +113,7 @@ def crew_views(attempt: StoredAttempt) -> tuple[CrewView, ...]:
 
 
 def sentence(run: StoredRun, *, waits_for: str = "") -> str:
-    """Return the sentence of a run: its wait reason, the message of its node, or why it ended."""
+    """Return the sentence of a run for users: its wait reason, its node's message, or why it ended."""
     attempt = run.attempt
     if run.reason is not None:
         return reason_sentence(run.reason, run.detail)
@@ -155,12 +156,12 @@ def attempt_view(attempt: StoredAttempt) -> AttemptView:
 
 
 def file_views(found: Iterable[StoredFile]) -> tuple[FileView, ...]:
-    """Return the views of files, with the bytes that were read."""
+    """Return the views of files with their contents."""
     return tuple(FileView(name=file.name, size=file.size, inline=file.inline) for file in found)
 
 
 def state_message(event: StoredEvent) -> StateMessage:
-    """Return the message of an event."""
+    """Return the stream message of an event."""
     return StateMessage(
         seq=event.seq,
         fence=event.fence,
@@ -173,7 +174,7 @@ def state_message(event: StoredEvent) -> StateMessage:
 
 
 def ended_message(run: StoredRun, outcome: CrewOutcome, found: Sequence[StoredFile]) -> EndedMessage:
-    """Return the final message of a run: its last event, the reports of its nodes, and its files."""
+    """Return the final message of a run, with its last event, its nodes' reports, and its files."""
     return EndedMessage(
         seq=run.events,
         fence=run.fence,
@@ -186,7 +187,7 @@ def ended_message(run: StoredRun, outcome: CrewOutcome, found: Sequence[StoredFi
 
 
 def early_message(run: StoredRun, told: EarlyEnding, found: Sequence[StoredFile]) -> EndedMessage:
-    """Return the early ending of a run, without a number, because the run's last event follows later."""
+    """Return the early ending of a run. The message has no number, because the last event follows later."""
     return EndedMessage(
         seq=0,
         fence=run.fence,
@@ -199,14 +200,14 @@ def early_message(run: StoredRun, told: EarlyEnding, found: Sequence[StoredFile]
 
 
 def settled_message(outcome: CrewOutcome) -> SettledMessage:
-    """Return the last message of a stream."""
+    """Return the last message of a run's stream."""
     return SettledMessage(receipt=_json(outcome.receipt))
 
 
 def look(
     connection: sa.Connection, run_id: str, after: int, *, told: WaitNotice = NOTHING, quiet: Quiet = lambda crew: None
 ) -> RunSnapshot:
-    """Return the state of a run, with the events that a reader of its stream does not have."""
+    """Return the state of a run, with the events that the reader of a stream lacks."""
     run = runs.find(connection, run_id)
     if run is None:
         raise NotFound(f"there is no run {run_id[:40]!r}")

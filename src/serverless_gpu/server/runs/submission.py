@@ -1,13 +1,13 @@
-"""Submits a run: checks it, seals its secrets, writes it once, and acknowledges it when it is durable.
+"""Accepts runs: checks a run, encrypts its secrets, stores it once, and acknowledges the durable run.
 
-    request ─▶ is it valid? ─▶ are its bytes here? ─▶ below the limit? ─▶ run + event + audit, one transaction ─▶ wakeup
+    request ─▶ valid? ─▶ are its blobs stored? ─▶ below the limit? ─▶ run + event + audit, one transaction ─▶ wakeup
 
-The client generates the identifier and writes it to its disk before it sends the request. A client repeats a request
-after a lost answer, or a user submits twice. The server then returns the existing run. Another request under the same
-identifier is a conflict and changes nothing.
+The client generates the run identifier and stores it on disk before the request. If a client repeats a request after a
+lost answer, the server returns the existing run. Another request with the same identifier is a conflict and changes
+nothing.
 
-The server does not read the payload. The call is a byte string. The context contains the caller's variables, so the
-server seals it before it reaches the database. `QueueLimits` bounds the waiting runs of a principal.
+The server does not unpickle the call. The context contains the caller's environment variables, so the server encrypts
+the context before it writes to the database. `QueueLimits` bounds the waiting runs of a principal.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ class SubmissionService:
         self._policy_admission = policy_admission
 
     def submit(self, who: Caller, request: RunRequest) -> RunView:
-        """Accept a run; it is durable when this returns.
+        """Accept a run, which is durable when this function returns.
 
-        The answer is `deduplicated` if the server already has the same request.
+        The answer has `deduplicated` set if the server already has the same request.
         """
         check(request, who)
         digest = self._keys.fingerprint(msgspec.json.encode(request, order="deterministic"))
@@ -115,7 +115,7 @@ class SubmissionService:
         low = self._low()
         payload = request.spec.payload
         has_bytes = bool(request.snapshot) or (isinstance(payload, Function) and payload.call is not None)
-        # A repeated request needs none of these checks, so search for the run first.
+        # A repeated request needs none of these checks, so the server looks for an existing run first.
         if low or not has_room or has_bytes:
             before = self._database.read(lambda connection: runs.find(connection, request.id))
             if before is not None:
@@ -159,10 +159,10 @@ class SubmissionService:
         return run_views.run_view(run, told=self._sentences.told(run.id), deduplicated=True, reader=who.name)
 
     def _written(self, new: NewRun, who: Caller, at_ns: int) -> tuple[StoredRun, bool]:
-        """Store a run; between two tries, read packages that its policy compares."""
+        """Store a run; between two attempts, read missing packages that its policy compares."""
         packages: dict[str, Packages | None] = {}
         brought = PolicyInputs(snapshot=new.snapshot, packages=packages)
-        while True:  # Each try reads packages that were missing before.
+        while True:  # Each iteration reads packages that were missing before.
             try:
                 return self._database.write(lambda connection: self._create(connection, new, who, at_ns, brought))
             except PackagesNotLoaded as unread:
@@ -191,7 +191,7 @@ class SubmissionService:
             if missing:
                 raise NotFound(
                     f"{len(missing)} parts of the call are not on the server, for example {missing[0][:12]}",
-                    hint="send them first: PUT /blobs/{digest}",
+                    hint="upload the missing parts first: PUT /blobs/{digest}",
                 )
         if request.snapshot:
             self._environments.need(request.snapshot)
@@ -202,16 +202,16 @@ class SubmissionService:
         if waiting >= most:
             raise TooLarge(
                 f"{who.name} already has {waiting} waiting runs, the maximum",
-                hint="wait until some have started, or cancel some",
+                hint="wait until some runs have started, or cancel some",
             )
         self._waiting_room.counted(who.name, most - waiting - 1)
 
 
 class QueueLimits:
-    """Free places in the queue by owner. The server counts waiting runs only when the places are used up.
+    """Caches free queue slots by owner. The server counts waiting runs only when the slots are used up.
 
-    Between two counts, runs of an owner mostly leave the queue. Each new run decrements the places here. The count is
-    therefore wrong by no more than the few runs that return to the queue.
+    Each new run decrements the free slots of its owner. Between two counts, runs usually leave the queue and rarely
+    return. The cached number is therefore wrong by at most the few runs that return to the queue.
     """
 
     def __init__(self) -> None:
@@ -219,7 +219,7 @@ class QueueLimits:
         self._room: dict[str, int] = {}
 
     def enter(self, owner: str) -> bool:
-        """Take a place; return False if the caller must count rows first."""
+        """Use a free slot; return False if the caller must count rows first."""
         with self._lock:
             room = self._room.get(owner, 0)
             if room > 0:
@@ -227,7 +227,7 @@ class QueueLimits:
             return room > 0
 
     def counted(self, owner: str, free: int) -> None:
-        """Store the free places of an owner after a count."""
+        """Store the free slots of an owner after a count."""
         with self._lock:
             if len(self._room) >= _OWNERS_MAX:
                 self._room.clear()
@@ -235,10 +235,11 @@ class QueueLimits:
 
 
 def check(request: RunRequest, who: Caller) -> None:
-    """Refuse an invalid request, regardless of the server's state."""
+    """Refuse a request that is invalid regardless of the server's state."""
     if created_wall_ns(request.id) is None:
         raise InvalidValue(
-            f"{request.id[:40]!r} is not a valid run identifier", hint="the client must generate 26 characters"
+            f"{request.id[:40]!r} is not a valid run identifier",
+            hint="a run identifier has 26 characters, generated by the client",
         )
     check_spec(request.spec, who)
     _check_payload(request)
@@ -258,11 +259,11 @@ def check_spec(spec: RunSpec, who: Caller) -> None:
     if spec.team is not None and spec.team not in who.teams:
         raise InvalidValue(
             f"{who.name} is not a member of team {spec.team[:NAME_CHARACTERS_MAX]!r}",
-            hint=f"teams: {', '.join(who.teams) or 'none'}; `sgpu team join` adds you to one",
+            hint=f"your teams: {', '.join(who.teams) or 'none'}; `sgpu team join` adds you to a team",
         )
     secrets.check(spec.secrets, spec.secret_variables)
     if len(spec.tags) > TAGS_MAX:
-        raise TooLarge(f"{len(spec.tags)} tags are over the limit of {TAGS_MAX}")
+        raise TooLarge(f"the run has {len(spec.tags)} tags, over the limit of {TAGS_MAX}")
     for key, value in spec.tags.items():
         check_text("a tag", key, TAG_CHARACTERS_MAX)
         check_text(f"tag {key!r}", value, TAG_CHARACTERS_MAX)
@@ -290,7 +291,9 @@ def _check_payload(request: RunRequest) -> None:
     called = request.spec.payload
     match called:
         case Kernel():
-            raise InvalidValue("notebook kernels cannot run on a server yet", hint="submit a function or a command")
+            raise InvalidValue(
+                "notebook kernels cannot run on a server yet", hint="submit a function or a command instead of a kernel"
+            )
         case Command():
             if request.call is not None:
                 raise InvalidValue("a command must not contain a pickled call")
@@ -301,11 +304,14 @@ def _check_payload(request: RunRequest) -> None:
             if called.call is not None:
                 check_reference(called.call)
             elif len(request.call or b"") > INLINE_BYTES_MAX:
-                raise TooLarge(f"the call has {len(request.call or b'')} bytes", hint="send it as a blob")
+                raise TooLarge(
+                    f"the pickled call in the request has {len(request.call or b'')} bytes",
+                    hint="upload the call as a blob",
+                )
 
 
 def _check_origin(request: RunRequest) -> None:
-    """Refuse invalid values of a run's origin and imports."""
+    """Refuse invalid values in the origin and imports of a run."""
     target = request.target
     check_target(target)
     check_text("version", request.version, VERSION_CHARACTERS_MAX)
@@ -324,7 +330,7 @@ def _check_origin(request: RunRequest) -> None:
             hint="remove very large environment variables",
         )
     if not context.lstrip().startswith(b"{"):
-        raise InvalidValue("context is not an object")
+        raise InvalidValue("the caller's context is not a JSON object")
 
 
 def check_target(target: Target) -> None:

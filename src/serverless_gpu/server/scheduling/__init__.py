@@ -1,5 +1,5 @@
-"""The scheduler: the snapshot of the queue, the planner's state, a tick, feasibility, the reconciler.
+"""The scheduler and the reconciler, with queue snapshot, planner state and feasibility checks.
 
-A tick of `scheduler.py` writes attempts and orders in one transaction. `reconciler.py` repeats work that a crash left
-unfinished. `model/scheduling` makes the decisions.
+Each tick of `scheduler.py` writes attempts and orders in one transaction. `reconciler.py` completes work that a crash
+interrupted. `model/scheduling` contains the scheduling algorithm.
 """

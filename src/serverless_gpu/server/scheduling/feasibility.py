@@ -1,22 +1,22 @@
-"""Feasibility: refuses or ends runs that no node could ever serve.
+"""Refuses or ends runs that no node could ever serve.
 
-`Feasibility` refuses a run before it is queued:
+`Feasibility` checks a run before the server queues it:
 
     nodes that reported within `KNOWN_S`, also drained and silent ones ─▶ one could serve it   ─▶ queued
                                                                        └▶ none could           ─▶ NoSuitableNode
-    no known node, or a node of the engine has not said hello yet      ─▶ queued; decided once that is over
+    no known node, or a node of the engine has not sent hello yet      ─▶ queued; decided later
 
-`FeasibilityCache` remembers feasible demands for some seconds. Of a thousand equal requests, the server therefore
-checks one. The cache also remembers which runs were queued before nodes were known.
+`FeasibilityCache` caches feasible demands for some seconds. The server therefore checks only one of a thousand equal
+requests. The cache also stores which runs were queued before nodes were known.
 
-The server queues a run with `wait` in any case. `UnsatisfiableRuns` ends such a run after `unsatisfiable_after`, and
-also a run whose node left:
+The server always queues a run with the `wait` option. `UnsatisfiableRuns` ends queued runs that no node can serve for
+`unsatisfiable_after`, also after a node left:
 
-    a node leaves, a pool shrinks ─▶ "no node has H100 …" ─── while this lasts ──▶ FAILED/unsatisfiable
-                                     └─ a node joins ─▶ it waits like any other run, and the time starts again
+    a node leaves, a pool shrinks ─▶ "no node has H100 …" ── no change in time ─▶ FAILED/unsatisfiable
+                                     └─ a node joins ─▶ it waits like any other run; the timer is reset
 
-The server keeps this time in memory, so the time starts again after a restart. A run does not end because of time
-without a running server. A silent or drained node can return, so it counts until an operator forgets it.
+The server stores this timer in memory, so the timer starts again after a restart. Time without a running server
+therefore does not end a run. A silent or drained node can return, so such a node counts until an operator forgets it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ KEPT_S = 10.0
 _ALIKE_MAX = 1_000
 _UNDECIDED_MAX = 10_000
 KNOWN_S = 86_400.0
-"""Seconds for which a node counts after its last message."""
+"""Seconds after its last message for which a silent node still counts as known."""
 EVERY_S = 30.0
 AT_ONCE = 64
 _log = logging.getLogger(__name__)
@@ -77,7 +77,8 @@ class Feasibility:
     def refuse(self, connection: sa.Connection, run: StoredRun) -> bool:
         """Refuse a run that no known node could ever serve.
 
-        Return True if the known nodes suffice to decide. Otherwise `FeasibilityCache.defer` takes the run.
+        Return True if the known nodes suffice for a decision. Otherwise the caller passes the run to
+        `FeasibilityCache.defer`.
         """
         if run.spec.wait:
             return True
@@ -94,7 +95,7 @@ class Feasibility:
         return is_decided
 
     def decide(self, connection: sa.Connection, asked: QueuedRun) -> tuple[bool, Shortage | None]:
-        """Return True if the known nodes suffice to decide, and the shortage if none could serve the run."""
+        """Return True if the known nodes suffice for a decision, and the shortage if none could serve the run."""
         alike, now_ns = like(asked), self._clock.boottime_ns()
         if self._feasible.knows(alike, now_ns):
             return True, None
@@ -118,7 +119,7 @@ class Feasibility:
 
 
 class FeasibilityCache:
-    """Remembers feasible demands. Thread-safe."""
+    """Caches feasible demands and stores deferred runs. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -126,19 +127,19 @@ class FeasibilityCache:
         self._undecided: dict[str, None] = {}
 
     def knows(self, alike: QueuedRun, now_ns: int) -> bool:
-        """Return True if some node could serve such a run a moment ago."""
+        """Return True if a recent check found a node for such a demand."""
         with self._lock:
             return now_ns < self._until_ns.get(alike, 0)
 
     def note(self, alike: QueuedRun, now_ns: int) -> None:
-        """Remember that some node could serve such a run."""
+        """Cache that some node could serve a demand."""
         with self._lock:
             if len(self._until_ns) >= _ALIKE_MAX:
                 self._until_ns.clear()
             self._until_ns[alike] = now_ns + round(KEPT_S * 1e9)
 
     def defer(self, run_id: str) -> None:
-        """Remember a run that was queued before all nodes were known."""
+        """Store a run that was queued before all nodes were known."""
         with self._lock:
             if len(self._undecided) < _UNDECIDED_MAX:
                 self._undecided[run_id] = None
@@ -149,7 +150,7 @@ class FeasibilityCache:
             return list(self._undecided)
 
     def settle(self, run_id: str) -> None:
-        """Forget a run that is decided or no longer waits."""
+        """Remove a run from the deferred runs, because it is decided or no longer waits."""
         with self._lock:
             self._undecided.pop(run_id, None)
 
@@ -181,7 +182,7 @@ class UnsatisfiableRuns:
         sentences.end_by(self.ends_ns)
 
     def look(self, waiting: Mapping[str, QueuedRun], now_ns: int) -> int:
-        """End some runs that have waited long enough; return the number of all such runs."""
+        """End some runs that have waited too long without a suitable node; return the number of all such runs."""
         self._decide_deferred(waiting)
         after_s = self._settings.unsatisfiable_after_s
         is_due = self._looked_ns is None or now_ns - self._looked_ns >= EVERY_S * 1e9
@@ -197,7 +198,7 @@ class UnsatisfiableRuns:
         return len(over)
 
     def _decide_deferred(self, waiting: Mapping[str, QueuedRun]) -> None:
-        """End runs that were queued before nodes were known, if none of these nodes could ever serve them."""
+        """End deferred runs if no node could ever serve them, now that the nodes are known."""
         for run_id in self._feasible.undecided():
             run = waiting.get(run_id)
             if run is None:
@@ -210,7 +211,7 @@ class UnsatisfiableRuns:
                 self._end(run_id, self._sentences.impossible(run) or found.why)
 
     def ends_ns(self, run_id: str) -> int | None:
-        """Return when an unsatisfiable run ends, nanoseconds since 1970; None for never."""
+        """Return the time when an unsatisfiable run ends, nanoseconds since 1970; None for never."""
         after_s, clock = self._settings.unsatisfiable_after_s, self._clock
         if not after_s:
             return None
@@ -220,7 +221,7 @@ class UnsatisfiableRuns:
         return self._ends_ns[run_id]
 
     def _never(self, waiting: Iterable[QueuedRun]) -> dict[str, str]:
-        """Return why runs can never be served, only for such runs; computed once for equal demands."""
+        """Return, for each run that no node can ever serve, the reason; computed once for equal demands."""
         known: dict[QueuedRun, str] = {}
         found: dict[str, str] = {}
         for run in waiting:

@@ -1,16 +1,16 @@
-"""Reserves placed gangs with an engine; orders leave only when the engine has reserved the nodes.
+"""Reserves placed gangs with an engine. The server sends orders only after the reservation.
 
     just placed ─▶ `ask`  ─┐
     each tick   ─▶ `look` ─┴▶ engine.submit
-         Placed       the streams of its nodes look again: now their orders leave (`OrderDeliveries.is_held_back`)
-         Waiting      the run's wait reason says why; the next tick asks again
-         Impossible   the gang goes back to the queue
-    asked to stop before it was reserved ─▶ the attempt is over at once
+         Placed       the order streams of the nodes send the orders (`OrderDeliveries.is_held_back`)
+         Waiting      the run's wait reason contains the reason; the next tick retries
+         Impossible   the run returns to the queue
+    stop request before the reservation ─▶ the attempt ends at once
 
-A gang on nodes of the engine and on other nodes waits as a whole, because an early crew would find no peers.
+A gang that also uses nodes outside the engine waits as a whole, because early ranks would find no peers.
 
-If the server is killed, the next one reads the open orders and the engine's reservations, and continues from there. An
-order without a reservation never left, unless a node has taken it, because engines remember their reservations.
+After a crash, the server reads the open orders and the engine's reservations and continues. Engines store their
+reservations. An order without a reservation was therefore never sent, unless a node has confirmed the order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from serverless_gpu.server.records import crews, orders, runs
 from serverless_gpu.server.records.active_runs import ActiveRun
 from serverless_gpu.server.records.nodes import StoredNode
 
-_UNKNOWN = "\0"  # An earlier process may have stored an outdated sentence.
+_UNKNOWN = "\0"  # An earlier server process may have stored an outdated sentence.
 
 
 class _Asked(msgspec.Struct, frozen=True):
@@ -38,14 +38,14 @@ class _Asked(msgspec.Struct, frozen=True):
 
     run_id: str
     fence: int
-    request: Request  # The request for those of the gang's nodes that belong to the engine.
+    request: Request  # The engine request for the nodes of the gang that belong to the engine.
     node_ids: tuple[str, ...]  # All nodes of the gang.
 
 
 class EngineReservations:
-    """Reserves gangs with an engine. Only `give_back` is thread-safe.
+    """Reserves gangs with an engine. Of the methods, only `give_back` is thread-safe.
 
-    Nodes that the engine does not know have joined without it.
+    Nodes that the engine does not know joined the server without the engine.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class EngineReservations:
 
     @property
     def is_waiting(self) -> bool:
-        """Return True if the engine must be asked again soon."""
+        """Return True if the scheduler must query the engine again soon."""
         return bool(self._asked)
 
     def ask(self, placement: Placement, fence: int, stored: Mapping[str, StoredNode]) -> None:
@@ -79,9 +79,9 @@ class EngineReservations:
             self._ask(asked)
 
     def look(self, active: Sequence[ActiveRun]) -> None:
-        """Ask for every starting gang that the engine has not reserved, also if another server placed it.
+        """Request every missing reservation of a starting gang, even if an earlier server placed the gang.
 
-        A running gang already has agents, and a gang that has ended needs none.
+        A running gang is already reserved, and a gang that has ended needs no reservation.
         """
         if self._engine is None:
             return
@@ -103,19 +103,19 @@ class EngineReservations:
         self._said = {gang: sentence for gang, sentence in self._said.items() if gang in self._asked}
         for run, _ in found:
             if run.stop is not None:
-                self.give_back(run.id, run.fence, f"the run was asked to stop ({run.stop}) before it started")
+                self.give_back(run.id, run.fence, f"a stop was requested ({run.stop}) before the run started")
         for asked in list(self._asked.values()):
             self._ask(asked)
 
     def give_back(self, run_id: str, fence: int, why: str) -> bool:
-        """Requeue a run whose order has not left this process; return True if the run was requeued."""
+        """Requeue a run whose order is unsent; return True if the run was requeued."""
         is_over = self._requeue.give_back(run_id, fence, why)
         if is_over and self._engine is not None:
             self._engine.release(f"{run_id}:{fence}")
         return is_over
 
     def _look_first(self, found: Sequence[ActiveRun]) -> None:
-        """Adopt gangs that an earlier process placed and no engine has reserved: their orders have not left."""
+        """Adopt placed gangs of an earlier process without a reservation, because their orders are unsent."""
         if self._has_looked:
             return
         ids = [run.id for run in found]
@@ -125,7 +125,7 @@ class EngineReservations:
             return [
                 (run.id, run.fence)
                 for run in runs.find_many(connection, ids)
-                # A restored run may have started after the backup.
+                # A run may have started after the backup from which the server was restored.
                 if run.restored_ns is None and (run.id, run.fence) not in taken
             ]
 
@@ -135,7 +135,7 @@ class EngineReservations:
         self._has_looked = True
 
     def _wanted(self, run_id: str, fence: int, shares: Sequence[tuple[str, Share]]) -> _Asked | None:
-        """Return the request to the engine, or None if no node belongs to it."""
+        """Return the request to the engine, or None if the engine has none of the nodes."""
         engine = self._engine
         own = tuple(share for _, share in shares if engine is not None and engine.has(share.node))
         if engine is None or not own:
@@ -156,13 +156,13 @@ class EngineReservations:
         elif isinstance(answer, Impossible):
             del self._asked[gang]
             if not self.give_back(asked.run_id, asked.fence, answer.sentence):
-                # The order may have left long ago; then its node reports the outcome.
+                # An earlier process may have sent the order; then the node reports the outcome.
                 self._say(asked, answer.sentence)
         else:
             self._say(asked, answer.sentence)
 
     def _say(self, asked: _Asked, sentence: str) -> None:
-        """Store the reason why a gang waits, if it has changed."""
+        """Store the wait reason of a gang, if the reason has changed."""
         gang = asked.request.gang.id
         if self._said.get(gang, "") == sentence:
             return

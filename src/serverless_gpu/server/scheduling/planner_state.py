@@ -1,24 +1,24 @@
-"""Keeps the scheduler's planner up to date: each tick applies the difference to the database.
+"""Synchronizes the scheduler's planner with the database: each tick applies the differences.
 
     database, presence ─▶ current state ─┐
                                          ├─ difference ─▶ Planner.apply ─▶ Planner.decide ─▶ placements, preemptions
     state that the planner knows ────────┘
 
-The sync treats decisions of the planner (placements, preemptions) as known to the planner. A decision can fail because
-the run was cancelled, the node restarted, or the database was unavailable. The next tick then finds another state and
-applies it like any other difference. So the sync never has to undo a decision.
+The sync treats decisions of the planner (placements, preemptions) as known to the planner. Storing a decision can fail:
+a user cancels the run, the node restarts, or the database is unavailable. The next tick then reads the actual state and
+applies the difference. The sync therefore never has to undo a decision.
 
-The planner's clock is this process's boottime, set to the wall clock time at the start. The planner's clock never goes
-back, and its times are readable dates. If an operator sets the wall clock by more than `OFF_S`, the sync creates a new
-planner from the whole state. The database stores the promised latest start of each run, and the sync passes it to a new
+The planner's clock is the wall clock time at the start plus the boottime since then. This clock never goes back, and
+its times are readable dates. If an operator moves the wall clock by more than `OFF_S`, the sync creates a new planner
+from the database. The database stores the promised latest start of each run, and the sync passes these times to a new
 planner.
 
 Failure cases:
 
-- A tick fails. `forget` makes the next tick begin with an empty planner, as after a start.
+- A tick fails. After `forget`, the next tick begins with an empty planner, as after a start.
 
-- The server is killed after it promised a latest start and before it stored the promise. The next server may break that
-  promise.
+- The server is killed after it promised a latest start and before it stored the promise. The next server process may
+  start the run later than promised.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ V = TypeVar("V")
 
 
 class PlannerSync:
-    """Keeps a planner in sync with the database. Not thread-safe; other threads use `WaitReasons`."""
+    """Synchronizes a planner with the database. Not thread-safe; other threads use `WaitReasons`."""
 
     def __init__(
         self,
@@ -95,10 +95,10 @@ class PlannerSync:
         self._pools: dict[str, Pool] = {}
         self._waiting: dict[str, QueuedRun] = {}
         self._running: dict[str, RunningRun] = {}
-        # Running runs that a decision placed and that the database does not contain yet.
+        # Placed runs that the planner counts as running and that the database does not contain yet.
         self._unseen: set[str] = set()
         self._underway: dict[str, Placement] = {}  # Placements that the scheduler has not written yet.
-        self._promised: dict[str, Reservation] = {}  # Promised latest starts as the database contains them.
+        self._promised: dict[str, Reservation] = {}  # Promised latest starts that the database contains.
         self._sentences.close()
 
     def now(self) -> int:
@@ -106,11 +106,11 @@ class PlannerSync:
         return self._clock.boottime_ns() + self._base_ns
 
     def underway(self) -> list[Placement]:
-        """Return placements that were decided but not stored yet, in the order of the queue."""
+        """Return decided placements that are not stored yet, in queue order."""
         return list(self._underway.values())
 
     def tried(self, placements: Iterable[Placement]) -> None:
-        """Note that the scheduler tried placements. The next read shows which are stored."""
+        """Mark placements as tried. The next read shows which of the placements are stored."""
         for placement in placements:
             del self._underway[placement.run_id]
 
@@ -124,7 +124,7 @@ class PlannerSync:
         )
 
     def tell(self, reading: Reading) -> None:
-        """Apply the changes to the planner; unstored placements count as done."""
+        """Apply the changes to the planner; the planner counts unstored placements as running."""
         self._underway = {run_id: one for run_id, one in self._underway.items() if run_id in reading.waiting}
         offered = self._offers.of(reading.capacity, self._presence, capacity.now(self._settings, self._clock))
         nodes = {node.id: node for node in offered}
@@ -154,7 +154,7 @@ class PlannerSync:
                 self._hub.touch(run_key(change.wanted.run_id))
 
     def decide(self) -> Decision:
-        """Return placements and preemptions; they count as done."""
+        """Return new placements and preemptions; the planner counts these decisions as executed."""
         planner = self._planner
         assert planner is not None
         now_ns = self.now()
@@ -172,7 +172,7 @@ class PlannerSync:
         return decision
 
     def promise(self) -> None:
-        """Store promised latest starts, so that they hold after a restart."""
+        """Store promised latest starts, so that the promises survive a restart."""
         planner = self._planner
         assert planner is not None
         promises = planner.promises()
@@ -183,14 +183,14 @@ class PlannerSync:
         self._promised = promises
 
     def _runs(self, reading: Reading) -> Iterator[Gone | DevicesTaken | Arrived]:
-        """Return the changes of runs. Departures come first, because they free devices."""
+        """Return the changes of runs. Departing runs come first, because they free devices."""
         waiting = {run_id: wanted for run_id, wanted in reading.waiting.items() if run_id not in self._underway}
         running = {**reading.running, **{run_id: self._running[run_id] for run_id in self._underway}}
         self._unseen.difference_update(reading.running)
         for run_id in (*self._waiting, *self._running):
             is_here = run_id in waiting or run_id in running
             had_devices = run_id in self._running and run_id not in running and run_id not in self._unseen
-            if not is_here or had_devices:  # A run that had devices and waits again has used them.
+            if not is_here or had_devices:  # A waiting run that had devices before has used them.
                 yield Gone(run_id)
         for run_id, now_running in running.items():
             if self._running.get(run_id) != now_running:
@@ -222,5 +222,5 @@ def _about(change: Gone | DevicesTaken | Arrived) -> str:
 
 
 def _news(before: Mapping[str, V], now: Mapping[str, V]) -> list[V]:
-    """Return the values that are new or have changed."""
+    """Return the values in one mapping that are new or different in the other."""
     return [value for key, value in now.items() if before.get(key) != value]

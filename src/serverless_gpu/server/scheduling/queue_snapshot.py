@@ -1,11 +1,11 @@
-"""The snapshot of the queue: waiting and running runs in the planner's form, and limits on starts.
+"""Reads the queue: waiting and running runs in the planner's form, and limits on starts.
 
     queue, running runs ── identifiers, fences ─▶ known? ── yes ─▶ the same value as before
                                                      └─── no ──▶ rows, past ─▶ `queued_run` (StoredRun → QueuedRun)
 
-A queue of 10,000 runs costs one query of identifiers. The snapshot reads the rows of a run when the run is new and when
-it waits again. The snapshot reads past durations when a name is new and when one of its runs has ended, for
-`LEARN_AT_ONCE` names per tick. The planner does not get small changes of a duration.
+For a queue of 10,000 runs, a tick needs one query of identifiers. The snapshot reads the rows of a run only if the run
+is new or waits again. The snapshot reads past durations of a run name if the name is new or one of its runs has ended.
+Each tick reads durations for at most `LEARN_AT_ONCE` names. The snapshot ignores small changes of a duration.
 
 `held_back` finds runs that may not start in this tick even if devices are free, because of policy caps or budgets:
 
@@ -14,8 +14,8 @@ it waits again. The snapshot reads past durations when a name is new and when on
     estimate, for one run that is not submitted yet ─▶ `why_not`
     scheduler, in the transaction that places a run ─▶ `is_full`: the user's devices now, including this run
 
-A run that is held back waits outside the queue order. The sentence of the run names the reason, and each tick checks
-the run again.
+A run that is held back waits outside the queue order. Its wait sentence contains the reason, and each tick checks the
+run again.
 """
 
 from __future__ import annotations
@@ -53,28 +53,28 @@ from serverless_gpu.server.records.runs import StoredRun
 
 LEARN_AT_ONCE = 64
 FOREVER_NS = 1 << 62
-"""The start time of runs that wait until another state changes."""
+"""The start time in the planner of runs that wait until another state changes."""
 _NAMES_MAX = 50_000
 _NOTHING: Mapping[str, int] = MappingProxyType({})
-_SAME = 0.25  # A relative change of a learned duration below this is ignored.
+_SAME = 0.25  # The relative change of a learned duration below which the snapshot ignores the change.
 _Name = tuple[str, str]
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """The queue and its limits at one moment of the database."""
+    """The queue and its limits in one database transaction."""
 
     capacity: CapacitySnapshot
-    waiting: Mapping[str, QueuedRun]  # By identifier, in order of class and age.
+    waiting: Mapping[str, QueuedRun]  # Waiting runs by identifier, in order of class and age.
     running: Mapping[str, RunningRun]  # Runs with devices, by identifier.
-    policy: QueuePolicy  # Set by operators.
+    policy: QueuePolicy  # True if an operator drains the server.
     used: Used | None = None
-    """`used` and `promised` contain past usage and promised latest starts, if requested."""
+    """`used` and `promised` contain past usage and promised latest starts, if the caller requested them."""
     promised: tuple[Reservation, ...] = ()
 
 
 @dataclasses.dataclass(slots=True)
 class _Entry:
-    """A known run: its attempt, whether it waited then, and its demand."""
+    """A run in the cache: its attempt, its waiting state, and its demand."""
 
     fence: int
     waits: bool
@@ -85,11 +85,11 @@ class _Entry:
     kept: QueuedRun | None = None
     running: RunningRun | None = None
     running_key: tuple[object, ...] = ()
-    leaving: tuple[int, int] | None = None  # The attempt, and when the snapshot first saw that the run must leave.
+    leaving: tuple[int, int] | None = None  # The attempt, and the time when the snapshot first saw a request to leave.
 
 
 class QueueSnapshot:
-    """Waiting and running runs, kept from tick to tick. Not thread-safe."""
+    """Caches waiting and running runs between ticks. Not thread-safe."""
 
     def __init__(
         self, *, settings: Settings, leases: Leases, spending: Spending, budget_admission: BudgetAdmission
@@ -113,11 +113,10 @@ class QueueSnapshot:
     ) -> Reading:
         """Read the queue and its limits.
 
-        With `afresh`, this also reads past runs. `underway` contains the devices of runs that still wait in the
-        database but
-        that the scheduler is about to place.
+        With `afresh`, the method also reads past runs. `underway` contains the devices of runs that the scheduler is
+        about to place; the database still shows these runs as waiting.
         """
-        as_of = self._budget_admission.as_of()  # Must precede any read, see `LookInputs`.
+        as_of = self._budget_admission.as_of()  # This value must be read before any row, see `LookInputs`.
         there = capacity.load(connection, self._leases)
         queue = runs.queue(connection)
         policy = pools.queue_policy(connection, self._settings.queue)
@@ -135,14 +134,14 @@ class QueueSnapshot:
         )
 
     def move(self, by_ns: int) -> None:
-        """Note a change of the clock by this amount, so that pauses after failed starts keep their length."""
+        """Apply a step of the clock, so that pauses after failed starts have the same length."""
         for entry in self._known.values():
             if 0 < entry.wanted.not_before_ns < FOREVER_NS:
                 until_ns = entry.wanted.not_before_ns + by_ns
                 entry.wanted = msgspec.structs.replace(entry.wanted, not_before_ns=until_ns)
 
     def _set_isolation(self, now: uid_sharing.Isolation) -> None:
-        """Store which principal may use the pools that serve only one principal."""
+        """Store which principal may use each pool that serves only one principal."""
         if now == self._isolation:
             return
         self._isolation = now
@@ -193,7 +192,7 @@ class QueueSnapshot:
         self._known[run.id] = _Entry(run.fence, waits, run.owner, name, asked, candidate)
 
     def _learn(self, connection: sa.Connection) -> None:
-        """Read past durations of some names that are new or had a run end since."""
+        """Read past durations of some names that are new or whose runs have ended since the last read."""
         changed: set[_Name] = set()
         for name in list(self._to_learn)[:LEARN_AT_ONCE]:
             del self._to_learn[name]
@@ -217,17 +216,17 @@ class QueueSnapshot:
         underway: Mapping[str, int],
         as_of: LookInputs,
     ) -> dict[str, QueuedRun]:
-        """Return the waiting runs; those that may not start now wait outside the queue order."""
+        """Return the waiting runs; runs that may not start now wait outside the queue order."""
         if not queue:
             return {}
         shut_out, server_drain = owner_suspension.suspended_owners(connection), drain.find(connection)
-        # A run without an entry was removed just now.
+        # Another transaction just removed a run without an entry.
         entries = {run_id: self._known[run_id] for run_id, _ in queue if run_id in self._known}
         if server_drain is not None:
             return {run_id: _kept_back(entry, server_drain.sentence) for run_id, entry in entries.items()}
         out = {run_id for run_id, entry in entries.items() if entry.owner in shut_out}
         closed = {run_id for run_id, entry in entries.items() if self._isolation.is_closed(entry.wanted)}
-        beside = out | closed | underway.keys()  # Runs that use no capacity of a cap or a budget.
+        beside = out | closed | underway.keys()  # These runs use no capacity of a policy cap or a budget.
         line = (entry.candidate for run_id, entry in entries.items() if run_id not in beside)
         self._spending.look(connection, as_of)
         rooms = self._budget_admission.rooms(connection, there)
@@ -242,7 +241,7 @@ class QueueSnapshot:
         }
 
     def _having(self, there: CapacitySnapshot, underway: Mapping[str, int]) -> Iterable[tuple[WaitingRun, int]]:
-        """Return runs that have devices or are about to get them, with the number of devices."""
+        """Return runs that use devices or are about to use them, with the number of devices."""
         for run in there.active:
             entry = self._known.get(run.id)
             gpus = sum(crew.gpus for crew in there.having(run))
@@ -273,7 +272,7 @@ def _is_same(one: float | None, other: float | None) -> bool:
 
 
 def _kept_back(entry: _Entry, why: str) -> QueuedRun:
-    """Return a run that waits outside the queue order; the same value for the same reason."""
+    """Return a run outside the queue order; for the same reason, return the cached value."""
     if entry.kept is None or entry.kept.held != why:
         entry.kept = msgspec.structs.replace(entry.wanted, not_before_ns=FOREVER_NS, held=why)
     return entry.kept
@@ -290,25 +289,25 @@ def _as_running(run: ActiveRun, having: Iterable[ActiveCrew], asked: QueuedRun, 
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
-    """Knowledge about a run in addition to its row."""
+    """Information about a run in addition to its row."""
 
-    failed: frozenset[str] = frozenset()  # Nodes on which an attempt of the run was lost, or did not begin.
-    apart: frozenset[tuple[str, str]] = frozenset()  # Pairs of nodes whose crews could not connect.
+    failed: frozenset[str] = frozenset()  # Nodes on which an attempt of the run was lost or did not begin.
+    apart: frozenset[tuple[str, str]] = frozenset()  # Pairs of nodes that could not connect to each other.
     preemptions: int = 0  # Number of preemptions of the run.
-    expected_s: float | None = None  # Expected time with devices, according to earlier runs of the same name.
+    expected_s: float | None = None  # Expected device time of the run, from earlier runs of the same name.
     second_principal: bool = False
-    """True if its owner is not the principal that pools without isolation serve."""
+    """True if the owner may not use pools without isolation, because another principal uses them."""
 
 
 NO_PAST = Past()
 
 
 def queued_run(run: StoredRun, past: Past = NO_PAST, *, now_ns: int) -> QueuedRun:
-    """Return a run in the planner's form."""
+    """Return a stored run in the planner's form."""
     spec, resources = run.spec, run.spec.resources
     not_before_ns, held = _held(run, now_ns)
     several, alone = _several(run)
-    # The caller's files name their interpreter.
+    # Runs with the caller's files use the caller's interpreter.
     needs_python = run.snapshot or (isinstance(spec.payload, Function) and not run.target.machine)
     return QueuedRun(
         run_id=run.id,
@@ -342,11 +341,10 @@ def queued_run(run: StoredRun, past: Past = NO_PAST, *, now_ns: int) -> QueuedRu
 
 
 def _several(run: StoredRun) -> tuple[bool, str]:
-    """Return True if a run may use several nodes, else False and the change that would allow it.
+    """Return True if a run may use several nodes, else False and the change that would allow this.
 
-    The planner uses several nodes only if no single suitable node can hold the run. The devices of a same-node run are
-    on
-    one node. A kernel is one process, and local files exist on one machine only.
+    The planner uses several nodes only if no single suitable node can hold the run. A run with `same_node` needs all
+    devices on one node. A kernel is one process. Local files exist on one machine only.
     """
     spec, resources = run.spec, run.spec.resources
     if resources.gpus is None or isinstance(spec.payload, Kernel):
@@ -359,7 +357,7 @@ def _several(run: StoredRun) -> tuple[bool, str]:
 
 
 def begun(asked: QueuedRun, after_s: float) -> QueuedRun:
-    """Return the demand of a run after its user code began; its limit counts from that moment."""
+    """Return the demand of a run after its user code began; the time limit counts from that moment."""
     if asked.limit_s is None:
         return asked
     less_s = START_S - max(0.0, after_s)
@@ -367,12 +365,12 @@ def begun(asked: QueuedRun, after_s: float) -> QueuedRun:
 
 
 def _held(run: StoredRun, now_ns: int) -> tuple[int, str]:
-    """Return until when a run pauses after an attempt that failed to start, and why."""
+    """Return the end and the reason of a run's pause after an attempt that failed to start."""
     last = run.attempt
     if last is None or last.ended_ns is None:
         return 0, ""
     pause_ns = round(pause_s(run.infra_retries_used, last.reason, began=last.began) * 1e9)
-    left_ns = min(pause_ns, last.ended_ns + pause_ns - now_ns)  # The bound holds even after a change of the clock.
+    left_ns = min(pause_ns, last.ended_ns + pause_ns - now_ns)  # This bound limits the pause even after a clock change.
     if left_ns <= 0:
         return 0, ""
     at = format_clock(now_ns + left_ns)
@@ -382,7 +380,7 @@ def _held(run: StoredRun, now_ns: int) -> tuple[int, str]:
 
 
 def candidate_of(run: StoredRun) -> WaitingRun:
-    """Return a run in the form that caps and budgets need."""
+    """Return a run in the form that policy caps and budgets use."""
     resources = run.spec.resources
     return WaitingRun(
         run_id=run.id,
@@ -403,9 +401,9 @@ def held_back(
     running: Iterable[tuple[WaitingRun, int]],
     rooms: BudgetRooms | None = None,
 ) -> dict[str, str]:
-    """Return the waiting runs that may not start in this tick, with a sentence for each.
+    """Return the waiting runs that may not start in this tick, each with a sentence.
 
-    `waiting` is in the order of the queue.
+    `waiting` must have the order of the queue.
     """
     caps = policies.caps(connection)
     if not caps and rooms is None:
@@ -418,13 +416,13 @@ def held_back(
 
 
 def why_not(connection: sa.Connection, run: StoredRun, rooms: BudgetRooms | None, freed: frozenset[CrewId]) -> str:
-    """Return why a run could not start now, regardless of the queue, or ""."""
+    """Return why a run could not start now even at the front of the queue, or ""."""
     running = [(candidate_of(other), count) for other, count in _having(connection, run.owner, freed)]
     return held_back(connection, [candidate_of(run)], running, rooms).get(run.id, "")
 
 
 def is_full(connection: sa.Connection, run: StoredRun, count: int, freed: frozenset[CrewId]) -> bool:
-    """Return True if a run would exceed a policy cap, because other runs were placed before it."""
+    """Return True if a run would exceed a policy cap, including runs that were placed in this tick."""
     caps = policies.caps(connection)
     capped = [policy for policy in candidate_of(run).policies if policy in caps]
     if not capped:
@@ -437,7 +435,7 @@ def is_full(connection: sa.Connection, run: StoredRun, count: int, freed: frozen
 
 
 def _having(connection: sa.Connection, owner: str, freed: frozenset[CrewId]) -> Iterable[tuple[StoredRun, int]]:
-    """Return an owner's runs with devices, and the number of devices."""
+    """Return an owner's runs with devices, each with the number of devices."""
     for run in runs.active_of(connection, owner):
         there = () if run.attempt is None else run.attempt.open_crews
         gpus = sum(crew.gpus for crew in there if crew.id not in freed)

@@ -1,14 +1,14 @@
-"""The reconciler: every two seconds, compares the intended state with the reports of nodes.
+"""Compares the intended state with the reports of nodes every two seconds.
 
-    a crew, or its node, that fell silent        unreachable, taken back or given up (`lifecycle/liveness.py`)
-    a receipt that never arrives                 the run is settled without one (`lifecycle/liveness.py`)
-    an owner who may no longer start runs        their runs end by themselves, or are stopped (`owner_suspension.py`)
-    a node that is drained or not shared         runs on it get a notice, and are then stopped (`node_rules.py`)
-    crews that cannot connect                    the gang is called off, and placed again (`rendezvous.py`)
+    an attempt without reports                   unreachable, canceled or given up (`lifecycle/liveness.py`)
+    a receipt that never arrives                 the server settles the run without it (`lifecycle/liveness.py`)
+    a suspended owner                            the owner's runs finish or are stopped (`owner_suspension.py`)
+    a node that is drained or not shared         its runs get a notice, then a stop request (`node_rules.py`)
+    nodes that cannot connect to each other      the gang is called off and placed again (`rendezvous.py`)
     an engine's events                           nodes become available or lost
 
-Each decision is one transaction with the run as it was read. If a report was faster, the reconciler does nothing, and
-the next tick checks again.
+Each decision is one transaction, which checks that the run has not changed since the read. After a concurrent report,
+the reconciler does nothing, and the next tick checks again.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class Reconciler:
         )
 
     def tick(self, now_ns: int) -> int | None:
-        """Run every check that is due; return the time of the next tick."""
+        """Run every due check; return the time of the next tick."""
         self._hear_engine()
-        # Read before the database. A reservation has its intent in the database, so a reservation without a run is
-        # over.
+        # Reservations must be read before the database. The server stores a run before it reserves, so a reservation
+        # without a run is obsolete.
         reserved = self._engine.recover() if self._engine is not None else ()
         known = self._deliveries.known()
         active = self._database.read(active_runs.active_briefly)
@@ -107,13 +107,13 @@ class Reconciler:
         return now_ns + round(EVERY_S * 1e9)
 
     def _is_held_back(self, run: ActiveRun) -> bool:
-        """Return True if no order of a gang has left, because the engine has not reserved it."""
+        """Return True if the server holds back the orders of a gang until the engine has reserved it."""
         deliveries = self._deliveries
         nodes_of_it = [crew.node for crew in run.crews]
         return deliveries.never_left(run.id, run.fence) and deliveries.is_held_back(run.id, run.fence, nodes_of_it)
 
     def _hear_engine(self) -> None:
-        """Note which nodes the engine reports as lost or found; nodes join under the engine's names."""
+        """Note which nodes the engine reports as lost or found. Nodes join under the engine's node names."""
         if self._engine is None:
             return
         heard = self._engine.events()
@@ -129,7 +129,7 @@ class Reconciler:
         self._hub.touch(SCHEDULER)
 
     def _release(self, reserved: Sequence[str], gangs: set[tuple[str, int]]) -> None:
-        """Release the engine's reservations of gangs that are over."""
+        """Release the engine's reservations of gangs that have ended."""
         if self._engine is None:
             return
         going_on = {f"{run_id}:{fence}" for run_id, fence in gangs}

@@ -1,22 +1,22 @@
-"""The scheduler: loads, decides, writes a few placements per transaction, then notifies nodes.
+"""The scheduler: reads the state, decides, stores a few placements per transaction, notifies nodes.
 
     a run waits, a node joined, devices are free ── wakeup ─▶ tick
-        load      nodes, running runs, the queue           one read                        `queue_snapshot.py`
-        decide    the difference to the last tick          `planner_state.py`, then pure: `model/scheduling/`
-        place     attempt + order + event, if it still waits   some in a transaction  ← the intent is durable here
-        reserve   the engine, for its own nodes            outside of any transaction   `gang_reservations.py`
-        notify    the node's stream, the run's stream, runs that the scheduler preempts
+        read      nodes, running runs, the queue           one transaction                 `queue_snapshot.py`
+        decide    the difference to the last tick          `planner_state.py`, `model/scheduling/`
+        place     attempt + order + event of waiting runs  a few per transaction           ← the intent is durable
+        reserve   nodes of the engine                      outside of transactions         `gang_reservations.py`
+        notify    order streams of nodes, streams of runs, runs to preempt
 
-If the server is killed in between, the next one finds either a waiting run or an order that was not taken. The next
-server continues from there, because the scheduler starts nothing from memory. The scheduler rebuilds the planner from
-the database at the start, after a failed tick, and after a change of the clock.
+If the server is killed during a tick, the database contains either a waiting run or an unconfirmed order. The next
+server process continues from this state, because the scheduler starts nothing from memory. The scheduler rebuilds the
+planner from the database at the start, after a failed tick, and after a clock change.
 
-`Preemptor` asks runs to stop so that others can start. The preempted runs continue later:
+`Preemptor` requests that runs stop so that other runs can start. The preempted runs continue later:
 
-    decided ─▶ does the other run still wait? ─▶ StopReason.PREEMPT, by the server, with the other run ─▶ its node
-            its ranks write a checkpoint ─▶ attempt over: PREEMPTED ─▶ it waits again, with its old age
+    decision ─▶ does the other run still wait? ─▶ StopReason.PREEMPT by the server, naming the other run ─▶ node
+            ranks write a checkpoint ─▶ attempt ends: PREEMPTED ─▶ the run waits again with its old age
 
-The preemptor skips a preemption whose reason is gone. The next decision takes that into account.
+The preemptor skips a preemption if the other run no longer waits. The next decision uses the new state.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ from serverless_gpu.server.scheduling.wait_reasons import WaitReasons
 
 PREEMPTED_TOGETHER = 8
 AT_ONCE = 64
-"""The maximum number of placements in one tick. After a full tick, the next one follows at once."""
+"""The maximum number of placements in one tick. After a full tick, the next tick follows at once."""
 TOGETHER = 8
-"""Placements of one transaction. The placements share its commit, and other writers wait only for this number."""
+"""The maximum number of placements in one transaction. Other writers wait at most for these placements."""
 SECRETS = "secrets"
-"""A value in `AgentHello.takes`. The scheduler places no run with secrets on a node without it."""
+"""A capability in `AgentHello.takes`. The scheduler places runs with secrets only on nodes that announce it."""
 LOOK_AGAIN_S = 5.0
 ENGINE_AGAIN_S = 1.0
 _log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class Scheduler:
             wake_ns = self._plan(reading, now_ns)
             is_done = True
         finally:
-            if not is_done:  # Decisions may not have been stored.
+            if not is_done:  # The scheduler may not have stored all decisions.
                 self._planning.forget()
         more = self._impossible.look(reading.waiting, now_ns) > feasibility.AT_ONCE
         for run_id in self._sentences.news():
@@ -131,7 +131,7 @@ class Scheduler:
         return min(now_ns + round(after_s * 1e9), wake_ns)
 
     def _plan(self, reading: Reading, now_ns: int) -> int:
-        """Decide, store placements up to the limit of a tick, and return when to decide again, boottime."""
+        """Decide, store placements up to the limit of a tick, and return the boottime of the next decision."""
         planning = self._planning
         stored = by_id(reading.capacity.nodes)
         planning.tell(reading)
@@ -152,7 +152,7 @@ class Scheduler:
         return wake_ns
 
     def _place(self, placements: Sequence[Placement], stored: Mapping[str, StoredNode]) -> None:
-        """Store the intents, then act on each; a placement that became impossible does not block others."""
+        """Store placements, then act on each. A placement that has become impossible does not block others."""
         at_ns = self._clock.wall_ns()
 
         def intend(connection: sa.Connection) -> list[int | TransitionResult | None]:
@@ -164,7 +164,7 @@ class Scheduler:
             self._spending.entered()
         placed: list[tuple[Placement, int]] = []
         for placement, came in zip(placements, written, strict=True):
-            self._hub.touch(run_key(placement.run_id))  # The stream also needs the end of a run without an order.
+            self._hub.touch(run_key(placement.run_id))  # A run that ended without an order must wake its stream too.
             if isinstance(came, TransitionResult):
                 self._announcer.announce(came)
             elif came is not None:
@@ -191,27 +191,27 @@ class Scheduler:
         """Return the fence of the attempt, the transition if it ended at once, or None without an attempt."""
         run = runs.find(connection, placement.run_id)
         if run is None or run.state is not State.QUEUED:
-            return None  # The run was cancelled in the meantime.
+            return None  # A user cancelled the run in the meantime.
         if run.owner in owner_suspension.suspended_owners(connection, run.owner):
-            return None  # The owner was suspended in the meantime.
+            return None  # An administrator suspended the owner in the meantime.
         if drain.find(connection) is not None:
             return None
         if not all(nodes.is_still(connection, node) for node in on):
-            return None  # A node restarted or was forgotten; its next hello wakes the scheduler.
+            return None  # A node restarted, or an operator forgot it; its next hello wakes the scheduler.
         if not uid_sharing.admits(connection, run.owner, on[0].pool):
             return None  # An administrator changed the isolation in the meantime.
         if len(on) > 1 and (len({node.pool for node in on}) > 1 or not all(node.takes_crews for node in on)):
-            return None  # A node changed its pool or version after the decision.
+            return None  # A node moved to another pool or changed its version after the decision.
         new = NewAttempt(
             gpu_type=placement.shares[0].gpu_type,
             world_size=sum(share.count for share in placement.shares),
             num_nodes=len(on),
         )
         if queue_snapshot.is_full(connection, run, new.world_size, self._leases.freed()):
-            return None  # The scheduler placed other runs of the owner before this run.
+            return None  # Runs that the scheduler placed before this run use up the owner's policy cap.
         priced = self._at_its_price(connection, run, new, pool=on[0].pool, at_ns=at_ns)
         if priced is None:
-            return None  # The scheduler placed other runs before this run, and a budget has no capacity left.
+            return None  # Runs that the scheduler placed before this run use up a budget.
         new = priced
         reason, problem = None, ""
         try:
@@ -233,7 +233,7 @@ class Scheduler:
         return fence
 
     def _crews(self, run: StoredRun, placement: Placement, on: Sequence[StoredNode]) -> list[NewCrew]:
-        """Return the crews of a run's next attempt, by crew number."""
+        """Return the parts of a run's next attempt on its nodes, by node rank."""
         named = {node.name: node for node in on}
         laid = laid_out([(node.name, share.count) for node, share in zip(on, placement.shares, strict=True)])
         return [
@@ -253,9 +253,9 @@ class Scheduler:
     def _at_its_price(
         self, connection: sa.Connection, run: StoredRun, new: NewAttempt, *, pool: str, at_ns: int
     ) -> NewAttempt | None:
-        """Return an attempt with its current prices and account, which later changes do not affect.
+        """Return an attempt with the current prices and account; later changes do not affect the attempt.
 
-        None if a budget that counts the attempt has no capacity left.
+        Return None if a budget that counts the attempt has too little left.
         """
         currency = self._settings.currency
         tariff = prices.tariff(connection, new.gpu_type, pool, at_ns, currency)
@@ -269,17 +269,17 @@ class Scheduler:
         return msgspec.structs.replace(new, **said)
 
     def give_back(self, run_id: str, fence: int, why: str) -> bool:
-        """Requeue a run whose order has not left this process; return True if the run was requeued."""
+        """Requeue a run whose order is unsent; return True if the run was requeued."""
         return self._reserving.give_back(run_id, fence, why)
 
 
 def _on(placement: Placement, stored: Mapping[str, StoredNode]) -> list[StoredNode]:
-    """Return the nodes of a placement, in its order."""
+    """Return the nodes of a placement, by node rank."""
     return [stored[share.node_id] for share in placement.shares]
 
 
 def _end_at_once(connection: sa.Connection, run_id: str, reason: Reason, note: Note) -> TransitionResult:
-    """End an attempt in the transaction that created it, so that its order never leaves."""
+    """End an attempt in the transaction that created it, so that the server never sends its order."""
     run = runs.find(connection, run_id)
     assert run is not None
     told = transitions.apply(connection, run, AttemptEnded(reason=reason, began=False), note=note)
@@ -289,7 +289,7 @@ def _end_at_once(connection: sa.Connection, run_id: str, reason: Reason, note: N
 
 
 class Preemptor:
-    """Stops runs to free devices for others."""
+    """Stops runs to free devices for other runs."""
 
     def __init__(self, *, clock: Clock, database: Transactions, measures: ServerMetrics, announcer: Announcer) -> None:
         self._clock = clock
@@ -298,7 +298,7 @@ class Preemptor:
         self._announcer = announcer
 
     def preempt(self, preemptions: Sequence[Preemption]) -> int:
-        """Ask runs to stop for waiting runs; return how many were asked."""
+        """Request that runs stop for waiting runs; return the number of stop requests."""
         asked = 0
         for first in range(0, len(preemptions), PREEMPTED_TOGETHER):
             some = preemptions[first : first + PREEMPTED_TOGETHER]

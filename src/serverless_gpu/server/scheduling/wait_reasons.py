@@ -1,12 +1,12 @@
-"""Reasons why runs wait: requests and streams ask the scheduler's planner, from any thread.
+"""Reports why runs wait: requests and streams query the scheduler's planner from any thread.
 
-    scheduler ── changes, decide ─▶ planner ◀── why, estimate ── requests, streams         one at a time, by a lock
-        └─ after the tick: runs with recent requests whose reason changed ─▶ the hub wakes their streams
+    scheduler ── changes, decide ─▶ planner ◀── why, estimate ── requests, streams         serialized by a lock
+        └─ after the tick: watched runs whose reason changed ─▶ the hub wakes their streams
 
-A reason needs a scan of the queue, which takes milliseconds for 10,000 runs. So this module computes a reason on
-request and caches it until the next decision. With very many requested runs, it caches reasons for longer, so that they
-use a small part of a core. With a thousand streams, a place in the queue is up to 20 s old. All reasons exist in
-memory only. A server that starts gives no reasons before the first tick of its scheduler.
+Computing a reason needs a scan of the queue, which takes milliseconds for 10,000 runs. This module therefore computes a
+reason on request and caches the reason until the next decision. With very many watched runs, the module caches reasons
+for longer to limit the CPU load. With a thousand streams, a displayed queue position is up to 20 s old. Reasons exist
+only in memory. After its start, the server returns no reasons before the first tick of the scheduler.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from serverless_gpu.model.scheduling.planner import Planner
 from serverless_gpu.model.scheduling.values import QueuedRun, Reservation, StartEstimate, TeamUse, Wait, WaitReason
 
 ASKED_S = 30.0
-"""Seconds for which a requested run stays watched. A stream requests its reason every nine seconds."""
+"""Seconds after a request for which a run stays watched. A stream requests the reason every nine seconds."""
 ASKED_MAX = 10_000
 NEWS_MAX = 16
-"""The maximum number of watched runs to check after a tick. The others follow in turn, or when their stream asks."""
+"""The maximum number of watched runs to check after a tick. Later ticks check the others in turn."""
 A_SECOND = 50
 """The number of reasons to compute per second when more runs are watched."""
 _NOBODY = "the scheduler has not read the queue yet"
@@ -37,23 +37,23 @@ _NOBODY = "the scheduler has not read the queue yet"
 class WaitNotice(msgspec.Struct, frozen=True, kw_only=True):
     """The reason why a run waits; empty before the scheduler's first tick, or if the run does not wait."""
 
-    sentence: str = ""  # The reason as a sentence.
-    wait: Wait | None = None  # The reason as separate values.
-    trouble: str = ""  # Why the server cannot write any run, or "".
+    sentence: str = ""  # The wait reason as a sentence.
+    wait: Wait | None = None  # The wait reason as separate values.
+    trouble: str = ""  # The reason why the server cannot write any run, or "".
 
 
 NOTHING = WaitNotice()
 
 
 class WaitReasons:
-    """Reports why runs wait, and when others would start. Thread-safe."""
+    """Reports why runs wait, and estimates starts of further runs. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._planner: Planner | None = None
         self._now: Callable[[], int] = lambda: 0
         self._decision = 0
-        # Each reason with the time and the number of its decision.
+        # Each cached reason has the time and the number of its decision.
         self._told: dict[str, tuple[WaitNotice, int, int]] = {}
         self._ends: Callable[[str], int | None] = lambda _run_id: None
         self._asked: OrderedDict[str, tuple[WaitNotice, int]] = OrderedDict()
@@ -69,9 +69,9 @@ class WaitReasons:
                 self._decision += 1
 
     def end_by(self, ends: Callable[[str], int | None]) -> None:
-        """Set the source of ends for runs that no node can ever serve.
+        """Set the function that returns the end times of runs that no node can ever serve.
 
-        `ends` returns nanoseconds since 1970, or None for never.
+        `ends` returns nanoseconds since 1970, or None if the run never ends.
         """
         self._ends = ends
 
@@ -82,16 +82,16 @@ class WaitReasons:
                 self._told.pop(run_id, None)
 
     def close(self) -> None:
-        """Give no reasons until the next planner, because the current one may be wrong."""
+        """Return no reasons until the planner is rebuilt, because the current planner may be wrong."""
         with self._lock:
             self._planner = None
             self._told.clear()
 
     def told(self, run_id: str) -> WaitNotice:
-        """Return the reason why a run waits, and watch the run for a while."""
+        """Return the wait reason of a run, and watch the run for a while."""
         with self._lock:
             told = self._find(run_id)
-            if told is NOTHING:  # The hub wakes a stream without a reason once the planner knows the run.
+            if told is NOTHING:  # The hub wakes a stream without a reason as soon as the planner knows the run.
                 return told
             self._asked[run_id] = (told, self._now())
             self._asked.move_to_end(run_id)
@@ -109,29 +109,29 @@ class WaitReasons:
             return self._find(run_id).wait
 
     def glance(self, run_id: str) -> WaitNotice:
-        """Return the reason why a run waits, without watching the run."""
+        """Return the wait reason of a run, without watching the run."""
         with self._lock:
             return self._find(run_id)
 
     def order(self, limit: int) -> tuple[str, ...]:
-        """Return the next runs in the order of the queue; empty before the first tick."""
+        """Return the first waiting runs in queue order; empty before the first tick."""
         with self._lock:
             return () if self._planner is None else self._planner.queue(self._now(), limit)
 
     def estimate(self, wanted: QueuedRun) -> StartEstimate:
-        """Return when a run would start if the client submitted it now."""
+        """Return the estimated start of a run, as if the client submitted it now."""
         with self._lock:
             if self._planner is None:
                 return StartEstimate(at_ns=None, basis=_NOBODY)
             return self._planner.estimate(wanted, self._now())
 
     def is_waiting(self, run_id: str) -> bool:
-        """Return True if the planner knows that a run waits; much faster than its reason."""
+        """Return True if the planner has a run as waiting; much faster than computing the reason."""
         with self._lock:
             return self._planner is not None and self._planner.is_waiting(run_id)
 
     def impossible(self, wanted: QueuedRun) -> str:
-        """Return why no node can ever serve a run; "" if one can, or before the first tick."""
+        """Return why no node can ever serve a run; "" if a node can, or before the first tick."""
         with self._lock:
             return "" if self._planner is None else self._planner.impossible(wanted)
 
@@ -141,24 +141,24 @@ class WaitReasons:
             return () if self._planner is None else self._planner.told_reservations(self._now())
 
     def usage(self) -> dict[str, TeamUse]:
-        """Return the decayed usage of each team, GPU-seconds; users without a team under ``"~name"``."""
+        """Return the decayed usage of each team in GPU-seconds; users without a team are under ``"~name"``."""
         with self._lock:
             return {} if self._planner is None else self._planner.usage(self._now())
 
     def news(self) -> list[str]:
-        """Return watched runs whose reason has changed. With many, each call checks some of them in turn."""
+        """Return watched runs whose reason has changed. With many runs, each call checks some of them in turn."""
         seen, changed = 0, []
         with self._lock:
             turn = list(self._asked)
         for run_id in turn:
-            with self._lock:  # The lock is released between runs, because other threads ask too.
+            with self._lock:  # The lock is released between runs, because other threads need it too.
                 before, at_ns = self._asked.pop(run_id, (NOTHING, 0))
                 if not 0 <= self._now() - at_ns <= ASKED_S * 1e9:
                     continue
                 told = self._find(run_id)
                 if told != before:
                     changed.append(run_id)
-                if told is not NOTHING:  # Otherwise the run does not wait, and its events wake its stream.
+                if told is not NOTHING:  # A run that no longer waits has new events, which wake its stream.
                     self._asked[run_id] = (told, at_ns)
                     seen += 1
             if seen == NEWS_MAX:

@@ -3,24 +3,24 @@
     client, node ── missing(digests) ─▶ digests of missing parts ── put(digest, bytes) ─▶ store, under packs/<digest>
     run, file    ── BlobReference(size, parts) ─▶ read, part by part
 
-Blobs use the same kind of store as environments, in a place of their own: a directory of the server, or a bucket. A
-part exists completely or not at all. The part is durable when `put` returns. The server compares every part with its
-digest when it is stored and when it is read.
+Blobs use the same kind of store as environments, in a separate place: a directory of the server, or a bucket. A part
+exists completely or not at all. The part is durable when `put` returns. The server compares every part with its digest
+before storing and after reading.
 
-`collect` removes unreferenced parts in two steps, separated by a grace period. First it condemns a part, then it
-deletes the part if it is still condemned after the grace. A request for a part's presence, or another `put`, takes the
-part off the list. The caller then has at least the grace to refer to the part. The list is in memory, so a restarted
-server condemns parts again.
+`collect` removes unreferenced parts in two steps, separated by a grace period. First `collect` condemns a part. After
+the grace period, `collect` deletes the part if it is still condemned. A request for a part's presence, or another
+`put`, removes the part from the list of condemned parts. The caller then has at least one grace period to create a
+reference to the part. The list is in memory, so a restarted server condemns parts again.
 
 Failure cases:
 
-* The bytes do not match their digest: callers get HashMismatch, and the server keeps nothing.
+* The bytes do not match their digest: callers get HashMismatch, and the server stores nothing.
 
 * The disk is full: callers get ServerStorageFull.
 
 * The store does not answer: callers get StoreUnavailable after the store's own retries.
 
-* A part is missing, or altered in the store: callers get NotFound and must send it again.
+* A part is missing, or altered in the store: callers get NotFound and must send the part again.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class Blobs:
         self._clock = clock
         self._kept_free_bytes = kept_free_bytes
         self._changed = threading.Condition()
-        self._condemned: dict[str, int] = {}  # key → boottime
+        self._condemned: dict[str, int] = {}  # key of a condemned part → boottime
         self._deleting: frozenset[str] = frozenset()
 
     def missing(self, digests: Collection[str]) -> tuple[str, ...]:
-        """Return the missing ones among the digests, in order; existing parts stay for at least a grace."""
+        """Return the digests of missing parts, in order. Existing parts stay for at least one grace period."""
         keys = {_key(digest): digest for digest in digests}
         with self._changed:
             look = [key for key in keys if key not in self._deleting]
@@ -88,7 +88,7 @@ class Blobs:
         return tuple(digest for key, digest in keys.items() if key not in there)
 
     def check_room(self, size: int) -> None:
-        """Refuse to store more bytes than fit."""
+        """Raise an error if the store cannot hold the given number of bytes."""
         check_room(size, self._store.free_bytes(), kept_free_bytes=self._kept_free_bytes)
 
     def put(self, digest: str, data: bytes | memoryview) -> None:
@@ -120,7 +120,7 @@ class Blobs:
             self._store.delete((key,))
         except (EnvironmentProblem, StorageError, KeyError) as error:
             raise Unwell("takes nothing" if isinstance(error, StorageError) else "does not answer") from error
-        return "" if is_same else "the store returned other data than it was given"
+        return "" if is_same else "the store returned other data than the server had stored"
 
     def get(self, digest: str) -> bytes:
         """Return a part."""
@@ -138,7 +138,7 @@ class Blobs:
         """Yield the bytes of a blob or of a range, at most one part at a time."""
         check_reference(reference)
         if start < 0 or (length is not None and length < 0):
-            raise InvalidValue(f"{length} bytes from byte {start} are not a range")
+            raise InvalidValue(f"{length} bytes from byte {start} are not a valid range")
         end = reference.size if length is None else min(reference.size, start + length)
         for number in range(start // BLOB_PART_BYTES, len(reference.parts)):
             first = number * BLOB_PART_BYTES
@@ -153,7 +153,7 @@ class Blobs:
         """Delete parts without references that are old enough. Only one collection may run at a time.
 
         Args:
-            in_use: returns the digests that runs and files refer to; called once, after the store was listed.
+            in_use: returns the digests that runs and files refer to; called once, after `collect` has listed the store.
             grace_s: minimum age of a part, and minimum time between condemnation and deletion, in seconds.
         """
         listed = {stored.key: stored for stored in self._store.list("packs")}
@@ -223,7 +223,9 @@ def file_source(blobs: Blobs, file: StoredFile) -> Callable[[int, int], Iterator
 async def missing_parts(call: Call, blobs: Blobs, spool: UploadSpool, body: DigestList) -> DigestList:
     """Return the digests of the parts that the client must send."""
     if len(body.digests) > NAMES_MAX:
-        raise TooLarge(f"a request with {len(body.digests)} digests is too large", hint=f"ask for {NAMES_MAX} at most")
+        raise TooLarge(
+            f"a request with {len(body.digests)} digests is too large", hint=f"request at most {NAMES_MAX} digests"
+        )
     return DigestList(digests=await spool.in_thread(lambda: blobs.missing(body.digests)))
 
 

@@ -9,7 +9,7 @@ address and obey all rules. A unit's packs must be stored before the unit and co
 
 A unit's address does not cover the packs that it points into. The server therefore verifies a unit before it stores the
 unit. The server keeps an existing unit only if that unit is verified too, and replaces it otherwise. Of several
-snapshots with one address the server keeps the first, because the differences do not matter. Only operators and the
+snapshots with one address the server stores the first, because the differences do not matter. Only operators and the
 server itself write the notes of garbage collection (`gc/…`).
 
 The server verifies each unit once, a few at a time, never on the event loop:
@@ -18,15 +18,16 @@ The server verifies each unit once, a few at a time, never on the event loop:
                    ├ small ─ one of SMALL_AT_ONCE turns ─┐
                    └ large ─ one of LARGE_AT_ONCE turns ─┴─▶ read its packs, compare every file with its row
 
-The verification of a large unit takes seconds of one core. Large units therefore wait for each other, and small ones
-pass them. A client whose request times out repeats the request, which then finds the result of the first one.
+The verification of a large unit takes seconds of one core. Large units therefore wait for each other, and small units
+do not wait for large units. A client whose request times out repeats the request. The repeated request uses the result
+of the first verification.
 
 A store of an earlier version may contain units that were never verified. Such units stay usable: a node verifies every
 byte during a restore, and requests `repair` if it finds an error.
 
 Failure cases:
 
-* Data was altered during the transfer: the client gets HashMismatch and sends it again.
+* Data was altered during the transfer: the client gets HashMismatch and sends the object again.
 
 * An object breaks the rules: the client gets EnvironmentRejected.
 
@@ -36,7 +37,7 @@ Failure cases:
 
 * Packs contain other data than a unit's rows list: the check raises `ContentMismatch`.
 
-* A unit gets no turn within WAIT_S: the client gets StoreUnavailable and asks again.
+* The verification of a unit cannot start within WAIT_S: the client gets StoreUnavailable and tries again.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class EnvironmentStore:
         )
         self._kept_free_bytes = kept_free_bytes
         self._checks = threading.Semaphore(CHECKS_AT_ONCE)
-        self._seen: dict[str, int] = {}  # snapshot → boottime
+        self._seen: dict[str, int] = {}  # snapshot → boottime of the last check
         self._packages: dict[str, Packages] = {}
         self._content = ContentChecks(self._read_pack)
         self._repairs = threading.Semaphore(1)
@@ -140,7 +141,8 @@ class EnvironmentStore:
             try:
                 return self._nearby.read(key, start, length)
             except KeyError:
-                self._nearby.forget_documents()  # A new document may have replaced the one that names the missing pack.
+                # A new document may have replaced the document that names the missing pack.
+                self._nearby.forget_documents()
                 raise NotFound(f"{key[:80]} is not on the server") from None
         first = self._piece(key, start, length)
         return self._pieces(first, key, start, length)
@@ -170,7 +172,8 @@ class EnvironmentStore:
         except AlteredObject as error:
             raise HashMismatch(
                 f"{key[:80]} arrived altered: {error}",
-                hint="send it again; if this happens often, check the network between client and server for a "
+                hint="send the object again; if this happens often, check the network between client and server "
+                "for a "
                 "device that alters data",
             ) from None
         if wanted is None:
@@ -186,7 +189,7 @@ class EnvironmentStore:
             self._nearby.keep(key, wanted)  # The server reads the pack next to verify its unit, then nodes read it.
 
     def try_store(self) -> str:
-        """Send a request to the store and return ""."""
+        """Send a test request to the store; return "" if the store answers."""
         try:
             self._store.present((_NOTHING,))
         except (EnvironmentProblem, StorageError) as error:
@@ -194,15 +197,15 @@ class EnvironmentStore:
         return ""
 
     def check_room(self, size: int) -> None:
-        """Refuse to store more bytes than fit."""
+        """Raise an error if the store cannot hold the given number of bytes."""
         check_room(size, self._store.free_bytes(), kept_free_bytes=self._kept_free_bytes)
 
     def present(self, keys: Collection[str]) -> frozenset[str]:
-        """Return the existing ones among the given objects."""
+        """Return the given objects that exist."""
         return self._store.present(keys)
 
     def condemned(self, keys: Collection[str]) -> tuple[frozenset[str], bool]:
-        """Return the condemned ones among the given objects, and True if a collection may be deleting now."""
+        """Return the given objects that are condemned, and True if a collection may be deleting now."""
         documents = StoreBlobs(self._store, clock=self._clock)
         return documents.condemned(keys) if keys else frozenset(), documents.is_collecting()
 
@@ -233,7 +236,7 @@ class EnvironmentStore:
         ]
         documents = StoreBlobs(self._store, clock=self._clock)
         if not self._repairs.acquire(timeout=REPAIR_WAIT_S):
-            raise StoreUnavailable("the server checks other units of its store", hint="ask again in a moment")
+            raise StoreUnavailable("the server is verifying other units of its store", hint="try again in a moment")
         try:
             bad = [key for key in wanted if key.startswith("snapshots/") and not _is_snapshot(documents, key)]
             units = [key.partition("/")[2] for key in wanted if key.startswith("units/")]
@@ -252,7 +255,7 @@ class EnvironmentStore:
         return None if free is None else max(0, free - self._kept_free_bytes)
 
     def need(self, snapshot: str) -> None:
-        """Refuse a missing snapshot, so that its user gets the error before the run waits for devices."""
+        """Refuse a missing snapshot, so that the caller gets the error before the run waits for devices."""
         now_ns = self._clock.boottime_ns()
         if now_ns - self._seen.get(snapshot, -(SEEN_S * 10**9)) < SEEN_S * 10**9:
             return
@@ -260,7 +263,7 @@ class EnvironmentStore:
         if not self._store.present([key]):
             raise EnvironmentMissing(
                 f"snapshot {snapshot[:12]} is not on the server",
-                hint="the server has removed it; call again to capture the environment again",
+                hint="the server has deleted the snapshot; repeat the call, which captures the environment again",
             )
         if len(self._seen) >= _SEEN_MAX:
             self._seen.clear()
@@ -343,7 +346,8 @@ class EnvironmentStore:
         self.delete(altered)
         raise EnvironmentMissing(
             f"unit {unit.address[:12]} cannot be stored: {len(altered)} of its packs were altered in the store",
-            hint="the server has removed them: capture the environment again. If this happens again, check the "
+            hint="the server has deleted these packs: capture the environment again. If this happens again, check "
+            "the "
             "disk of the store",
         )
 
@@ -368,7 +372,7 @@ class EnvironmentStore:
             raise ContentMismatch(f"pack {digest[:12]} does not exist any more") from None
 
     def _first(self, key: str, data: bytes | memoryview) -> bytes | memoryview:
-        """Return the snapshot to store; an existing one is stored again to reset its age."""
+        """Return the snapshot to store; an existing snapshot is stored again to reset its age."""
         with self._checks:
             address = key.partition("/")[2]
             try:
@@ -394,7 +398,7 @@ class EnvironmentStore:
                 )
 
     def _judge(self, key: str, data: bytes | memoryview) -> None:
-        """Compare an object with its name."""
+        """Verify that an object matches its name."""
         kind, _, name = key.partition("/")
         if kind == "packs":
             pack_of(data, name)
@@ -475,8 +479,9 @@ class ContentChecks:
     def _turn(self, turns: threading.Semaphore) -> Iterator[None]:
         if not turns.acquire(timeout=WAIT_S):
             raise StoreUnavailable(
-                f"the server verifies other units; this one has waited for {WAIT_S:.0f} s",
-                hint="the client sends it again; the verification of a large environment takes the server a few "
+                f"the server is verifying other units; this unit has waited for {WAIT_S:.0f} s",
+                hint="the client sends the unit again; the verification of a large environment takes the server a "
+                "few "
                 "seconds",
             )
         try:

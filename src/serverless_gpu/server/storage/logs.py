@@ -5,22 +5,22 @@
     stream, page of a log, download ◀── read, sizes ─────┘
 
 Each piece contains its offset. A repeated piece changes nothing, an overlapping piece adds its new bytes, and a piece
-beyond the end is ignored. The response is the next expected offset. Appended bytes survive the end of this process.
-`sync` makes them survive a power failure. The server calls it before it acknowledges an end; until then the node keeps
-its own copy.
+beyond the end is ignored. The response contains the next expected offset. Appended bytes survive the end of this
+process. `sync` makes them survive a power failure. The server calls `sync` before acknowledging the end of an attempt.
+Until then the node keeps its own copy.
 
-A file name is built only from checked parts: the identifier of a run, two integers, and one of three words. For
+A file name is built only from checked parts: the identifier of a run, two integers, and one of three stream names. For
 telemetry, `rank` is the number of the node.
 
 Failure cases:
 
-* The disk is full except for the database's reserve: the server accepts fewer bytes, and the node sends the rest later.
-  The report itself succeeds, because it is also a heartbeat, and a full disk must not end the run. If bytes are still
-  missing at the end of the run, a line in the log says so.
+* The disk is full except for the database's reserve: the server accepts fewer bytes, and the node sends the remaining
+  bytes later. The report itself succeeds, because it is also a heartbeat, and a full disk must not end the run. If
+  bytes are still missing at the end of the run, the server adds a line about them to the log.
 
 * Two requests write to one file: the file lock serializes them.
 
-* A node sends more than a node stores: the server ignores the rest.
+* A node sends more output than the limit of a stream: the server ignores the excess.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Logs:
         self._kept_free_bytes = kept_free_bytes
         self._lock = threading.Lock()
         self._unsynced: dict[Path, set[str]] = {}
-        """Files written since `sync`, by directory of an attempt. A missing directory may have any unsynced files."""
+        """Files written since `sync`, by directory of an attempt. A directory without entry may have unsynced files."""
 
     def append(self, run_id: str, fence: int, *, rank: int, stream: str, offset: int, data: bytes) -> int:
         """Append bytes at their offset.
@@ -73,7 +73,7 @@ class Logs:
         """
         directory, name = self._directory(run_id, fence), _name(rank, stream)
         if offset < 0:
-            raise InvalidValue(f"a log has no byte {offset}")
+            raise InvalidValue(f"a log has no offset {offset}")
         fd = self._open(directory, name, make=offset == 0)
         if fd < 0:
             return 0
@@ -94,7 +94,7 @@ class Logs:
             os.close(fd)
 
     def close_short(self, run_id: str, fence: int, *, rank: int, stream: str, end: int, why: str) -> int:
-        """Close a log with a line about missing bytes, if there are any; later appends are ignored.
+        """Close a log with a line about missing bytes, if bytes are missing; ignore later appends.
 
         Returns:
             The number of missing bytes; 0 if an earlier call has reported them.
@@ -106,7 +106,7 @@ class Logs:
             if missing <= 0 or _is_closed(fd):
                 return 0
             line = f"\n— {format_bytes(missing)} missing ({why}) —\n".encode()
-            with contextlib.suppress(OSError):  # This may use the space kept free, which may also be used up.
+            with contextlib.suppress(OSError):  # This line may use the reserved disk space, which may also be full.
                 os.write(fd, line)
             os.fchmod(fd, _CLOSED)
             return missing
@@ -117,7 +117,7 @@ class Logs:
         """Return bytes from an offset; none beyond the end of the file."""
         path = self._directory(run_id, fence) / _name(rank, stream)
         if offset < 0:
-            raise InvalidValue(f"a log has no byte {offset}")
+            raise InvalidValue(f"a log has no offset {offset}")
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
@@ -135,7 +135,7 @@ class Logs:
             return 0
 
     def sizes(self, run_id: str, fence: int) -> dict[tuple[int, str], int]:
-        """Return sizes in bytes, by rank and stream; streams without files are left out."""
+        """Return sizes in bytes, by rank and stream, without streams that have no file."""
         found = {}
         for entry in _entries(self._directory(run_id, fence)):
             if match := _NAME.fullmatch(entry.name):
@@ -157,7 +157,7 @@ class Logs:
             if names:
                 if len(names) < TOGETHER_MIN or not _sync_disk(directory):
                     for name in names:
-                        with contextlib.suppress(FileNotFoundError):  # A reader opened the file before it existed.
+                        with contextlib.suppress(FileNotFoundError):  # A reader may record a file before it exists.
                             _sync(directory / name)
                 for path in (directory, directory.parent, self._root, self._root.parent):
                     _sync(path)
@@ -179,7 +179,7 @@ class Logs:
         }
 
     def remove(self, run_id: str) -> None:
-        """Delete all output of a run, if there is any."""
+        """Delete all output of a run; do nothing if the run has no output."""
         directory = self._directory(run_id, 1).parent
         with self._lock:
             for attempt in [path for path in self._unsynced if path.parent == directory]:
@@ -235,7 +235,7 @@ def _is_closed(fd: int) -> bool:
 
 def _name(rank: int, stream: str) -> str:
     if not 0 <= rank < RANKS_MAX or stream not in STREAMS:
-        raise InvalidValue(f"{stream[:40]!r} of rank {rank} is not the output of a rank")
+        raise InvalidValue(f"{stream[:40]!r} of rank {rank} is not an output stream of a rank")
     return f"{rank}.{stream}"
 
 

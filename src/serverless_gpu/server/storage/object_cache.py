@@ -6,12 +6,12 @@
 
 A pack's name is the digest of its bytes, so a copy of a pack never becomes outdated. A unit or snapshot contains data
 beyond its address, which another `put` may change. For example, a unit may then point at other packs. Copies of units
-and snapshots are therefore valid only for `DOCUMENT_S`, and not after a restart. A missing pack invalidates all of
-them. The server compares every copy with its digest when it opens the copy. A defective disk therefore costs only
-another read of the bucket.
+and snapshots are therefore valid only for `DOCUMENT_S`, and not after a restart. A missing pack invalidates all copies
+of units and snapshots. The server compares every copy with its digest when it opens the copy. A defective disk
+therefore costs only another read of the bucket.
 
-When the cache or the disk is full, the server removes the least recently used copies. The server passes on an object
-that does not fit from memory, to all waiting requests, and does not cache it.
+When the cache or the disk is full, the server removes the least recently used copies. If an object does not fit, the
+server serves the object from memory to all waiting requests and does not cache it.
 
 Failure cases:
 
@@ -21,7 +21,7 @@ Failure cases:
 
 * The bucket returns wrong data twice: callers get EnvironmentCorrupt, which names the object.
 
-* The disk is full or not writable: the server passes the object on from memory and logs the problem once.
+* The disk is full or not writable: the server serves the object from memory and logs the problem once.
 
 * The server is killed: the next start removes temporary files.
 """
@@ -56,7 +56,7 @@ PACKS_AT_ONCE = 8
 DOCUMENTS_AT_ONCE = 16
 """Maximum number of concurrent downloads of units and snapshots, which mostly wait for the network."""
 TURN_S = 15.0
-"""Seconds that an object waits for its turn; limits the delay that a hanging bucket causes."""
+"""Seconds that a download waits for a free slot; limits the delay that a hanging bucket causes."""
 FIRST_BYTES = 64 << 20
 """Bytes in the first request to the bucket; every pack is shorter and needs only one request."""
 DOCUMENT_S = 600
@@ -143,7 +143,7 @@ class ObjectCache:
         with self._lock:
             self._make_room(0)
 
-    # --- one read of the bucket for all who ask ------------------------------------------------------------------
+    # --- shared downloads ------------------------------------------------------------------------------------------
 
     def _shared(self, key: str) -> _Copy:
         with self._lock:
@@ -189,8 +189,8 @@ class ObjectCache:
         turns = self._packs if key.startswith("packs/") else self._others
         if not turns.acquire(timeout=TURN_S):
             raise StoreUnavailable(
-                f"the store {self._store.url} is slow: {key[:20]} has waited for {TURN_S:.0f} s behind others",
-                hint="the client asks again; check the bucket",
+                f"the store {self._store.url} is slow: {key[:20]} has waited for {TURN_S:.0f} s behind other downloads",
+                hint="the client tries again; check the bucket",
             )
         try:
             yield
@@ -198,7 +198,7 @@ class ObjectCache:
             turns.release()
 
     def _once_more(self, key: str) -> bytes:
-        """Read altered data again; the second result shows if the transfer or the store altered it."""
+        """Read altered data a second time, to find out if the transfer or the store altered the data."""
         data = self._whole(key)
         try:
             self._judge(key, data)
@@ -234,7 +234,7 @@ class ObjectCache:
             if found.hexdigest() != digest:
                 raise OSError("its content has changed")
         except OSError as error:
-            _log.warning("the copy of %s in %s is removed: %s", key[:20], self._directory, error)
+            _log.warning("the server removes the copy of %s in %s: %s", key[:20], self._directory, error)
             self.forget((key,))
             return None
         with contextlib.suppress(OSError):  # This time only determines the order of removal after a restart.
@@ -275,10 +275,12 @@ class ObjectCache:
                     fresh.unlink()
                     return copy
         except OSError as error:
-            with contextlib.suppress(OSError):  # The same error was just reported.
+            with contextlib.suppress(OSError):  # The log has just reported the same error.
                 fresh.unlink(missing_ok=True)
             self.forget((key,))
-            self._tell(f"copies of {self._store.url} are not kept in {self._directory}: {error.strerror or error}")
+            self._tell(
+                f"the server cannot keep copies of {self._store.url} in {self._directory}: {error.strerror or error}"
+            )
             return _Bytes(data)
         if not key.startswith("packs/"):
             with self._lock:
@@ -318,7 +320,7 @@ class ObjectCache:
         try:
             self._place(key).unlink(missing_ok=True)
         except OSError as error:
-            self._tell(f"copies in {self._directory} cannot be removed: {error.strerror or error}")
+            self._tell(f"the server cannot remove copies in {self._directory}: {error.strerror or error}")
 
     def _known(self) -> OrderedDict[str, int]:
         """Return the copies in the cache; the first call searches the disk and removes incomplete files."""

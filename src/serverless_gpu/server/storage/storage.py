@@ -6,15 +6,15 @@
     environments              <home>/server/store, or the store
     <home>/server/nearby/     copies of objects that nodes read     if the store is a bucket
 
-Orphans are evidence that the database or its disk lost rows. The server creates each of these files after its run is
-durable:
+Orphans are evidence that the database or its disk lost rows. The server creates the following files only after the
+run's row is durable:
 
     server/logs/<run>/     output of ranks
     server/gangs/<gang>    gangs placed by the machine's own engine
 
 A run that retention removed leaves a row in the audit. A run with files but without its row and without that audit
-entry was therefore acknowledged and then lost. The start logs such runs before any loop forgets a gang. `sgpu server
-check` reports them at any time, and retention keeps their output.
+entry was therefore acknowledged and then lost. A starting server logs such runs before any loop forgets a gang. `sgpu
+server check` reports lost runs at any time, and retention does not delete their output.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class MeteredStore(Store):
         self._measures.upload_bytes.labels(self._name).inc(sum(len(data) for data in objects.values()))
 
     def present(self, keys: Collection[str]) -> frozenset[str]:
-        """Return the existing ones among the given objects."""
+        """Return the given objects that exist."""
         with self._counted("present"):
             return self._store.present(keys)
 
@@ -175,8 +175,8 @@ def orphan_sentence(run_ids: list[str], directory: Path) -> str:
     more = f" and {len(run_ids) - _NAMED_MAX} more" if len(run_ids) > _NAMED_MAX else ""
     return (
         f"{directory} has files of {len(run_ids)} runs that the database does not know: "
-        f"{', '.join(run_ids[:_NAMED_MAX])}{more}. The database or its disk lost these runs. Their output stays in "
-        f"{directory / 'logs'}; remove it once you do not need it any more"
+        f"{', '.join(run_ids[:_NAMED_MAX])}{more}. The database or its disk lost these runs. Their output is in "
+        f"{directory / 'logs'}; delete it when you no longer need it"
     )
 
 

@@ -53,7 +53,7 @@ class UploadSpool:
 
     @contextlib.asynccontextmanager
     async def whole(self, body: AsyncIterable[bytes], size: int | None = None) -> AsyncIterator[memoryview]:
-        """Yield a body once it is complete; the body is removed afterwards."""
+        """Yield a body once it is complete, and delete the body afterwards."""
         if size is not None and size > PIECE_BYTES:
             await self.in_thread(lambda: self._check_room(size))
         pieces: list[bytes] = []

@@ -154,10 +154,10 @@ def spoil_documents(place: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "wrong"),
     [
-        (spoil_byte, "site/alpha/__init__.py holds other bytes"),
-        (spoil_time, "site/alpha/__init__.py was written to"),
+        (spoil_byte, "site/alpha/__init__.py has different content"),
+        (spoil_time, "site/alpha/__init__.py was modified"),
         (spoil_by_removal, "site/alpha/big.bin is missing"),
-        (spoil_by_addition, "site/alpha/sitecustomize.py does not belong there"),
+        (spoil_by_addition, "site/alpha/sitecustomize.py does not belong to the unit"),
         (spoil_link, "site/alpha/alias.py is not the link to __init__.py"),
         (spoil_mode, "site/alpha/__init__.py has the mode 644 instead of 444"),
         (spoil_documents, "its documents are missing"),

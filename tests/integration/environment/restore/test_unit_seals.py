@@ -196,7 +196,7 @@ def test_22A7_a_unit_of_an_earlier_version_is_read_once_and_is_no_alarm(
     node.cache.write_note(address, msgspec.structs.replace(note, files=b""))
     altered(node.unit(snapshot) / "site/alpha/__init__.py")
     later(node)
-    assert "holds other bytes" in node.restore(snapshot).mended
+    assert "has different content" in node.restore(snapshot).mended
 
 
 def test_22A7_links_bytecode_and_metadata_of_ours_are_no_change(node: Node) -> None:
@@ -229,4 +229,4 @@ def test_22A7_a_forged_stamp_of_another_boot_is_not_believed(node: Node) -> None
     stamp = node.cache.looked(snapshot.address)
     write_document(stamp, {"boot": "another", "at_ns": node.clock.boottime_ns()})
     assert read_document(stamp, dict[str, object]) is not None
-    assert "holds other bytes" in node.restore(snapshot).mended
+    assert "has different content" in node.restore(snapshot).mended

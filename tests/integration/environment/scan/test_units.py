@@ -180,7 +180,7 @@ def test_what_cannot_travel_is_refused_by_name(venv: Venv, what: str) -> None:
     with pytest.raises(EnvironmentUnsupported) as caught:
         scan(venv)
 
-    control = "holds 'site/new\\nline': its name has control characters, or is not UTF-8\nhint: rename or remove it"
+    control = "holds 'site/new\\nline': this name has control characters, or is not UTF-8\nhint: rename or remove it"
     said = {
         "fifo": "/pipe cannot be captured: it is a device, a socket or a FIFO\nhint: remove it",
         "control": f" {control}",

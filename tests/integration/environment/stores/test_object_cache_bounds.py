@@ -89,7 +89,7 @@ def test_a_place_that_cannot_be_used_costs_copies_and_nothing_else(
     store.put({KEY: PACK})
     assert read(environments) == read(environments) == PACK
     assert store.got == [KEY, KEY]
-    assert len([line for line in caplog.messages if "are not kept" in line]) == 1
+    assert len([line for line in caplog.messages if "cannot keep copies" in line]) == 1
 
 
 @pytest.fixture

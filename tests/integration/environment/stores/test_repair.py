@@ -131,7 +131,7 @@ def test_F42_a_store_that_cannot_be_changed_is_said_with_what_is_to_be_removed(s
     with pytest.raises(EnvironmentCorrupt) as caught:
         fetch(address, store, tmp_path / "first")
     assert caught.value.hint.startswith(
-        f"remove {key[:18]} from the store as another user, because this one cannot (not allowed)"
+        f"remove {key[:18]} from the store as another user, because this user cannot (not allowed)"
     )
 
 

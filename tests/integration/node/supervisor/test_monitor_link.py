@@ -29,7 +29,7 @@ from tests.support.node.fake_monitor import FakeMonitor
 
 DEVICES = (Device(uuid="FAKE-0", index=0, type="H100", memory_bytes=80 << 30, kind=DeviceKind.FAKE),)
 TRACKED = messages.TrackedNote(run_id="m1", url="http://127.0.0.1:5000/#/runs/m1", environ={"MLFLOW_RUN_ID": "m1"})
-KEPT = "the node keeps what it recorded and sends it once MLflow answers (within 24 h)"
+KEPT = "the node stores the recorded data and sends it once MLflow answers (within 24 h)"
 USE = DeviceUse(uuid="FAKE-0", samples=3, busy_percent=50.0)
 THERE = Tracking(uri="http://there:5000")
 HOMES = Tracking()

@@ -31,7 +31,7 @@ def test_sixteen_crews_meet_in_less_than_200_ms() -> None:
 
 
 def test_a_crew_of_another_gang_is_not_taken_for_one_of_ours() -> None:
-    assert scene("another_gang") == [["it closed the connection"], ["it closed the connection"]]
+    assert scene("another_gang") == [["the peer closed the connection"], ["the peer closed the connection"]]
 
 
 def test_who_does_not_answer_is_waited_for_once_and_names_are_not_looked_up() -> None:

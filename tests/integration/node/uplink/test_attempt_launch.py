@@ -59,9 +59,9 @@ def test_a_device_that_is_left_out_is_no_candidate(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"crew": 2}, "crew 2 of [0, 1] with 3 of 3 devices is not a valid gang"),
-        ({"world_size": 4}, "crew 0 of [0, 1] with 3 of 4 devices is not a valid gang"),
-        ({"crews": laid_out([("n0", 2), ("n1", 1)])[::-1]}, "crew 1 of the order must not begin with rank 2"),
+        ({"crew": 2}, "node 2 of [0, 1] with 3 of 3 devices is not a valid gang"),
+        ({"world_size": 4}, "node 0 of [0, 1] with 3 of 4 devices is not a valid gang"),
+        ({"crews": laid_out([("n0", 2), ("n1", 1)])[::-1]}, "node 1 of the gang must not begin with rank 2"),
         ({"nonce": ""}, "but no nonce for it"),
     ],
 )

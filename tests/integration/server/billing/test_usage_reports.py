@@ -322,7 +322,7 @@ def test_what_is_not_understood_is_refused(services: Services) -> None:
         with pytest.raises(InvalidValue):
             usage_reports.where_of(text)
     assert usage_reports.where_of("") == {}
-    with pytest.raises(InvalidValue, match="end before"):
+    with pytest.raises(InvalidValue, match="ends before it"):
         services.usage_reports.window(10, 10)
     today = services.clock.wall_ns() // DAY_NS
     assert services.usage_reports.window(None, None) == (today - 29, today + 1)

@@ -68,7 +68,7 @@ def test_a_run_that_costs_far_more_than_others_of_its_name_is_told_of_once(spent
     assert alarms(spent) == []  # four are not enough to say what is usual
     spent.end(first, Reason.COMPLETED)
     run_id = ran(spent, 4, payload=COMMAND)
-    said = f"run {run_id} uses 14,400.00 USD (usual: 3,600.00 USD) in an hour: the median of 5 earlier runs named 'fit'"
+    said = golden("server.alarms.run-uses-usual", run_id=run_id)
     assert alarms(spent) == [said]
     spent.go_on(61, run_id)
     spent.services.make(SpendAlarms).tick(spent.clock.boottime_ns())  # after a start

@@ -32,7 +32,7 @@ def test_22B9_a_database_that_starts_is_waited_for_and_both_is_said(postgres: Cl
     assert lines[0].startswith("the database does not answer: ") and lines[0].endswith(
         "waiting for the database, 60 s at most"
     )
-    assert lines[1:] == ["the database answers"]
+    assert lines[1:] == ["the database answers now"]
 
 
 def test_22B9_the_wait_has_an_end(postgres: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

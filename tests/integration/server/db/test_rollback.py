@@ -181,7 +181,7 @@ def test_22B8_a_server_with_sqlite_shares_its_directory_with_nobody(home: Path, 
     (beside / "server").symlink_to(home / "server")
     with served(home):
         for file in (home / "server" / "server.db", tmp_path / "other.db"):
-            with pytest.raises(ServerProblem, match="runs already"), served(beside, database=f"sqlite:///{file}"):
+            with pytest.raises(ServerProblem, match="is already running"), served(beside, database=f"sqlite:///{file}"):
                 pass
 
 
@@ -212,9 +212,9 @@ def test_22B10_files_of_runs_that_the_database_does_not_know_are_named(home: Pat
         (DatabasePosition(database_id="a" * 32, generation=3, commits=11, audit=6), "audit row 6"),
         (
             DatabasePosition(database_id="b" * 32, generation=9, commits=90, audit=70),
-            "the present database is bbbbbbbb",
+            "the current database is bbbbbbbb",
         ),
-        (None, "present database is empty"),
+        (None, "current database is empty"),
     ],
 )
 def test_22B3_a_database_is_compared_with_its_mark(found: DatabasePosition | None, said: str) -> None:

@@ -333,7 +333,7 @@ def test_F40_a_full_disk_is_said_before_bytes_nothing_is_half_there_and_it_goes_
         filler.write_bytes(b"x" * 4_000_000)
         with pytest.raises(ServerStorageFull, match=golden("server.served_store.mb-write-mb")):
             connection.put(f"/blobs/{digest}", data)
-        with pytest.raises(StorageError, match="no room"):
+        with pytest.raises(StorageError, match="no disk space"):
             served(url, "member").put({pack_key(data): data})
         assert [path for path in disk.rglob("*") if path.is_file()] == [filler]
         # Room for one copy, and not for that which is being stored.

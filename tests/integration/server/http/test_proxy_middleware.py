@@ -68,13 +68,13 @@ def test_whoever_comes_past_the_proxy_is_refused_whatever_he_says(peer: str) -> 
 @pytest.mark.parametrize(
     ("said", "problem"),
     [
-        (["http"], "was reached without TLS"),
-        (["HTTP"], "was reached without TLS"),
-        (["http, http"], "was reached without TLS"),
-        (["https, http"], "was reached without TLS"),
-        (["https", "http"], "was reached without TLS"),
-        ([""], "was reached without TLS"),
-        ([], "does not say that it was reached by TLS"),
+        (["http"], "reached the proxy without TLS"),
+        (["HTTP"], "reached the proxy without TLS"),
+        (["http, http"], "reached the proxy without TLS"),
+        (["https, http"], "reached the proxy without TLS"),
+        (["https", "http"], "reached the proxy without TLS"),
+        ([""], "reached the proxy without TLS"),
+        ([], "does not report that its client used TLS"),
     ],
 )
 def test_a_proxy_that_was_reached_without_tls_is_told(said: list[str], problem: str) -> None:

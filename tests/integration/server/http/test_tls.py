@@ -123,7 +123,7 @@ def test_a_renewed_certificate_is_for_new_connections_and_one_that_is_none_chang
         (cert.with_name("other.key")).replace(key)  # the certificate's is another one
         with caplog.at_level(logging.ERROR):
             server.renew()
-        assert "was not renewed" in caplog.text and golden("server.tls.do-go-together") in caplog.text
+        assert "did not renew" in caplog.text and golden("server.tls.do-go-together") in caplog.text
         with peer_of(server, authority) as connection:
             assert serial(connection) == second
 
@@ -139,7 +139,7 @@ def test_a_certificate_that_has_ended_or_is_not_good_yet_does_not_replace_a_good
         authority.sign(*NAMES, days=days, file="good", not_before=1.0 if days > 0 else -30.0)
         with caplog.at_level(logging.ERROR):
             server.renew()
-        says = "is not good before 24 h" if days > 0 else "ended 24 h"
+        says = "it becomes valid in 24 h" if days > 0 else "ended 24 h"
         assert golden("server.tls.renewed-one-use") in caplog.text and says in caplog.text
         with peer_of(server, authority) as connection:
             assert serial(connection) == first
@@ -165,16 +165,16 @@ def test_environments_go_to_a_server_of_an_own_authority(tmp_path: Path, authori
 def test_a_key_that_others_may_read_is_refused(tmp_path: Path, authority: Authority, mode: int) -> None:
     cert, key = authority.sign(*NAMES, file="readable")
     key.chmod(mode)
-    with pytest.raises(InvalidValue, match="others may read"):
+    with pytest.raises(InvalidValue, match="other users can read"):
         Certificate(str(cert), str(key), directory=tmp_path, clock=SystemClock())
 
 
 def test_files_that_are_none_are_refused(tmp_path: Path, authority: Authority) -> None:
     cert, key = authority.sign(*NAMES, file="mixed")
     for pair, says in (
-        ((str(tmp_path / "none"), str(key)), "is no certificate"),
+        ((str(tmp_path / "none"), str(key)), "is not a certificate"),
         ((str(cert), str(tmp_path / "none")), "cannot be read"),
-        ((str(key), str(key)), "is no certificate"),
+        ((str(key), str(key)), "is not a certificate"),
     ):
         with pytest.raises(InvalidValue, match=says):
             Certificate(*pair, directory=tmp_path, clock=SystemClock())
@@ -192,6 +192,6 @@ def test_how_long_a_certificate_is_good_is_said_at_the_start(
 
 
 def test_beyond_loopback_it_speaks_tls_or_has_a_proxy_or_does_not_start(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValue, match="as they are") as caught:
+    with pytest.raises(InvalidValue, match="network unencrypted") as caught:
         bind_sockets(read_settings(tmp_path, {"host": "0.0.0.0", "port": 0}))
     assert "--tls-cert" in caught.value.hint and "--behind-proxy" in caught.value.hint

@@ -72,14 +72,14 @@ def test_F69_a_token_ends_soon_after_the_lease_and_a_report_brings_the_next(node
     for _ in range(20):  # hours, with an answer every few minutes
         node.clock.advance(600)
         assert node.report()
-    with pytest.raises(NotAuthenticated, match="has ended"):
+    with pytest.raises(NotAuthenticated, match="token has expired"):
         node.admission.authenticate(first)
 
 
 def test_F69_a_node_that_was_cut_off_gets_another_one_by_its_own_token_and_goes_on(node: Node) -> None:
     assert not node.report("before\n")
     node.clock.advance(961)
-    with pytest.raises(NotAuthenticated, match="has ended"):
+    with pytest.raises(NotAuthenticated, match="token has expired"):
         node.report("after\n")
     found = node.renew()
     assert list(found) == [f"{node.run_id}:1"]

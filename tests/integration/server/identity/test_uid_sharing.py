@@ -340,7 +340,7 @@ def test_22A1_a_server_is_rotated_while_it_is_stopped_and_says_what_is_left_to_d
         return CliRunner().invoke(program.sgpu, ["server", "rotate", "--yes"], prog_name="sgpu")
 
     running = rotate()
-    assert isinstance(running.exception, ServerProblem) and "runs already" in running.exception.message
+    assert isinstance(running.exception, ServerProblem) and "is already running" in running.exception.message
     server.stop()
     server.wait_stopped()
     done = rotate()

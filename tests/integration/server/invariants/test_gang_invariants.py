@@ -144,28 +144,32 @@ def cause(reason: Reason, crew: int | None) -> str:
 
 OPEN = {"state": "RUNNING", "ended_ns": None, "reason": None}
 BROKEN: dict[str, tuple[str, str, Break]] = {
-    "a crew is missing": ("I3", "has 1 crews of 2, and 2 devices of 3", without_a_crew),
-    "devices do not add up": ("I3", "has 2 crews of 2, and 4 devices of 3", in_crew(2, 1, gpus=2)),
-    "ranks leave one out": ("I3", "has crews that do not follow one another", in_crew(2, 1, first_rank=3)),
-    "ranks are had twice": ("I3", "has crews that do not follow one another", in_crew(2, 1, first_rank=1)),
+    "a crew is missing": ("I3", "has 1 of 2 nodes, and 2 of 3 devices", without_a_crew),
+    "devices do not add up": ("I3", "has 2 of 2 nodes, and 4 of 3 devices", in_crew(2, 1, gpus=2)),
+    "ranks leave one out": ("I3", "has nodes whose ranks are not consecutive", in_crew(2, 1, first_rank=3)),
+    "ranks are had twice": ("I3", "has nodes whose ranks are not consecutive", in_crew(2, 1, first_rank=1)),
     "nobody knows whom it meets": ("I3", "is on 2 nodes, and its nonce is missing", in_attempt(2, nonce="")),
-    "it is over, and a crew goes on": ("I3", "has 1 open crews, but has ended", in_crew(2, 1, **OPEN)),
-    "no crew goes on, and it is not over": ("I3", "has no open crew, but has not ended", in_attempt(2, **OPEN)),
+    "it is over, and a crew goes on": ("I3", "has ended, but is still open on 1 nodes", in_crew(2, 1, **OPEN)),
+    "no crew goes on, and it is not over": ("I3", "has ended on every node, but is still open", in_attempt(2, **OPEN)),
     "a process may be left, and it is tried again": (
         "I3",
         "may have left a process on n2",
         in_crew(1, 1, proven=False),
     ),
-    "it began, and nobody has met": ("I3", "has begun, but its crews have not met", in_attempt(2, chosen_json=None)),
-    "it was called off, and they met": ("I3", "called off, but its crews have met", in_attempt(2, called_off=True)),
+    "it began, and nobody has met": ("I3", "has begun without a rendezvous", in_attempt(2, chosen_json=None)),
+    "it was called off, and they met": (
+        "I3",
+        "was cancelled, but its rendezvous took place",
+        in_attempt(2, called_off=True),
+    ),
     "it was called off, and ran": (
         "I3",
-        "called off, but its crews have met",
+        "was cancelled, but its rendezvous took place",
         in_attempt(2, called_off=True, chosen_json=None),
     ),
     "one address is missing": (
         "I3",
-        "is on 2 nodes, but 1 addresses were chosen",
+        "is on 2 nodes, but its rendezvous has 1 addresses",
         in_attempt(2, chosen_json='{"master": ["a", 1], "interfaces": ["a"], "addresses": ["a"]}'),
     ),
     "it was released early": (
@@ -185,15 +189,15 @@ BROKEN: dict[str, tuple[str, str, Break]] = {
     ),
     "it ends because of a crew that is not there": (
         "I3",
-        "ends because of crew 2, which it does not have",
+        "ends because of node 2, which it does not have",
         in_attempt(1, cause_json=cause(Reason.RANK_RAISED, 2)),
     ),
     "the cause is a peer": (
         "I3",
-        "but none of its crews says why",
+        "but no node reported the cause",
         in_attempt(1, cause_json=cause(Reason.PEER_FAILED, 1)),
     ),
-    "an attempt ends by a peer": ("I3", "but none of its crews says why", in_attempt(1, reason="peer_failed")),
+    "an attempt ends by a peer": ("I3", "but no node reported the cause", in_attempt(1, reason="peer_failed")),
     "a run ends by a peer": (
         "I3",
         "ended because of a peer, which cannot be its own reason",
@@ -201,14 +205,14 @@ BROKEN: dict[str, tuple[str, str, Break]] = {
     ),
     "one is silent, and nobody says so": (
         "I3",
-        "is SUCCEEDED, began True: crews SUCCEEDED, UNREACHABLE",
+        "is SUCCEEDED, began True, but the states on its nodes are SUCCEEDED, UNREACHABLE",
         in_crew(2, 1, **(OPEN | {"state": "UNREACHABLE"})),
     ),
     "a device of two crews": ("I4", "had it at the same time", lent_to_both),
     "a crew is charged twice": ("I7", "both belong to day", charged_again),
     "an order of another crew is missing": (
         "I3",
-        "attempt 2 (crew 1) has 0 orders to start",
+        "attempt 2 (node 1) has 0 orders to start",
         lambda connection, run_id: connection.execute(
             tables.orders.delete().where(tables.orders.c.run_id == run_id, tables.orders.c.crew == 1)
         ),

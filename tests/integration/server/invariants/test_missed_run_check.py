@@ -25,7 +25,7 @@ def people(services: Services) -> None:
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return what was said to be wrong with those who wait."""
     said = [record.getMessage() for record in caplog.records]
-    return [line for line in said if "is true: I11" in line or "is true: I14" in line]
+    return [line for line in said if "violated: I11" in line or "violated: I14" in line]
 
 
 def test_F81_a_run_that_fits_and_of_which_the_scheduler_says_that_there_is_no_room_is_found_after_a_minute(

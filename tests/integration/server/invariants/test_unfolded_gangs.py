@@ -48,7 +48,7 @@ def change(database: Database, number: int, **values: Any) -> None:
 def is_violated(database: Database, run_id: str) -> bool:
     """Return whether the run is not what its crews amount to."""
     (recorded,) = database.read(lambda connection: invariant_inputs.of_runs(connection, [run_id])).runs
-    return any("does not follow from its crews" in violation.sentence for violation in gangs(recorded))
+    return any("does not follow from the states on its nodes" in violation.sentence for violation in gangs(recorded))
 
 
 HALT = msgspec.json.encode(Halt(reason=Reason.RANK_RAISED, rank=1, detail="no luck")).decode()

@@ -105,7 +105,7 @@ def test_nothing_is_judged_of_a_run_that_is_to_stop(
     ("seen", "why"),
     [
         (CrewObservation(number=1, ranks=(rank(0),)), "has no rank 0 on this node"),
-        (CrewObservation(number=1, ranks=(rank(2), rank(2))), "reports one rank twice"),
+        (CrewObservation(number=1, ranks=(rank(2), rank(2))), "reports the same rank twice"),
         (CrewObservation(number=1, ranks=(RankSeen(rank=2, where="x" * 301),)), "over the size limits"),
         (
             CrewObservation(number=1, ranks=(RankSeen(rank=2, places=tuple(range(PLACES_MAX + 1))),)),

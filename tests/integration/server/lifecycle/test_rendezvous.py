@@ -343,8 +343,8 @@ def test_a_restored_server_calls_nothing_off(
 @pytest.mark.parametrize(
     ("said", "match"),
     [
-        ({"offer": offer(1)}, "reports for crew 1"),
-        ({"reach": reach(1)}, "reports for crew 1"),
+        ({"offer": offer(1)}, "reports for node 1"),
+        ({"reach": reach(1)}, "reports for node 1"),
         ({"offer": offer(0, port=0)}, "port"),
         ({"offer": offer(0, rendezvous_port=0)}, "port"),
         ({"offer": offer(0, port=1 << 16)}, "port"),

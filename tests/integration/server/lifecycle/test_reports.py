@@ -394,7 +394,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ServerlessGpuError], str]] = {
     "newline": ({"files": (File(name="a\n", size=1, inline=b"x"),)}, InvalidValue, "is not a valid name"),
     "long": ({"files": (File(name="a" * 257, size=1, inline=b"x"),)}, InvalidValue, "is not a valid name"),
     "size": ({"files": (File(name="a", size=2, inline=b"x"),)}, InvalidValue, "does not have the stated size"),
-    "neither": ({"files": (File(name="a", size=0),)}, InvalidValue, "needs either its bytes or a blob"),
+    "neither": ({"files": (File(name="a", size=0),)}, InvalidValue, "must contain either its bytes or a blob"),
     "blob": (
         {"files": (File(name="a", size=9, blob=BlobReference(size=9, parts=("../x",))),)},
         InvalidValue,
@@ -403,7 +403,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ServerlessGpuError], str]] = {
     "large": (
         {"files": (File(name="a", size=INLINE_BYTES_MAX + 1, inline=b"x" * (INLINE_BYTES_MAX + 1)),)},
         TooLarge,
-        "send them as blobs",
+        "send the files as blobs",
     ),
     "fact": ({"facts": (fact("r" * 26, 0),)}, InvalidValue, "a fact of another attempt"),
     "receipt": ({"receipt": msgspec.Raw(b"{}")}, InvalidValue, "sent a receipt before its end"),

@@ -183,7 +183,7 @@ def test_a_new_attempt_begins_anew_and_the_old_one_keeps_its_end(database: Datab
         (1, State.FAILED, Reason.REFUSED),
         (2, State.STARTING, None),
     ]
-    sentence = "attempt 1 is over: the node refused to start the run: no disk; the run waits for another attempt"
+    sentence = "attempt 1 has ended: the node refused to start the run: no disk; the run waits for another attempt"
     assert (3, 1, State.QUEUED, Reason.REFUSED, sentence) in told_of(database, run_id)
     refused_by = database.read(lambda connection: attempts.failed_nodes(connection, [run_id]))
     assert refused_by == {run_id: frozenset({"node-1"})}
@@ -268,7 +268,7 @@ def test_22D2_a_policy_bounds_the_attempts_of_a_run_and_their_time(database: Dat
     said: dict[str, Any] = {"resume": True, "policy": "llm", "max_run_s": 8.0, "unsaved_max": 99}
     few, short = add_run(database, attempts_max=2, **said), add_run(database, total_run_s=20.0, **said)
     for run_id, attempts_made, says in (
-        (few, 2, "usage policy 'llm': 2 attempts at most"),
+        (few, 2, "usage policy 'llm': at most 2 attempts"),
         (short, 3, "usage policy 'llm' limits all attempts of a run together to 20.0 s"),
     ):
         limits: list[float | None] = []

@@ -170,12 +170,12 @@ def test_a_home_that_was_made_anew_in_a_reboot_or_moved_to_another_container_is_
         (hello(name="a\x1b[2J"), "cannot be named"),
         (hello(name="a" * 300), "cannot be named"),
         (hello(pool="p" * 65), "a pool cannot be named"),
-        (hello(machine="m" * 65), "64 characters at most"),
-        (hello(instance="i" * 65), "64 characters at most"),
-        (hello(pythons=("3.11",) * 65), "64 versions of Python at most"),
-        (hello(pythons=("3" * 17,)), "64 versions of Python at most"),
-        (hello(unavailable=("x",) * 1025), "1024 devices at most"),
-        (hello(attempts=(AttemptSeen(run_id="r", fence=1, state=State.RUNNING),) * 10_001), "10000 attempts at most"),
+        (hello(machine="m" * 65), "at most 64 characters each"),
+        (hello(instance="i" * 65), "at most 64 characters each"),
+        (hello(pythons=("3.11",) * 65), "at most 64 Python versions"),
+        (hello(pythons=("3" * 17,)), "at most 64 Python versions"),
+        (hello(unavailable=("x",) * 1025), "at most 1024 devices"),
+        (hello(attempts=(AttemptSeen(run_id="r", fence=1, state=State.RUNNING),) * 10_001), "at most 10000 attempts"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(agents: AgentService, said: AgentHello, message: str) -> None:

@@ -119,7 +119,7 @@ def test_a_drained_node_gets_nothing_new_and_keeps_what_runs_there(services: Ser
     going = placed(services)
     view = services.node_rules.drain(by(ROOT), NodeDrainRequest(on=True, note="new fan"))
     assert (view.state, len(view.runs)) == ("DRAINING", 1)
-    assert view.sentence.startswith("takes nothing new: root drains it since ") and view.sentence.endswith("(new fan)")
+    assert view.sentence.startswith("starts no new runs: root drains it since ") and view.sentence.endswith("(new fan)")
     waiting = submit(services)
     tick(services)
     assert (find(services, going).state, find(services, waiting).state) == (State.STARTING, State.QUEUED)
@@ -391,7 +391,7 @@ def test_a_calendar_that_cannot_be_read_any_more_lets_nobody_in_and_says_so(
         (CalendarRequest(shared=("sat",), zone="Berlin"), "knows no time zone 'Berlin'"),
         (CalendarRequest(zone="Europe"), "knows no time zone 'Europe'"),
         (CalendarRequest(zone="../../etc/passwd"), "knows no time zone"),
-        (CalendarRequest(owner_first=True), "nobody's"),
+        (CalendarRequest(owner_first=True), "without an owner"),
         (CalendarRequest(owner="a" * 65), "64 characters"),
     ],
 )

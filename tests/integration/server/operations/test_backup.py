@@ -181,7 +181,7 @@ def test_what_is_no_backup_and_a_home_with_a_server_are_refused(tmp_path: Path) 
     with served(tmp_path / "home") as server:
         made = backup_of(server.home, tmp_path / "backups")
         before = (server.home / "server" / "key").read_bytes()
-        with pytest.raises(ServerProblem, match="runs already: process") as refused:
+        with pytest.raises(ServerProblem, match="is already running: process") as refused:
             restore(Home(server.home), made.path, nothing_ran_since=False)
         assert "stop the server first" in refused.value.hint
     with pytest.raises(ServerProblem, match=re.escape(golden("server.backups.server-already"))) as refused:
@@ -220,9 +220,9 @@ def test_a_home_has_no_second_server_when_the_directory_of_a_living_one_was_move
     with served(tmp_path / "home") as server:
         made = backup_of(server.home, tmp_path / "backups")
         (server.home / "server").rename(server.home / "server.old")
-        with pytest.raises(ServerProblem, match="runs already: process"):
+        with pytest.raises(ServerProblem, match="is already running: process"):
             restore(Home(server.home), made.path, nothing_ran_since=False)
-        with pytest.raises(ServerProblem, match="runs already: process"), served(server.home):
+        with pytest.raises(ServerProblem, match="is already running: process"), served(server.home):
             pass
         assert not (server.home / "server").exists()
     restore(Home(server.home), made.path, nothing_ran_since=False)

@@ -58,7 +58,7 @@ def test_two_checks_of_one_part_are_both_asked() -> None:
     health.watch("claim", lambda: problems["held"])
     health.watch("claim", lambda: problems["loop"])
     assert look(health)["claim"].problem == ""
-    problems["loop"] = "the claim has finished nothing for 91 s"
+    problems["loop"] = "the claim has completed no tick for 91 s"
     assert look(health)["claim"].problem == problems["loop"]
     problems["held"] = "the database is not this server's now"
     assert look(health)["claim"].problem == problems["held"]

@@ -99,7 +99,7 @@ def test_files_of_the_server_are_for_its_user_only(server: Served) -> None:
 
 
 def test_a_home_has_one_server(server: Served) -> None:
-    with pytest.raises(ServerProblem, match="runs already"), served(server.home):
+    with pytest.raises(ServerProblem, match="is already running"), served(server.home):
         pass
     assert server.connection().ask("GET", "/health", answer=Health).ok
 

@@ -70,7 +70,7 @@ def test_a_reserved_pool_lends_and_what_is_not_said_stays(services: Services) ->
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf, 8 * 86_400.0])
 def test_a_time_in_which_nothing_is_back_is_refused(services: Services, seconds: float) -> None:
-    with pytest.raises(InvalidValue, match="cannot get back"):
+    with pytest.raises(InvalidValue, match="pool cannot wait"):
         services.pools.put(ROOT, "research", PoolRequest(kind="reserved", return_s=seconds))
 
 

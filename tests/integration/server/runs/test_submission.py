@@ -180,7 +180,7 @@ REFUSED: dict[str, tuple[Callable[[], RunRequest], type[ServerlessGpuError], str
         InvalidValue,
         "either with the request or as a blob",
     ),
-    "large call": (lambda: request(call=b"x" * (INLINE_BYTES_MAX + 1)), TooLarge, "the call has"),
+    "large call": (lambda: request(call=b"x" * (INLINE_BYTES_MAX + 1)), TooLarge, "the pickled call in the request has"),
     "no blob": (
         lambda: request(call=None, payload=Function(call=BlobReference(size=10, parts=()))),
         InvalidValue,
@@ -227,7 +227,7 @@ REFUSED: dict[str, tuple[Callable[[], RunRequest], type[ServerlessGpuError], str
     "context": (
         lambda: msgspec.structs.replace(request(), context=msgspec.Raw(b"[]")),
         InvalidValue,
-        "context is not an object",
+        "context is not a JSON object",
     ),
     "large context": (
         lambda: msgspec.structs.replace(request(), context=msgspec.Raw(b'{"a":"' + b"x" * (2 << 20) + b'"}')),

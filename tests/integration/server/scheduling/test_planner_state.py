@@ -302,7 +302,7 @@ def drained(services: Services, *, on: bool) -> str:
     """Begin or end to drain the server; return what those who wait are told."""
     from_now = services.clock.wall_ns()
     services.drain.put(ROOT, DrainRequest(on=on, note="new disks"))
-    return f"the server starts nothing new: root drains it since {format_clock(from_now)} (new disks)"
+    return f"the server starts no new runs: root drains it since {format_clock(from_now)} (new disks)"
 
 
 def test_a_clock_that_is_set_makes_a_new_planner_and_what_is_left_alone_is_so_for_as_long_as_before(

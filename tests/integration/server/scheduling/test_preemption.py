@@ -75,7 +75,7 @@ def test_a_critical_run_has_one_of_best_effort_leave_which_goes_on_when_there_is
         "alice/llama" in run_views.attempt_view(attempt).sentence
     )  # who it was for is still known when it waits again
     told = world.database.read(lambda connection: events.after(connection, left, 0))
-    assert any("is over" in event.sentence and "alice/llama" in event.sentence for event in told)
+    assert any("attempt 1 has ended" in event.sentence and "alice/llama" in event.sentence for event in told)
     (stop,) = [
         entry
         for entry in world.database.read(audit.entries)

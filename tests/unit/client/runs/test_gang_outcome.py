@@ -51,7 +51,7 @@ def of_a_gang(
             of_a_gang(Reason.NODE_DISK, "2 GB are free"),
             "node n2: the node's disk is too full for the environment: 2 GB are free",
         ),
-        (of_a_gang(Reason.NODE_GONE), "node n2: the node never came back"),
+        (of_a_gang(Reason.NODE_GONE), "node n2: the node did not reconnect"),
         (
             of_a_gang(Reason.GPU_LOST, "GPU-7 fell off the bus"),
             "node n2: a GPU of the run failed: GPU-7 fell off the bus",

@@ -95,7 +95,7 @@ ENDINGS: dict[str, tuple[Stopped, type[RunError], str]] = {
     "supervisor, with evidence": (
         stopped(Reason.SUPERVISOR_LOST, "the machine has restarted since"),
         NodeLost,
-        "the run's supervisor process died with its machine: the machine has restarted since",
+        "the run's supervisor process died because its machine failed: the machine has restarted since",
     ),
     "F18 node": (stopped(Reason.NODE_LOST), NodeLost, "the node stopped answering"),
     "F04 hang, and nothing more is known": (

@@ -189,13 +189,13 @@ def _altered(content: bytes, size: int, frame: bytes) -> tuple[Unit, StoreBlobs]
     ("frame", "size", "words"),
     [
         (compress(b"other content"), 13, "'site/b' does not match its digest"),
-        (compress(b"right content and more"), 13, "more than the 13 bytes"),
-        (compress(b"right"), 13, "5 bytes instead of 13"),
+        (compress(b"right content and more"), 13, "more content than the 13 bytes"),
+        (compress(b"right"), 13, "5 bytes of content instead of 13"),
         (compress(b"right content")[:-3], 13, "ends early"),
-        (compress(b"right content") + b"more", 13, "or other bytes follow it"),
-        (compress(b"right ") + compress(b"content"), 13, "or other bytes follow it"),
+        (compress(b"right content") + b"more", 13, "or other bytes follow the block"),
+        (compress(b"right ") + compress(b"content"), 13, "or other bytes follow the block"),
         (b"no frame at all", 13, "cannot be read"),
-        (compress(bytes(4 * 1024 * 1024)), 13, "more than the 13 bytes"),
+        (compress(bytes(4 * 1024 * 1024)), 13, "more content than the 13 bytes"),
     ],
 )
 def test_a_block_that_is_not_what_the_unit_says_is_named(tmp_path: Path, frame: bytes, size: int, words: str) -> None:

@@ -67,24 +67,24 @@ def test_what_was_never_loaded_may_change(new: Snapshot) -> None:
 @pytest.mark.parametrize(
     ("new", "why"),
     [
-        (snapshot(newer(NUMPY, "2.1"), TOY), "numpy 2.0, which it has loaded, is 2.1 now"),
-        (snapshot(newer(NUMPY), TOY), "numpy 2.0, which it has loaded, has changed"),
-        (snapshot(TOY), "numpy 2.0, which it has loaded, is not there any more"),
+        (snapshot(newer(NUMPY, "2.1"), TOY), "numpy 2.0, which the warm interpreter has loaded, is 2.1 now"),
+        (snapshot(newer(NUMPY), TOY), "numpy 2.0, which the warm interpreter has loaded, has changed"),
+        (snapshot(TOY), "numpy 2.0, which the warm interpreter has loaded, is missing now"),
         (
             snapshot(NUMPY, TOY, newer(TOY, name="shadow", modules=("calendar",))),
-            "shadow 1.0 brings calendar, which it has loaded from elsewhere",
+            "shadow 1.0 provides calendar, which the warm interpreter has loaded from elsewhere",
         ),
         (
             snapshot(NUMPY, TOY, generated=(Generated(path="site/editable.pth", text="{{sgpu:1}}"),)),
-            "editable.pth is another file",
+            "editable.pth has changed",
         ),
         (
             make_snapshot(PYTHON, (*OLD.roots, Root(kind="library", members=())), SnapshotOrigin()),
-            "its sys.path has other directories",
+            "sys.path of the environment has other directories",
         ),
         (
             make_snapshot(msgspec.structs.replace(PYTHON, version="3.12.1"), OLD.roots, SnapshotOrigin()),
-            "its interpreter is cpython 3.12.1, the warm one 3.11.7",
+            "the environment needs cpython 3.12.1, and the warm interpreter is 3.11.7",
         ),
     ],
 )

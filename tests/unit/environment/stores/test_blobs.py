@@ -195,8 +195,8 @@ def test_another_version_says_to_upgrade() -> None:
         (compress(b""), "cannot be read"),
         (compress(b"\xc1"), "cannot be read"),
         (compress(b"\x91" * 100_000), "cannot be read"),
-        (compress(bytes(DOCUMENT_BYTES_MAX + 1)), "holds more than"),
-        (compress(msgspec.msgpack.encode({"version": 1, "address": A, "rows": [], "more": 1})), "unknown parts"),
+        (compress(bytes(DOCUMENT_BYTES_MAX + 1)), "more content than"),
+        (compress(msgspec.msgpack.encode({"version": 1, "address": A, "rows": [], "more": 1})), "unknown fields"),
         (compress(b"\x82\xa7version\x01\xa4rows\xdd\x7f\xff\xff\xff"), "cannot be read"),
         (
             compress(msgspec.msgpack.encode({"version": 1, "rows": [[]] * 1_000_001})),

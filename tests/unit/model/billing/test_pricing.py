@@ -85,10 +85,10 @@ def test_cores_memory_and_dbus_go_with_the_devices() -> None:
 @pytest.mark.parametrize(
     ("rows", "text"),
     [
-        ([price("H100", 1, 0, 50), price("H100", 2, 40)], "two prices of H100 hold at the same time"),
+        ([price("H100", 1, 0, 50), price("H100", 2, 40)], "two prices of H100 are valid at the same time"),
         (
             [price("H100", 1, 40, pool="batch"), price("H100", 2, 40, pool="batch")],
-            "two prices of H100 in pool batch hold at the same time",
+            "two prices of H100 in pool batch are valid at the same time",
         ),
         ([price("core", 1, 50, 50)], "the price of core ends before it begins"),
     ],

@@ -90,7 +90,7 @@ def test_what_is_taken_back_is_taken_back_hour_by_hour_to_one(amount: int, start
         (
             warning_text("llm", standing(10**8, 81_200_000), "USD", is_open=True),
             "budget 'llm' is at 81 % this month (81.20 of 100.00 USD used);"
-            " at 100 % the server stops its runs, with their grace for a checkpoint",
+            " at 100 % the server stops its runs, with their grace period for a checkpoint",
         ),
         (
             warning_text("llm", standing(10**8, 81_200_000, hard=False), "USD", is_open=False),
@@ -102,7 +102,7 @@ def test_what_is_taken_back_is_taken_back_hour_by_hour_to_one(amount: int, start
         ),
         (
             stopped_text("llm", standing(10**8, 99_000_000, stop=True), "USD", is_open=False),
-            "the rest of budget 'llm' this month does not pay for its next minute",
+            "the remaining amount of budget 'llm' this month does not cover the run's next minute",
         ),
         (
             no_room_text("llm", standing(10**8, 10**8)),

@@ -118,7 +118,7 @@ def test_offers_that_cannot_be_are_refused() -> None:
     one, two = _offer(0, (ETH, "10.0.0.1")), _offer(1, (ETH, "10.0.0.2"))
     no_port = Offer(crew=0, port=1, rendezvous_port=0, addresses=one.addresses)
     for offers in ([one], [one, one], [no_port, two], [two, Offer(crew=0, port=70_000, addresses=())]):
-        with pytest.raises(ValueError, match="crew"):
+        with pytest.raises(ValueError, match="node"):
             choose(offers, [], ["n1", "n2"])
 
 

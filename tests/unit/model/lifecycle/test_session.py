@@ -124,7 +124,7 @@ def test_why_a_run_waits() -> None:
             False,
             (
                 "the session has been idle for 1 min 20 s and will release its 4 H100 in 20.0 s; "
-                "any call keeps the session",
+                "call a function of the session to keep it",
                 False,
             ),
         ),

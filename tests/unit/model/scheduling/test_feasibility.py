@@ -27,7 +27,7 @@ def test_23B1_fewer_devices_and_other_types_are_offered() -> None:
 def test_23B1_what_some_node_could_serve_is_possible_also_when_it_is_away() -> None:
     assert (
         shortage(
-            [msgspec.structs.replace(N1, away="takes nothing new", total={"H100": 8})],
+            [msgspec.structs.replace(N1, away="starts no new runs", total={"H100": 8})],
             [],
             wanted("r1", 8, gpu_type="H100"),
         )

@@ -117,7 +117,7 @@ def test_who_waits_for_several_nodes_is_told_what_is_free_on_each_and_who_has_th
     assert (found.at_ns, found.node, found.nodes, found.place) == (60 * S, "", ("n1", "n2"), 1)
     free = decide([], [node("n1", H100=8), node("n2", H100=8)]).planner.estimate(gang("r1", 16), 1000)
     assert estimate_text(free, str) == golden("model.several_nodes.once-n1-n2")
-    drained = msgspec.structs.replace(node("n2", H100=8), away="takes nothing new: root drains it")
+    drained = msgspec.structs.replace(node("n2", H100=8), away="starts no new runs: root drains it")
     told = decide([gang("r1", 16)], [node("n1", H100=8), drained]).said("r1")
     assert told == golden("model.several_nodes.needs-16-h100-n2")
     lacking = msgspec.structs.replace(node("n2", H100=8), outside={"H100": 2})

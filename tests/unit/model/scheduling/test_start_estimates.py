@@ -31,7 +31,7 @@ def test_who_is_behind_somebody_who_is_behind_another_reads_the_first_cause() ->
 
 
 def test_who_is_behind_somebody_who_waits_for_a_drained_node_reads_that() -> None:
-    drained = msgspec.structs.replace(N1, away="takes nothing new: root drains it")
+    drained = msgspec.structs.replace(N1, away="starts no new runs: root drains it")
     found = decide([wanted("r1", 8, title="root/a")], [drained]).planner.estimate(wanted("r2", 8), 1000)
     assert found.at_ns is None and found.basis == golden("model.estimates.nobody-can-say-root-2")
 

@@ -115,11 +115,11 @@ _NEEDS = "needs 8 H100 on one node; "
         (wait(WaitReason.TURN, node="", free=0), _NEEDS + "the scheduler has not examined the run yet; you are 2nd"),
         (
             wait(WaitReason.MAKING_ROOM, holders=(holder("bob/sweep", 3, "14:20", is_leaving=True),), place=1),
-            _NEEDS + "5 free on n3; bob/sweep was asked to give back its 3 by about 14:20; you are 1st",
+            _NEEDS + "5 free on n3; bob/sweep was asked to release its 3 by about 14:20; you are 1st",
         ),
         (
             wait(WaitReason.MAKING_ROOM, holders=(holder("bob/sweep", 3, is_leaving=True),), place=1),
-            _NEEDS + "5 free on n3; bob/sweep was asked to give back its 3; you are 1st",
+            _NEEDS + "5 free on n3; bob/sweep was asked to release its 3; you are 1st",
         ),
         (
             wait(holders=(holder("bob/be", 3, asked_ns=at("14:20")),), place=1),

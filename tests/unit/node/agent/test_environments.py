@@ -87,7 +87,7 @@ def test_what_a_unit_brings_is_looked_up_in_it(tmp_path: Path) -> None:
     for name in ("calendar.cpython-311-x86_64-linux-gnu.so", "numpy.txt"):
         (site / name).touch()
     assert new.misfit(LoadedModules(names=frozenset({"numpy", "toy-1"})), old) == ""
-    why = "toy 1.0 brings calendar, which it has loaded from elsewhere"
+    why = "toy 1.0 provides calendar, which the warm interpreter has loaded from elsewhere"
     assert new.misfit(LoadedModules(names=frozenset({"calendar"})), old) == why
     (site / "toy-1.0.dist-info" / "entry_points.txt").write_text("[torch.backends]\ntoy = toy:load\n")
     assert new.misfit(LoadedModules(), old) == golden("node.restored.toy-runs-code-torch")

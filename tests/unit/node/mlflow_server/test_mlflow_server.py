@@ -104,21 +104,22 @@ def test_the_store_of_a_caller_keeps_its_artifacts_where_mlflow_without_a_server
         ),
         (
             "mlflow.exceptions.MlflowException: Detected out-of-date database schema (found version a, but expected b)",
-            "sqlite:////h/mlflow.db was written by another version of MLflow; serve it with that one, or upgrade it, "
-            "after a backup: /env/bin/python -m mlflow db upgrade sqlite:////h/mlflow.db",
+            "sqlite:////h/mlflow.db was written by another version of MLflow; serve the store with that version, or "
+            "back it up and upgrade it: /env/bin/python -m mlflow db upgrade sqlite:////h/mlflow.db",
         ),
         (
             "alembic.util.exc.CommandError: Can't locate revision identified by 'abc'",
-            "sqlite:////h/mlflow.db was written by a newer MLflow than that of /env/bin/python; upgrade it there",
+            "sqlite:////h/mlflow.db was written by a newer MLflow than that of /env/bin/python; "
+            "upgrade MLflow in that interpreter",
         ),
-        ("[Errno 98] Address already in use", "its port was taken by another process while it started"),
+        ("[Errno 98] Address already in use", "another process took the port of the MLflow server during its start"),
         ("(sqlite3.OperationalError) database is locked", "sqlite:////h/mlflow.db is locked by another process"),
         (
             f"{TRACEBACK}ImportError: libfoo.so: cannot open shared object file",
-            "MLflow's server ended (exit code 1): ImportError: libfoo.so: cannot open shared object file; see its "
+            "MLflow's server ended (exit code 1): ImportError: libfoo.so: cannot open shared object file; see the "
             "log /h/server.log",
         ),
-        ("", "MLflow's server ended (exit code 1); see its log /h/server.log"),
+        ("", "MLflow's server ended (exit code 1); see the log /h/server.log"),
     ],
 )
 def test_last_words_become_a_sentence(written: str, said: str) -> None:

@@ -243,7 +243,7 @@ def test_of_many_principals_the_last_ones_are_kept(tmp_path: Path) -> None:
     ("text", "told"),
     [
         ('63 = "none"', "63 is 'none'"),
-        ('x = "other"', "'x' is not the number of an Xid"),
+        ('x = "other"', "'x' is not a valid Xid number"),
         ("63 = 1", "Expected `str`"),
     ],
 )

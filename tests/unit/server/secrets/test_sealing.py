@@ -45,7 +45,7 @@ def test_what_was_cut_is_noticed(length: int) -> None:
 
 
 def test_variables_of_one_run_do_not_open_as_those_of_another() -> None:
-    with pytest.raises(ServerProblem, match="something else"):
+    with pytest.raises(ServerProblem, match="another owner"):
         SEALER.unseal(SEALER.seal(b"variables", about="one"), about="another")
 
 

@@ -1,6 +1,6 @@
 """The cache's directory `<home>/environments`: its paths, documents, locks and disk.
 
-    units/<aa>/<address>/   site/ prefix/: the unit, read-only · unit, outline: its documents · note: its arrival and
+    units/<aa>/<address>/   site/ prefix/: the unit, read-only · unit, outline: its documents · note: its fetch time and
                             its seal · bytecode: identities of compiled files
     units/<aa>/.new-*       a unit that the holder of its lock is unpacking
     trees/<address>/        members: its units · used, looked: times of the last use and check · snapshot · overlay/ or
@@ -12,13 +12,13 @@
     linked                  exists if trees may have links to files of units (`unit_integrity.py`)
     view                    mount point of overlays, in the namespaces of their users
 
-An entry whose name has no leading dot is complete, because a rename put it there. The cache does not sync files to the
+An entry whose name has no leading dot is complete, because a rename created it. The cache does not sync files to the
 disk before their first use, because syncing 30,000 files takes seconds. So after a reboot the cache reads unsynced
 files again before it trusts them.
 
-Locks are files with a flock. The kernel releases a lock when its holder dies. The exclusive holder of a lock may remove
-the lock file. So a process that gets a lock checks that the path still names its file, and tries again if not. Executed
-programs inherit no lock descriptor unless the caller passes one on.
+Locks are files with a flock. The kernel releases a lock when the holding process exits. The exclusive holder of a lock
+may remove the lock file. So a process that gets a lock checks that the path still names its file, and otherwise tries
+again. Executed programs inherit no lock descriptor unless the caller passes one on.
 
 Failure cases, all `StorageError`: a process holds a lock for too long, a directory cannot be written, or the disk is
 full (`DiskFull`).
@@ -44,7 +44,9 @@ from serverless_gpu.json_codec import from_msgpack
 from serverless_gpu.units import format_bytes
 
 LINKED = "linked"
-"""A marker file in the root: links lead to files of units, so the cache checks these files before each use."""
+"""Name of a marker file in the cache. If it exists, trees link to files of units, and the cache checks these files
+before each use.
+"""
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _Value = TypeVar("_Value")
@@ -57,26 +59,26 @@ _FILES_MIN = 1000
 
 
 class UnitNote(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of a unit's arrival in the cache and of its last check."""
+    """The fetch and the last check of a unit in the cache."""
 
     size: int  # disk space of the unit, in bytes
     boot: str
     settled: bool = False
-    looked_ns: int = 0  # Time of the last check, on the clock of that boot.
+    looked_ns: int = 0  # Time of the last check, on the boot-time clock of `boot`.
     # Seal (`unit_integrity.py`) from the last time that the unit's bytes were verified; b"" before the first seal.
     files: bytes = b""
     documents: bytes = b""
 
 
 class LastLook(msgspec.Struct, frozen=True, kw_only=True):
-    """The last check of all units of an environment: the boot, and the time on the clock of that boot."""
+    """The last check of all units of an environment: the boot, and the time on that boot's clock."""
 
     boot: str
     at_ns: int
 
 
 class CachePaths:
-    """The paths of a cache."""
+    """The paths of files, directories and locks in a cache."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -86,10 +88,11 @@ class CachePaths:
         self.view = root / "view"
         self.linked = root / LINKED
         self.layers = root / "layers"
-        self._known: dict[str, Path] = {}  # Making a path costs more than a lookup, and an environment has hundreds.
+        # A lookup is faster than making a path, and an environment has hundreds of units.
+        self._known: dict[str, Path] = {}
 
     def unit(self, address: str) -> Path:
-        """Return the directory of a unit, which need not exist."""
+        """Return the directory of a unit; the directory need not exist."""
         known = self._known.get(address)
         if known is None:
             known = self._known[address] = self.units / address[:2] / address
@@ -100,7 +103,7 @@ class CachePaths:
         return self.locks / "units" / address
 
     def environment(self, address: str) -> Path:
-        """Return the directory of everything that restore made of a snapshot."""
+        """Return the directory with everything that restore made from a snapshot."""
         return self.trees / address
 
     def use_lock(self, address: str) -> Path:
@@ -124,7 +127,7 @@ class CachePaths:
         return self.locks / "compiling"
 
     def write_note(self, address: str, note: UnitNote) -> None:
-        """Write the record of a unit, and keep its file time, which is the time of the fetch."""
+        """Write the record of a unit, and preserve the file's modification time, which is the fetch time."""
         path = self.unit(address) / "note"
         before = path.stat().st_mtime_ns
         write_document(path, note)
@@ -132,7 +135,7 @@ class CachePaths:
 
 
 def read_document(path: Path, kind: type[_Value]) -> _Value | None:
-    """Return a document of the cache; None when it is missing or not valid."""
+    """Return a document of the cache; None when the document is missing or not valid."""
     try:
         return from_msgpack(path.read_bytes(), kind)
     except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
@@ -158,7 +161,7 @@ def make_public(directory: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Exchange two directories atomically where the kernel supports it, else by three renames."""
+    """Exchange two directories atomically where the kernel supports this, else by three renames."""
     libc = ctypes.CDLL(None, use_errno=True)
     rename = getattr(libc, "renameat2", None)
     names = os.fsencode(one), os.fsencode(other)
@@ -181,14 +184,14 @@ def delete(directory: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         try:
             shutil.rmtree(directory)
-        except PermissionError:  # Directories of link trees are read-only, also for their owner.
+        except PermissionError:  # Directories of link trees are read-only, even for their owner.
             for here, _, _ in os.walk(directory):
                 os.chmod(here, 0o700)
             shutil.rmtree(directory)
 
 
 def write_to_disk(directory: Path) -> None:
-    """Sync the file system of a directory to its disk, and wait for the end."""
+    """Sync the file system of a directory to its disk, and wait until all data is written."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -199,7 +202,7 @@ def write_to_disk(directory: Path) -> None:
 
 
 def try_lock(path: Path, *, shared: bool = False) -> int | None:
-    """Return a descriptor that holds the lock, or None while another process holds it."""
+    """Return a descriptor that holds the lock, or None while another process holds the lock."""
     for _ in range(_TRIES):
         fd = _open(path)
         try:
@@ -210,22 +213,22 @@ def try_lock(path: Path, *, shared: bool = False) -> int | None:
         except OSError as error:
             os.close(fd)
             raise StorageError(f"The file {path} cannot be locked: {error.strerror}.") from error
-        with contextlib.suppress(FileNotFoundError):  # The last holder may have removed the file.
+        with contextlib.suppress(FileNotFoundError):  # The previous holder may have removed the lock file.
             if os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd)):
                 return fd
         os.close(fd)
-    raise StorageError(f"Other processes remove the lock file {path} again and again.")
+    raise StorageError(f"Cannot acquire the lock {path}: other processes removed the lock file {_TRIES} times.")
 
 
 def lock(path: Path, *, shared: bool = False, wait_s: float) -> int:
-    """Wait for the lock, and return a descriptor that holds it."""
+    """Wait for the lock, and return a descriptor that holds the lock."""
     deadline = time.monotonic() + wait_s
     pause = _PAUSE_S
     while (fd := try_lock(path, shared=shared)) is None:
         if time.monotonic() > deadline:
             raise StorageError(
                 f"Another process has held the lock {path} for more than {wait_s:.0f} s.",
-                hint=f"find the process that holds it: fuser {path}",
+                hint=f"find the process that holds the lock: fuser {path}",
             )
         time.sleep(pause)
         pause = min(2 * pause, _PAUSE_S_MAX)
@@ -255,11 +258,11 @@ def _open(path: Path) -> int:
 
 
 class DiskFull(StorageError):
-    """A disk has no space for an environment."""
+    """The disk has no space for an environment."""
 
 
 def free_bytes(directory: Path) -> int:
-    """Return how many bytes an ordinary user can still write to the disk of a directory."""
+    """Return the number of bytes that an ordinary user can still write to the disk of a directory."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
 
@@ -271,7 +274,7 @@ def total_bytes(directory: Path) -> int:
 
 
 def disk_of(directory: Path) -> Path:
-    """Return the mount point of a directory's disk."""
+    """Return the mount point of the disk that holds a directory."""
     place = Path(os.path.realpath(directory))
     device = os.stat(place).st_dev
     while place != place.parent and os.stat(place.parent).st_dev == device:
@@ -280,7 +283,7 @@ def disk_of(directory: Path) -> Path:
 
 
 def occupied_bytes(size: int, files: int) -> int:
-    """Estimate the disk space of files: their content, half a block each, and their directory entries."""
+    """Estimate the disk space of files: content, half a block for each file, and directory entries."""
     return size + files * (_BLOCK_BYTES // 2 + 256)
 
 
@@ -292,18 +295,18 @@ def is_full(error: OSError) -> bool:
 def full(directory: Path, needed: int, floor: int) -> DiskFull:
     """Return the error for a full disk.
 
-    `needed` bytes were to be written. `floor` bytes must stay free.
+    `needed` is the number of bytes to write. `floor` is the number of bytes that must stay free.
     """
     status = os.statvfs(directory)
     if status.f_files and status.f_favail < _FILES_MIN:
         return DiskFull(
-            f"The disk at {disk_of(directory)} is full: no more files can be made in {directory}, "
+            f"The disk at {disk_of(directory)} is full: it has no free inodes for files in {directory}, "
             f"though {format_bytes(free_bytes(directory))} are free.",
-            hint="delete files there, or set SERVERLESS_GPU_HOME to a directory on a disk with more inodes",
+            hint="delete files on this disk, or set SERVERLESS_GPU_HOME to a directory on a disk with more inodes",
         )
     kept = f", and {format_bytes(floor)} of it must stay free" if floor else ""
     return DiskFull(
         f"The disk at {disk_of(directory)} is full: {format_bytes(free_bytes(directory))} are free{kept}; "
         f"the environment needs {format_bytes(needed)} more in {directory}.",
-        hint="make space there, or set SERVERLESS_GPU_HOME to a directory on a larger disk",
+        hint="free space on this disk, or set SERVERLESS_GPU_HOME to a directory on a larger disk",
     )

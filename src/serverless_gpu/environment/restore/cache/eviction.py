@@ -7,7 +7,7 @@ The last use of a unit is its fetch, or the last restore of an environment that 
 recently used unit first, together with the environments that contain it. The cache never evicts a unit in use.
 
 A restore records the units that it will use while it shares the lock `evicting` and holds the lock of its environment.
-So either the eviction sees this record, or the restore starts after the eviction and finds the removed units missing.
+So either the eviction reads this record, or the restore starts after the eviction and detects the removed units.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LEFT = re.compile(r"\.(?P<what>new|old)-(?P<address>[0-9a-f]{64})(-[0-9a-f]{8})
 
 
 def evict(places: CachePaths, excess: int, keep: Collection[str] = ()) -> int:
-    """Remove units and their environments until `excess` bytes are gone or no other unit may go."""
+    """Remove units and their environments until `excess` bytes are freed or all other units must stay."""
     gone: list[Path] = []
     freed = 0
     with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):
@@ -53,7 +53,7 @@ def evict(places: CachePaths, excess: int, keep: Collection[str] = ()) -> int:
 
 
 def forget(places: CachePaths, keep: int) -> None:
-    """Remove environments that are not in use, but not their units; keep the most recently used ones."""
+    """Remove environments that are not in use, except the `keep` most recently used; keep their units."""
     gone: list[Path] = []
     with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):
         unused = [each for each in environments(places) if not each.held]
@@ -65,7 +65,7 @@ def forget(places: CachePaths, keep: int) -> None:
 
 def sweep(places: CachePaths) -> None:
     """Delete unfinished directories of dead processes, and replaced directories that no process uses."""
-    # A process that tries the same locks at the same time would find all in use.
+    # The lock prevents a race: a process that tries the same locks would make every environment look in use.
     with locked(evicting_lock(places), wait_s=LOCK_WAIT_S):
         in_use = frozenset[str]().union(*(seen.units for seen in environments(places) if seen.held))
     for parent in (*_directories(places.units), places.trees):
@@ -119,7 +119,7 @@ def environments(places: CachePaths) -> list[CachedEnvironment]:
 
 
 class CachedEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """A restored environment: its units, the time of its last use, and whether it is in use now."""
+    """A restored environment: its units, the time of its last use, and True while a process uses it."""
 
     address: str
     units: frozenset[str]
@@ -146,7 +146,7 @@ class EvictionStep(msgspec.Struct, frozen=True, kw_only=True):
 def plan_eviction(
     environments: Sequence[CachedEnvironment], units: Sequence[CachedUnit], *, excess: int, keep: Collection[str] = ()
 ) -> tuple[EvictionStep, ...]:
-    """Return the units to remove, in order, until `excess` bytes are gone."""
+    """Return the units to remove, in order, until `excess` bytes are freed."""
     pinned = set(keep)
     used = {unit.address: unit.used_ns for unit in units}
     holders: dict[str, list[str]] = {}
@@ -170,7 +170,8 @@ def plan_eviction(
 def _carry_out(places: CachePaths, step: EvictionStep) -> list[Path]:
     """Move a unit's environments aside, then the unit, and return the moved directories.
 
-    An environment that came into use ends the step early. The unit's directory is the last one if it was moved.
+    The step stops early if a process begins to use one of the environments. If the unit was moved, its directory is the
+    last one in the result.
     """
     aside: list[Path] = []
     for address in step.environments:
@@ -190,7 +191,7 @@ def _carry_out(places: CachePaths, step: EvictionStep) -> list[Path]:
 
 
 def _put_environment_aside(places: CachePaths, address: str) -> list[Path] | None:
-    """Move an environment aside and remove its locks; return None when a process has begun to use it."""
+    """Move an environment aside and remove its locks; return None if a process has begun to use it."""
     moved: list[Path] = []
     lock = try_lock(places.use_lock(address))
     if lock is None:
@@ -211,7 +212,7 @@ def _put_environment_aside(places: CachePaths, address: str) -> list[Path] | Non
 def _delete_with_links(places: CachePaths, directory: Path) -> None:
     """Delete a directory, and mark the unchanged units that its links led to.
 
-    Removing a link moves the change time of the file, which would otherwise make its unit suspicious.
+    Removing a link changes the file's change time, so the next check would otherwise suspect the unit.
     """
     match = _LEFT.fullmatch(directory.name)
     if directory.parent != places.trees or match is None:
@@ -220,7 +221,8 @@ def _delete_with_links(places: CachePaths, directory: Path) -> None:
     members = read_document(directory / "members", list[str])
     members = members or read_document(places.environment(match["address"]) / "members", list[str]) or []
     lock = try_lock(linking_lock(places))
-    if lock is None:  # Another process makes or checks links; the next check reads the files whose links go now.
+    # Another process makes or checks links, so the next check reads the files whose links are deleted.
+    if lock is None:
         delete(directory)
         return
     try:

@@ -2,27 +2,27 @@
 
     ensure ─ present, and checked in this boot of the machine a short time ago? nothing to do
            ├ its lock is free: fetch it   (many processes at once: each takes units that no other process fetches)
-           └ another process fetches it: wait until it is present, or until that process has died
-    look   ─ one sweep over its files: was a file written to? (`unit_integrity.py`) then read every byte
+           └ another process fetches it: wait until it is present, or until that process has exited
+    look   ─ one sweep over its files: was a file modified? (`unit_integrity.py`) then read every byte
     verify ─ compare the disk with the unit's rows; a rename replaces a damaged unit, and its present readers
              keep the old one
     evict  ─ remove the least recently used units; never a unit in use
 
 `UnitFetch` brings units from a store:
 
-    all missing units ─ make space above the minimum of free disk; the least recently used units go first
-      each: its lock is free? ─ .new-<address>, every byte verified ─▶ <address>, from here on any process may use it
+    all missing units ─ free space above the minimum of free disk; the least recently used units are removed first
+      each: its lock is free? ─ .new-<address>, every byte verified ─▶ <address>, which any process may then use
             another process fetches it? check it again after the others; the report names the awaited unit
 
-One stream unpacks all units (`unpack_each`), so a small unit does not wait for its own round trip. A killed process
+One stream unpacks all units (`unpack_each`), so a small unit does not wait for a separate round trip. A killed process
 leaves `.new-<address>` and a lock that the kernel has freed. The next process that gets the lock starts the unit again.
 
 `cache_directory.py` defines the paths, `unit_integrity.py` checks units, and `eviction.py` removes them.
 
 Failure cases: the disk is full, so StorageError names it, and no half-written unit becomes visible (F27). A unit is
-damaged on the disk, and the cache fetches it again (F29). A process is killed, and the next one continues from the
-finished units. A unit is altered in transit or in the store: the cache asks once more, then raises EnvironmentCorrupt.
-Another process fetches one unit for over an hour (StorageError).
+damaged on the disk, and the cache fetches the unit again (F29). A process is killed, and the next process continues
+from the finished units. A unit is altered in transit or in the store: the cache fetches the unit once more, then raises
+EnvironmentCorrupt. Another process fetches one unit for over an hour (StorageError).
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ from serverless_gpu.errors import EnvironmentCorrupt, StorageError
 from serverless_gpu.units import format_bytes
 
 CACHE_BYTES_MAX = 100 * 10**9
-"""Limit of the disk space of all units on a node, unless configured."""
+"""Default limit of the disk space of all units on a node, in bytes."""
 ENVIRONMENTS_MAX = 32
-"""Number of unused environments that stay assembled. Each is a directory; with links it is a tree of all files."""
+"""Number of unused environments that the cache keeps. Each is a directory, or with links a tree of all files."""
 FLOOR_BYTES_MAX = 10**9
-_FLOOR_SHARE = 20  # One twentieth of a small disk stays free.
+_FLOOR_SHARE = 20  # On a small disk, one twentieth of its size stays free.
 _READERS = 8
-WAIT_S = 3600.0  # A fetch of one unit that takes longer is considered hung.
+WAIT_S = 3600.0  # Seconds after which the fetch of one unit is considered hung.
 _PAUSE_S = 0.02
 _TRIES = 2
 _SMALL_FILE_BYTES = 4 * 1024 * 1024
-_ROW_BYTES = 250  # size of one row in the documents of the cache
+_ROW_BYTES = 250  # estimated bytes of one row in the documents of the cache
 
 _Document = TypeVar("_Document", bound=msgspec.Struct)
 MakeSpace = Callable[[int], None]
@@ -101,7 +101,7 @@ IsGood = Callable[[str], bool]
 
 
 class EnsuredUnits(msgspec.Struct, frozen=True, kw_only=True):
-    """Units that are in the cache now: their directories, and the units and bytes that this call fetched."""
+    """Units that are in the cache: their directories, and the units and bytes that this call fetched."""
 
     directories: dict[str, Path]
     fetched: int = 0
@@ -111,7 +111,7 @@ class EnsuredUnits(msgspec.Struct, frozen=True, kw_only=True):
 class UnitCache(CachePaths):
     """The units and trees of a node.
 
-    `floor_bytes` stay free on the disk. None means 1 GB, or a twentieth of a smaller disk.
+    The cache leaves `floor_bytes` free on the disk. None means 1 GB, or a twentieth of a smaller disk.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class UnitCache(CachePaths):
         self.boot = self.clock.boot_id()
 
     def hold(self, snapshot: str) -> int:
-        """Return a descriptor that protects an environment and its units from eviction while it is open.
+        """Return a descriptor that, while open, protects an environment and its units from eviction.
 
         The environment need not be restored yet.
         """
@@ -138,7 +138,7 @@ class UnitCache(CachePaths):
         return lock(self.use_lock(snapshot), shared=True, wait_s=LOCK_WAIT_S)
 
     def register(self, snapshot: Snapshot) -> None:
-        """Record the units of an environment before they are fetched. The caller holds the environment."""
+        """Record the units of an environment before their fetch. The caller holds the environment's lock."""
         place = self.environment(snapshot.address)
         make_public(self.trees)
         with locked(evicting_lock(self), shared=True, wait_s=LOCK_WAIT_S):
@@ -148,7 +148,7 @@ class UnitCache(CachePaths):
             self.touch(snapshot.address)
 
     def touch(self, snapshot: str) -> None:
-        """Record that an environment is used now."""
+        """Record the current time as the last use of an environment."""
         now = self.clock.wall_ns()
         stamp = self.environment(snapshot) / "used"
         stamp.touch()
@@ -172,11 +172,11 @@ class UnitCache(CachePaths):
     ) -> EnsuredUnits:
         """Check units in the cache, and fetch the missing ones.
 
-        The caller holds an environment that contains the units. `accept` raises when a unit does not match its
-        snapshot. The cache calls `accept` before it fetches the first byte.
+        The caller holds the lock of an environment that contains the units. `accept` raises an error when a unit does
+        not match its snapshot. The cache calls `accept` before it fetches the first byte.
 
         Raises:
-            StorageError: there is no space, even after the eviction of unused units.
+            StorageError: the disk has too little space, even after the eviction of unused units.
             EnvironmentCorrupt: the store's copy was altered.
             EnvironmentMissing: the store does not have a unit.
         """
@@ -201,9 +201,9 @@ class UnitCache(CachePaths):
         )
 
     def verify(self, address: str, blobs: StoreBlobs, report: Report = ignore_progress, *, read: bool = True) -> str:
-        """Compare a unit with its rows, and replace it when it is damaged.
+        """Compare a unit with its rows, and replace a damaged unit.
 
-        Return what was wrong, or "". Without `read`, compare only the metadata of each file.
+        Return the damage, or "". Without `read`, compare only the metadata of each file.
         """
         with locked(self.unit_lock(address), wait_s=WAIT_S):
             wrong = self._damage(address, read=read)
@@ -218,8 +218,8 @@ class UnitCache(CachePaths):
                 fresh = fetch.bring(blobs.read_unit(address))
             except BaseException:
                 if place.exists():
-                    # No process may start to use the damaged unit. Present users of the unit keep it until the next
-                    # sweep.
+                    # No process may start to use the damaged unit. Current users of the unit keep the old directory
+                    # until the next sweep.
                     put_aside(place)
                 raise
             if place.exists():
@@ -233,7 +233,7 @@ class UnitCache(CachePaths):
     def evict(self, max_bytes: int | None = None, free_floor_bytes: int | None = None) -> int:
         """Remove the least recently used units until the cache and the disk are within their limits.
 
-        Call it after a restore, not just before: some file systems create files slowly after many deletions.
+        Call this method after a restore, not just before: some file systems create files slowly after many deletions.
         """
         eviction.sweep(self)
         eviction.forget(self, ENVIRONMENTS_MAX)
@@ -244,9 +244,9 @@ class UnitCache(CachePaths):
         return eviction.evict(self, excess) if excess > 0 else 0
 
     def make_space(self, needed: int, *, keep: Collection[str]) -> None:
-        """Make `needed` bytes of space above the minimum of free disk, by removing unused units.
+        """Free `needed` bytes of disk space above the required minimum, by removing unused units.
 
-        Raises StorageError: there is no space, and no other unit may go.
+        Raises StorageError: the disk has too little space, and no other unit can be removed.
         """
         if short := room(self, needed, self.floor_bytes):
             eviction.sweep(self)
@@ -255,9 +255,9 @@ class UnitCache(CachePaths):
                 raise full(self.units, needed, self.floor_bytes)
 
     def settle(self, addresses: Iterable[str]) -> None:
-        """Sync units to the disk, so that the next boot need not read them all.
+        """Sync units to the disk, so that the next boot need not read all units.
 
-        Call it while the node is idle, because it may take seconds.
+        Call this method while the node is idle, because the sync may take seconds.
         """
         notes = {address: note for address in addresses if (note := self.note(address)) and not note.settled}
         if notes:
@@ -273,7 +273,7 @@ class UnitCache(CachePaths):
 
     @property
     def floor_bytes(self) -> int:
-        """Return how many bytes must stay free on the disk."""
+        """Return the number of bytes that must stay free on the disk."""
         if self._floor_bytes is not None:
             return self._floor_bytes
         return min(FLOOR_BYTES_MAX, total_bytes(self.root) // _FLOOR_SHARE)
@@ -284,7 +284,7 @@ class UnitCache(CachePaths):
         The cache checks each unit once per boot of this machine, and again after `LOOK_S`. `trees.py` checks units with
         links before each use.
 
-        The caller holds the environment.
+        The caller holds the environment's lock.
         """
         stamp = self.looked(snapshot.address)
         last = read_document(stamp, LastLook)
@@ -301,7 +301,7 @@ class UnitCache(CachePaths):
         return tuple(filter(None, found))
 
     def compile(self, work: Mapping[str, Sequence[CompileJob]], python: str, report: Report = ignore_progress) -> int:
-        """Compile files of units, record the results, and return how many have bytecode now."""
+        """Compile files of units, record the results, and return the number of files that have bytecode now."""
         with locked(self.compiling_lock(), shared=True, wait_s=LOCK_WAIT_S):
             made = compile_all([job for jobs in work.values() for job in jobs], python, report=report)
             for address, jobs in work.items():
@@ -310,7 +310,7 @@ class UnitCache(CachePaths):
         return made
 
     def expose(self, addresses: Iterable[str]) -> None:
-        """Record that links to the files of units were made until now. The caller holds the linking lock."""
+        """Record the current time as the last linking of these units. The caller holds the linking lock."""
         for address in addresses:
             expose(self.unit(address))
         self.linked.touch()
@@ -327,7 +327,7 @@ class UnitCache(CachePaths):
         value = read_document(self.unit(address) / name, kind)
         if value is None:
             raise EnvironmentCorrupt(
-                f"unit {address[:12]} in the cache {self.units} lacks its documents",
+                f"unit {address[:12]} in the cache {self.units} has no valid documents",
                 hint=f"remove {self.unit(address)}; the next restore fetches it again",
             )
         return value
@@ -345,20 +345,20 @@ class UnitCache(CachePaths):
         return 0 <= self.clock.boottime_ns() - looked_ns < LOOK_S * 10**9
 
     def _is_known(self, note: UnitNote) -> bool:
-        """Return whether a unit was checked in this boot, and within `LOOK_S`."""
+        """Return True if a unit was checked in this boot, and within `LOOK_S`."""
         return note.boot == self.boot and self._is_fresh(note.looked_ns)
 
     def _survived(self, address: str) -> bool:
-        """Return whether the cache has an intact unit. The caller holds the unit's lock."""
+        """Return True if the cache has an intact unit. The caller holds the unit's lock."""
         return self.note(address) is not None and not self._look(address)
 
     def _look(self, address: str) -> str:
-        """Check a unit whose lock is held. Put it aside when it is wrong, and return what is wrong."""
+        """Check a unit whose lock is held. Move a damaged unit aside and return the damage, else ""."""
         note, unit = self.note(address), self.unit(address)
         if note is None or self._is_known(note):
             return ""
         if note.boot != self.boot and not note.settled:
-            drop_bytecode(unit)  # After a reboot, files that were never synced may be empty.
+            drop_bytecode(unit)  # After a reboot, files that were never synced to the disk may be empty.
         try:
             seal = sweep_unit(unit)
         except FileNotFoundError:
@@ -383,15 +383,15 @@ class UnitCache(CachePaths):
         return changed
 
     def _changed(self, address: str, note: UnitNote, seal: Sweep) -> str:
-        """Return what is wrong with a unit. Read all of it when its seal differs or proves nothing."""
+        """Return the damage of a unit, or "". Read the whole unit if its seal differs or proves nothing."""
         is_new_boot = note.boot != self.boot
-        if exposed_since(self.unit(address)):  # Making a link also moves the change time of a file.
+        if exposed_since(self.unit(address)):  # Making a link also changes the change time of a file.
             return self._damage(address, read=not note.settled) if is_new_boot else ""
         if (seal.files, seal.documents) == (note.files, note.documents) and not (is_new_boot and not note.settled):
             return ""
         wrong = self._damage(address, read=True)
         if not wrong and note.documents and seal.documents != note.documents:
-            wrong = "its documents were written to"
+            wrong = "its documents were modified"
         return wrong
 
     def _mend_bytecode(self, address: str, seal: Sweep) -> str:
@@ -404,14 +404,14 @@ class UnitCache(CachePaths):
         wrong = sorted(path for path, is_now in seal.bytecode.items() if known.get(path) != is_now)
         lock = try_lock(self.compiling_lock()) if wrong else None
         if lock is None:
-            return ""  # The bytecode is right. Or another process compiles now, and the next check decides.
+            return ""  # All bytecode is valid, or another process compiles now and the next check decides.
         try:
             for path in wrong:
                 (unit / path).unlink(missing_ok=True)
             self.forget_made_of(address)  # The next user then compiles the needed files again.
         finally:
             os.close(lock)
-        return next((f"{path} was written to" for path in wrong if path in known), "")
+        return next((f"{path} was modified" for path in wrong if path in known), "")
 
     def _damage(self, address: str, *, read: bool) -> str:
         unit = read_document(self.unit(address) / "unit", Unit)
@@ -449,7 +449,7 @@ class UnitFetch:
         self.fetched: list[Unit] = []
 
     def run(self, units: Iterable[Unit], is_good: IsGood) -> None:
-        """Fetch all units into the cache; `fetched` lists those that this call brought.
+        """Fetch all units into the cache; `fetched` lists the units that this call fetched.
 
         The fetch calls `is_good` while it holds the unit's lock.
         """
@@ -466,7 +466,7 @@ class UnitFetch:
                 address = next(iter(self._waiting))
                 raise StorageError(
                     f"Another process has been fetching unit {address[:12]} for more than an hour.",
-                    hint=f"find that process: fuser {self._places.unit_lock(address)}",
+                    hint=f"find the process that fetches the unit: fuser {self._places.unit_lock(address)}",
                 )
             if self._waiting:
                 if len(self._waiting) < count or not self._waits_for:
@@ -486,7 +486,7 @@ class UnitFetch:
         return self._fresh(unit.address)
 
     def _try(self, work: Callable[[], None]) -> None:
-        """Run `work`, and once more if bytes were altered in transit or other processes filled the disk."""
+        """Run `work`; run it once more if bytes were altered in transit or other processes filled the disk."""
         for left in range(_TRIES - 1, -1, -1):
             try:
                 return work()
@@ -567,7 +567,7 @@ class UnitFetch:
         return self._places.unit(address).with_name(f".new-{address}")
 
     def _tell(self, progress: ProgressPoint) -> None:
-        """Report this progress plus the totals of earlier rounds, and the awaited unit."""
+        """Report this progress plus the totals of earlier rounds, and the unit that the fetch waits for."""
         before = self._before
         self._report(
             msgspec.structs.replace(
@@ -581,7 +581,7 @@ class UnitFetch:
 
 
 def totals(units: Iterable[Unit]) -> ProgressPoint:
-    """Return the progress of a complete fetch of these units."""
+    """Return the progress values of a complete fetch of these units."""
     size = files = moved = 0
     for unit in units:
         size += sum(row.size for row in unit.rows)
@@ -598,12 +598,12 @@ def size_of(unit: Unit) -> int:
 
 
 def moved_bytes(unit: Unit) -> int:
-    """Return how many bytes the store sends for a unit."""
+    """Return the number of compressed bytes that the store sends for a unit."""
     return sum(block.length for block in unit.blocks)
 
 
 def room(places: CachePaths, needed: int, floor: int) -> int:
-    """Return how many bytes of free disk are missing for `needed` plus the minimum; 0 if there are enough."""
+    """Return the number of bytes that must be freed for `needed` plus the minimum; 0 if none."""
     return max(0, needed + floor - free_bytes(places.root))
 
 

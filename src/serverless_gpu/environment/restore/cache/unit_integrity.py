@@ -1,30 +1,31 @@
 """Finds modified units: seals of mounted units, link times of linked units, and a check of each file.
 
     unit unpacked, every byte verified ─ seal ─▶ note
-    later: one sweep over the unit ─▶ the same seal? no file was written to
+    later: one sweep over the unit ─▶ the same seal? no file was modified
                                     └ another seal ─▶ read every byte (`damage`)
 
     unit ─ linked into a tree: `linked` is touched ─ a rank writes through the tree, as root or after chmod
                                                      └▶ the file has another time, or changed after `linked`
 
-A seal is a digest of the metadata of all files, taken when their bytes were verified. A rank cannot write to a unit
-through a mount. But the cache's owner can reach the files by their path below the cache. A write that keeps the size
-and restores the modification time still moves the inode's change time, which no call can set. A file or directory that
-was moved in has another inode. So a sweep finds both without reading a byte.
+A seal is a digest of the metadata of all files, computed when their bytes were verified. A rank cannot write to a unit
+through a mount. But a process of the cache's owner can reach the files by their path below the cache. A write that
+preserves the size and restores the modification time still changes the inode's change time, which no call can set. A
+file or directory that was moved into the unit has another inode. So a sweep detects both without reading a byte.
 
 A hard link is the file itself. The owner of a linked file can change the file for every environment that contains the
 unit. So the cache checks a unit that was ever linked before each use, file by file (`suspects`). All files of units
-have the same modification time, and an ordinary write moves it. A change that restores this time moves the change time,
-as does every link that is made or removed. So the cache touches `linked` again after its own links, and reads every
-file that changed later. `link_tree.py` checks each file right before it links the file. One listing of the directories
-serves both.
+have the same modification time, and an ordinary write changes this time. A write that restores this time still changes
+the change time, as does every link that is made or removed. So the cache touches `linked` again after it made links,
+and reads every file that changed later. `link_tree.py` checks each file right before it links the file. One listing of
+the directories serves both purposes.
 
-Bytecode comes later and has its own times. The cache records each file after its compilation. Bytecode of a linked unit
-is suspicious when it was written to after the link. Files that `unit_metadata.py` adds may also come later.
-`unit_cache.py` decides what happens to a modified unit.
+The cache compiles bytecode after the seal. The cache records each bytecode file after its compilation. Bytecode of a
+linked unit is suspicious when it was modified after the link. `unit_metadata.py` may also add files after the seal.
+`unit_cache.py` decides how to treat a modified unit.
 
-Failure cases: a process of the cache's owner can also rewrite the records, and its changes stay undetected. Separate
-users need separate uids. A clock that is set back hides a change of a linked unit that also restores the file's time.
+Failure cases: a process of the cache's owner can also rewrite the records, and its changes stay undetected. Users who
+do not trust each other need separate uids. If the clock was set back, the check misses a change of a linked unit that
+also restores the file's time.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ from serverless_gpu.environment.restore.cache.unit_metadata import is_added
 from serverless_gpu.environment.restore.cache.unpack import MTIME_S
 
 LOOK_S = 600
-"""Seconds for which a checked unit needs no other check in the same boot of the machine."""
+"""Seconds after which the cache checks a unit again within one boot of the machine."""
 BYTECODE = "bytecode"
 _DOCUMENTS = ("unit", "outline")
 _ADDED_ENDINGS = ("RECORD", "INSTALLER", ".sgpu")
 Identity = tuple[int, int, int, int, int]
-"""Inode, size, modification time, change time, mode."""
+"""Inode, size, modification time, change time and mode of a file."""
 _MTIME_NS = MTIME_S * 10**9
 _LINKING_S_MAX = 3600.0
 _THREADS = 2
@@ -61,7 +62,7 @@ _READ_BYTES = 1024 * 1024
 
 
 class Sweep(NamedTuple):
-    """The metadata of all files of a unit at one time."""
+    """The metadata of all files of a unit at one point in time."""
 
     files: bytes  # digest of the identities of the unit's own files, links and directories
     documents: bytes
@@ -101,7 +102,7 @@ def sweep_unit(unit: Path) -> Sweep:
 def note_bytecode(unit: Path, targets: Iterable[str]) -> None:
     """Record bytecode that was just compiled. The caller holds the unit's lock.
 
-    `targets` are absolute paths. A missing file was not compiled.
+    `targets` are absolute paths. A file that does not exist was not compiled.
     """
     known = dict(known_bytecode(unit))
     for target in targets:
@@ -120,7 +121,7 @@ def known_bytecode(unit: Path) -> dict[str, Identity]:
 def _bytes(here: str, seen: list[str | Identity | int]) -> bytes:
     try:
         return msgspec.msgpack.encode((here, seen))
-    except UnicodeEncodeError:  # No unit has such a name, so this seal equals no recorded seal.
+    except UnicodeEncodeError:  # No file of a valid unit has such a name, so the digest equals no recorded seal.
         return ascii((here, seen)).encode()
 
 
@@ -137,7 +138,7 @@ def linking_lock(places: CachePaths) -> Path:
 def linking(places: CachePaths) -> Iterator[None]:
     """Hold the linking lock while the block runs.
 
-    Only its holder makes links to units, or decides what a changed time means.
+    Only the holder may make links to units, or decide if a changed time means a modification.
     """
     with locked(linking_lock(places), wait_s=_LINKING_S_MAX):
         yield
@@ -151,7 +152,7 @@ def expose(unit: Path) -> None:
 
 
 def exposed_since(unit: Path) -> int:
-    """Return the file system's time of a unit's last `expose`; 0 when the unit was never linked."""
+    """Return the time of a unit's last `expose` on the file system's clock; 0 if it was never linked."""
     try:
         return os.lstat(unit / "linked").st_ctime_ns
     except FileNotFoundError:
@@ -159,7 +160,7 @@ def exposed_since(unit: Path) -> int:
 
 
 def suspects(unit: Path, since_ns: int) -> tuple[list[str], list[str]]:
-    """Return the paths of files of a unit that may have been modified: its own, and bytecode."""
+    """Return the paths of possibly modified files of a unit: the unit's own files, and bytecode."""
     own: list[str] = []
     bytecode: list[str] = []
     waiting = [f"{unit}/{area}" for area in ("site", "prefix")]
@@ -187,7 +188,7 @@ def suspects(unit: Path, since_ns: int) -> tuple[list[str], list[str]]:
 def is_suspect(folder: str, name: str, status: os.stat_result, since_ns: int) -> bool:
     """Return whether a file of a unit may have been modified.
 
-    Only the last names of `folder` count. `since_ns` comes from `exposed_since`.
+    `folder` may be any path that ends with the file's directory in the unit. `since_ns` comes from `exposed_since`.
     """
     if folder.endswith("/__pycache__"):
         return status.st_mtime_ns > since_ns and status.st_nlink > 1
@@ -198,7 +199,7 @@ def is_suspect(folder: str, name: str, status: os.stat_result, since_ns: int) ->
 
 
 def damage(directory: Path, rows: Sequence[FileRow], *, read: bool) -> str:
-    """Return the first thing that is wrong with a unit as a sentence, or "".
+    """Return the first damage of a unit as text, or "".
 
     With `read`, read every file. Otherwise compare only kind, size, time and mode.
     """
@@ -255,7 +256,7 @@ def _difference(directory: Path, path: str, status: os.stat_result, row: FileRow
     if status.st_size != row.size:
         return f"has {status.st_size} bytes instead of {row.size}"
     if status.st_mtime_ns != MTIME_S * 10**9:
-        return "was written to"
+        return "was modified"
     wanted = 0o555 if row.kind == "x" else 0o444
     return "" if stat.S_IMODE(mode) == wanted else f"has the mode {stat.S_IMODE(mode):o} instead of {wanted:o}"
 
@@ -264,13 +265,14 @@ def _surplus(path: str, status: os.stat_result, directories: set[str]) -> str:
     if stat.S_ISDIR(status.st_mode) and (path in directories or path.endswith("/__pycache__")):
         return ""
     if stat.S_ISREG(status.st_mode) and is_added(path):
-        return "" if status.st_mtime_ns == MTIME_S * 10**9 else "was written to"
-    return "" if stat.S_ISREG(status.st_mode) and _is_bytecode(path) else "does not belong there"
+        return "" if status.st_mtime_ns == MTIME_S * 10**9 else "was modified"
+    return "" if stat.S_ISREG(status.st_mode) and _is_bytecode(path) else "does not belong to the unit"
 
 
 def _is_bytecode(path: str) -> bool:
     folder, _, name = path.rpartition("/")
-    return folder.endswith("/__pycache__") and ".pyc" in name  # The name of a half-written file ends in a number.
+    # A compiler process appends a number to the name of an unfinished file.
+    return folder.endswith("/__pycache__") and ".pyc" in name
 
 
 def _unequal(directory: Path, rows: Sequence[FileRow]) -> str:
@@ -278,7 +280,7 @@ def _unequal(directory: Path, rows: Sequence[FileRow]) -> str:
     with ThreadPoolExecutor(_THREADS) as pool:
         for row, digest in zip(files, pool.map(lambda row: _digest(directory / row.path), files), strict=True):
             if digest != row.sha256:
-                return f"{row.path} holds other bytes"
+                return f"{row.path} has different content"
     return ""
 
 

@@ -11,15 +11,16 @@
 The outline generates RECORD from the unit's rows, so that `importlib.metadata` and pip see the files. The lines for
 scripts differ in each tree, and assembling adds them. Creating files is the largest cost of preparing mounts, above all
 on a disk with many recent deletions. With these additions, an environment of 200 distributions needs a hundred
-generated files, mostly scripts, not a thousand. When an environment needs other content than a unit has, its own
-generated file lies above the unit's file.
+generated files, mostly scripts, not a thousand. If an environment needs other content than a unit has, the environment
+places its own generated file above the unit's file.
 
-The kernel reads 127 bytes of a script's first line and splits it at spaces. A script whose interpreter path does not
-fit starts as a /bin/sh script. Python reads these first lines as a string. pip uses the same technique.
+The kernel reads 127 bytes of a script's first line and splits the line at spaces. A script whose interpreter path does
+not fit starts as a /bin/sh script. Python reads the shell lines as a string. pip uses the same technique.
 
-Failure cases: the disk is full. Another process works on a unit, so its files are generated in the environment instead.
-Two addresses begin alike, so the second unit gets a name from later characters of its address. Entry points that are
-not text, or whose names are not file names, are left out. Nothing is written to the interpreter's own directory.
+Failure cases: the disk is full. Another process works on a unit, so the environment contains the generated files
+instead. Two addresses begin alike, so the second unit gets a name from later characters of its address. Entry points
+that are not text, or whose names are not file names, are left out. The module writes no file to the interpreter's own
+directory.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class UnitOutline(msgspec.Struct, frozen=True, kw_only=True):
-    """A summary of a unit, from which trees are assembled."""
+    """A summary of a unit; restore assembles trees from summaries."""
 
-    size: int  # content bytes
+    size: int  # content bytes of the unit
     files: int
     areas: tuple[str, ...]
     dist_info: str = ""  # name of the unit's `.dist-info` directory, or ""
@@ -139,20 +140,21 @@ class SharedMetadata:
         self._places = places
 
     def without_added(self, number: int, snapshot: Snapshot, wanted: dict[str, bytes], outlines: Outlines) -> Files:
-        """Return the generated files of a root's site area that its units lack."""
+        """Return the generated files of a root's site area that the units of the root do not contain."""
         files = dict(wanted)
         for address, _ in _notes_directories(number, snapshot, outlines):
             added = read_document(self._places.unit(address) / "added", dict[str, bytes]) or {}
             for path, digest in added.items():
                 content = files.get(path)
                 if content is None:
-                    files[path] = b""  # Another environment added this file; an empty file hides it here.
+                    # Another environment added this file to the unit; an empty file hides it in this tree.
+                    files[path] = b""
                 elif digest == _digest(content):
                     del files[path]
         return files
 
     def add(self, number: int, snapshot: Snapshot, wanted: Mapping[str, bytes], outlines: Outlines) -> None:
-        """Add metadata to units that have none."""
+        """Add metadata to units that have no metadata yet."""
         for address, notes in _notes_directories(number, snapshot, outlines):
             paths = [f"{notes}/{name}" for name in ADDED_NAMES if f"{notes}/{name}" in wanted]
             unit = self._places.unit(address)
@@ -162,7 +164,7 @@ class SharedMetadata:
                 self._add(address, {path: wanted[path] for path in paths})
 
     def layer(self, address: str, area: str) -> str:
-        """Return the name of a unit's area in `layers`, and create it if needed."""
+        """Return the name of a unit's area in `layers`; create this link if needed."""
         target = f"../units/{address[:2]}/{address}/{area}"
         text = base64.urlsafe_b64encode(bytes.fromhex(address)).decode().rstrip("=")
         for start in range(len(text) - _NAME_LENGTH):
@@ -176,7 +178,7 @@ class SharedMetadata:
                     os.symlink(target, place)
                 if os.readlink(place) == target:
                     return name
-        raise OSError(f"no free name for unit {address[:12]} is left in {self._places.layers}")
+        raise OSError(f"{self._places.layers} has no free name for unit {address[:12]}")
 
     def _add(self, address: str, files: Mapping[str, bytes]) -> None:
         lock = try_lock(self._places.unit_lock(address))
@@ -194,7 +196,7 @@ class SharedMetadata:
 
 
 def sweep_layers(places: CachePaths) -> None:
-    """Remove the names of units that no longer exist."""
+    """Remove the layer names of units that no longer exist."""
     with contextlib.suppress(FileNotFoundError), os.scandir(places.layers) as entries:
         for entry in entries:
             if entry.is_symlink() and not os.path.exists(entry.path):
@@ -203,7 +205,7 @@ def sweep_layers(places: CachePaths) -> None:
 
 
 def make_layers(places: CachePaths) -> None:
-    """Create the directory of layer names, with an empty layer for mounts that would have only one."""
+    """Create the directory of layer names, with an empty layer for mounts that have only one layer."""
     make_public(places.layers)
     make_public(places.layers / "e")
 
@@ -257,14 +259,14 @@ def entry_points(text: str) -> dict[str, str]:
 def script(reference: str, python: str) -> str:
     """Return the text of the script that an installer writes for an entry point."""
     match = _REFERENCE.fullmatch(reference)
-    assert match is not None, reference  # `entry_points` accepts no other references.
+    assert match is not None, reference  # `entry_points` accepts only references of this form.
     function = match["function"]
     body = _TEMPLATE.format(module=match["module"], first=function.partition(".")[0], function=function)
     return shebang(python) + body
 
 
 def shebang(python: str) -> str:
-    """Return the first line, or lines, of a script for an interpreter."""
+    """Return the first line of a script for an interpreter; a long path needs several lines."""
     simple = f"#!{python}\n"
     if " " not in python and len(simple.encode()) <= _SHEBANG_BYTES_MAX:
         return simple
@@ -278,7 +280,7 @@ def is_generic(content: bytes) -> bool:
 
 
 def specific(content: bytes, python: str) -> bytes:
-    """Return a script with a generic first line, changed for one interpreter."""
+    """Return a script whose generic first line is replaced for one interpreter."""
     return shebang(python).encode() + _GENERIC.sub(b"", content, count=1)
 
 

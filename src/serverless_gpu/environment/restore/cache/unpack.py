@@ -4,15 +4,15 @@
     writing threads    one block each: decompress it, check every file against its row while writing it
     this thread        hands out blocks, makes empty directories, and makes links last
 
-The extractor never opens a path through a link. The extractor reaches a directory from the new root name by name
+The extractor never opens a path through a link. The extractor opens a directory from the new root name by name
 (`openat` with O_NOFOLLOW). New files are created only where no entry exists (O_EXCL). Links are made only after all
-files are written. Each thread walks the `WrittenTree` with its own `DirectoryWalk`, which keeps the directories on the
-way open. Rows are ordered by path, so the next file is nearly always near.
+files are written. Each thread walks the `WrittenTree` with its own `DirectoryWalk`, which keeps the directories of the
+current path open. Rows are ordered by path, so the next file is nearly always close to the current one.
 
 Each file gets mode 0444 or 0555 when it is created; no other mode is possible. All files have the same modification
-time, so that their bytecode is valid wherever they are linked. The directory has mode 0700 until everything in it is
-complete and verified. The extractor removes it on any failure. The extractor does not sync files; `UnitCache.settle`
-syncs the file system later.
+time, so that their bytecode is valid wherever they are linked. The directory has mode 0700 until all of its content is
+complete and verified. The extractor removes the directory on any failure. The extractor does not sync files;
+`UnitCache.settle` syncs the file system later.
 
 Failure cases: bytes do not match their address (`EnvironmentCorrupt` names the pack, block or file). The disk is full
 or read-only (`StorageError`). The store raises an error.
@@ -41,7 +41,7 @@ from serverless_gpu.errors import EnvironmentCorrupt, EnvironmentRejected, Stora
 from serverless_gpu.operating_system import lacks_inodes
 
 MTIME_S = 1_577_836_800
-"""The modification time of every file: 1 January 2020."""
+"""The modification time of every file in a unit: 1 January 2020."""
 _MTIME = (MTIME_S * 10**9, MTIME_S * 10**9)
 _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _ENTER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -55,7 +55,7 @@ _Result = TypeVar("_Result")
 
 
 def unpack(unit: Unit, blobs: StoreBlobs, directory: Path, *, report: Report = ignore_progress) -> None:
-    """Unpack a unit into a directory and verify all of it, or leave nothing behind.
+    """Unpack a unit into a directory and verify all of its content, or leave nothing behind.
 
     The unit follows the rules (`StoreBlobs.read_unit`). The directory must not exist. The parent directory exists, and
     no other process writes to it.
@@ -73,9 +73,9 @@ def unpack_each(
 ) -> Iterator[Path]:
     """Unpack several units as one stream, which is faster than one unit after another.
 
-    The stream takes the next job when it has capacity. The stream yields each directory as soon as it is complete.
-    After an error, the directories that it has not yielded are gone. Without `totals` of all jobs, each job counts when
-    it begins.
+    The stream takes the next job when it has capacity. The stream yields each directory as soon as it is complete. On
+    an error, the stream deletes the directories that it has not yielded. Without `totals` of all jobs, the progress
+    totals grow with each job that begins.
     """
     unpacker = _Unpacker(blobs, _Meter(report, totals))
     yield from unpacker.run(jobs)
@@ -166,11 +166,11 @@ class _Unpacker:
         yield from self._complete()
 
     def _steps(self, jobs: Iterator[tuple[Unit, Path]]) -> Iterator[int]:
-        """Request one piece of a pack after another, unit after unit."""
+        """Request the packs of all units piece by piece, in order."""
         for unit, directory in jobs:
             self._meter.begin(unit)
             work = self._open[directory] = _Work(unit, directory)
-            # Blocks of one pack stay in their order, so that a large file never waits for a later block.
+            # Blocks of one pack are written in order, so that a large file never waits for a later block.
             for _, blocks in itertools.groupby(work.writer.used_blocks, key=lambda index: unit.blocks[index].pack):
                 piece = tuple(blocks)
                 work.outstanding += len(piece)
@@ -233,7 +233,7 @@ class _Unpacker:
 
 
 class _Work:
-    """A unit that is being unpacked."""
+    """A unit that the extractor is unpacking."""
 
     def __init__(self, unit: Unit, directory: Path) -> None:
         self.unit = unit
@@ -250,7 +250,7 @@ class _Work:
         self.writer = UnitWriter(unit, self._tree)
 
     def finish(self) -> int:
-        """Make all entries without content, and let other users in; return the number of empty files."""
+        """Make all entries without content, and make the directory public; return the number of empty files."""
         with disk_errors(self.directory):
             count = self.writer.finish()
             os.chmod(self.directory, 0o755)
@@ -277,13 +277,14 @@ def storage_error(directory: Path, error: OSError) -> StorageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and lacks_inodes(directory):
         return StorageError(
             f"no inodes left on the disk of {directory} while a unit was unpacked: the disk has space, but cannot "
-            "hold one more file",
-            hint="delete files there, then run again",
+            ""
+            "store one more file",
+            hint="delete files on this disk, then run again",
         )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(
             f"no space left on the disk of {directory} while a unit was unpacked",
-            hint="free some space there, then run again",
+            hint="free some space on this disk, then run again",
         )
     return StorageError(f"{directory} cannot be written: {error.strerror or error}")
 
@@ -297,7 +298,7 @@ class WrittenTree:
     def __init__(self, directory: Path) -> None:
         self.fd = os.open(directory, _ENTER)
         self._made: set[str] = set()
-        # A process can read its umask only by changing it for a moment, but Linux reports the umask in /proc.
+        # A process can read its umask only by briefly changing it, but Linux reports the umask in /proc.
         self.masked = _umask() & _DIRECTORY_MODE != 0
 
     def enter(self, above: int, name: str, path: str) -> int:
@@ -322,7 +323,7 @@ class WrittenTree:
 
 
 class DirectoryWalk:
-    """One thread's position in a tree, with open descriptors of the directories above it."""
+    """One thread's position in a tree, with open descriptors of the directories above the position."""
 
     def __init__(self, tree: WrittenTree) -> None:
         self._tree = tree
@@ -338,7 +339,7 @@ class DirectoryWalk:
             os.close(self._fds.pop())
 
     def go(self, directory: str) -> int:
-        """Return a descriptor of a directory of the tree, which stays open until the next call."""
+        """Return a descriptor of a directory of the tree; the descriptor stays open until the next call."""
         if directory == self._at:
             return self._fds[-1] if self._fds else self._tree.fd
         names = directory.split("/")
@@ -359,7 +360,7 @@ class DirectoryWalk:
         return self._fds[-1]
 
     def make(self, row: FileRow) -> int:
-        """Make a file and return its descriptor, for writing."""
+        """Create a file of the unit and return its descriptor, for writing."""
         directory, _, name = row.path.rpartition("/")
         fd = os.open(name, _MAKE, _MODES[row.kind], dir_fd=self.go(directory))
         if self._tree.masked:
@@ -368,19 +369,21 @@ class DirectoryWalk:
 
 
 class UnitWriter:
-    """Writes the blocks of one unit, several at a time."""
+    """Writes the blocks of one unit; several threads may write blocks at the same time."""
 
     def __init__(self, unit: Unit, tree: WrittenTree) -> None:
         self._unit = unit
         self._tree = tree
         self._what = f"unit {unit.address[:12]}"
-        self._small: dict[int, list[tuple[int, FileRow]]] = defaultdict(list)  # block → its files by start offset
-        self._large: dict[int, tuple[_LargeFile, int]] = {}  # block → its large file, and its offset in that file
+        # block → files in this block, by start offset
+        self._small: dict[int, list[tuple[int, FileRow]]] = defaultdict(list)
+        # block → large file with content in this block, and the offset in that file
+        self._large: dict[int, tuple[_LargeFile, int]] = {}
         self._plan()
         self.used_blocks = sorted([*self._small, *self._large])
 
     def write(self, index: int, frame: memoryview) -> tuple[int, int]:
-        """Write the files of one block, and return how many bytes and files it completes.
+        """Write the files of one block, and return the number of bytes written and of files completed.
 
         Raise EnvironmentCorrupt when the content does not match the rows.
         """
@@ -453,11 +456,11 @@ class UnitWriter:
 
 
 class _Stream:
-    """Reads the content of a block from start to end, and drops content behind its position."""
+    """Reads the content of a block from start to end, and discards content before its position."""
 
     def __init__(self, content: Iterator[bytes]) -> None:
         self._content = content
-        self._at = 0  # start of the current piece in the block
+        self._at = 0  # start offset of the current piece in the block
         self._piece = memoryview(b"")
 
     def take(self, start: int, size: int) -> memoryview:
@@ -476,7 +479,7 @@ class _Stream:
         return memoryview(b"".join(parts))
 
     def end(self) -> None:
-        """Read to the end of the block, which proves that its frame is complete."""
+        """Read to the end of the block, which proves that the compressed frame is complete."""
         while self._next():
             pass
 
@@ -490,7 +493,7 @@ class _Stream:
 
 
 class _LargeFile:
-    """A file whose parts several threads write, and which is hashed in order."""
+    """A file whose parts several threads write; the parts are hashed in order."""
 
     def __init__(self, row: FileRow, tree: WrittenTree, what: str) -> None:
         self._row = row
@@ -503,7 +506,7 @@ class _LargeFile:
         self._failed = False
 
     def write(self, content: Iterator[bytes], start: int) -> bool:
-        """Write a part; return whether it was the last one and the whole file is right."""
+        """Write a part; return True if it was the last part and the whole file has the right digest."""
         try:
             self._open()
             waiting: list[bytes] = []
@@ -518,7 +521,8 @@ class _LargeFile:
                     self._digest.update(piece)
                 else:
                     waiting.append(piece)
-            with self._turn:  # All earlier parts must be hashed first. A failed part reports its own error.
+            # All earlier parts must be hashed first. If a part failed, its own thread reports the error.
+            with self._turn:
                 while self._hashed != start and not self._failed:
                     self._turn.wait(_TURN_S)
                 if self._failed:
@@ -540,7 +544,7 @@ class _LargeFile:
             raise
 
     def fail(self) -> None:
-        """End the wait for a part that will not come."""
+        """Wake the threads that wait for a part that will not arrive."""
         with self._turn:
             self._failed = True
             self._turn.notify_all()
@@ -575,4 +579,4 @@ def _umask() -> int:
                     return int(line.split()[1], 8)
     except (OSError, ValueError):
         pass
-    return 0o777  # The umask is unknown, so all modes are set explicitly.
+    return 0o777  # The umask is unknown, so the extractor sets all modes explicitly.

@@ -2,7 +2,7 @@
 
     no tables            created from `server.tables`, equal to the last revision's result (a test compares)
     an older revision    Alembic runs the newer revisions in `versions/`, in order
-    this revision        nothing to do; Alembic (300 ms of import) is not even loaded
+    this revision        nothing to do; Alembic (300 ms of import) is not loaded
     a newer revision     refused, because an older server would overwrite unknown data
 
 The whole migration is one transaction under the database's own lock.
@@ -19,10 +19,10 @@ from serverless_gpu.errors import ServerProblem
 from serverless_gpu.server.db import tables
 
 HEAD = "0009"
-LOCK = 7_310_227_001  # any number that no other user of the same database locks
+LOCK = 7_310_227_001  # Key of the migration's advisory lock; any number that no other program locks.
 _PLACE = Path(__file__).parent
 
-_version = sa.Table(  # the same table as Alembic creates
+_version = sa.Table(  # Same definition as the table that Alembic creates.
     "alembic_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True)
 )
 
@@ -60,7 +60,7 @@ def _make(connection: sa.Connection) -> None:
     there = set(sa.inspect(connection).get_table_names()) & set(tables.metadata.tables)
     if there:
         message = f"the database has a table {sorted(there)[0]!r} that this program did not create"
-        raise ServerProblem(message, hint="give the server a database of its own")
+        raise ServerProblem(message, hint="give the server a separate database")
     tables.metadata.create_all(connection, checkfirst=False)
     _version.create(connection)
     connection.execute(sa.insert(_version).values(version_num=HEAD))

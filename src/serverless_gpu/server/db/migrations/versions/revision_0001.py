@@ -1,4 +1,4 @@
-"""The tables as they were first."""
+"""Creates the tables of the first version."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ branch_labels = depends_on = None
 
 
 def upgrade() -> None:
-    """Make all tables."""
+    """Create all tables."""
     _people()
     _nodes()
     _runs()

@@ -1,4 +1,4 @@
-"""Adds what administrators decided about the isolation of each pool, and which tokens are renewed by their use."""
+"""Adds the isolation of each pool, and a mark for tokens that their use renews."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ branch_labels = depends_on = None
 
 
 def upgrade() -> None:
-    """Add the columns; NULL says that nobody has decided yet, and that a token is not renewed."""
+    """Add the columns; NULL means an undecided isolation, and a token that its use does not renew."""
     op.add_column("pools", sa.Column("isolation", sa.String(length=16), nullable=True))
     op.add_column("tokens", sa.Column("renews", sa.Boolean(), nullable=True))

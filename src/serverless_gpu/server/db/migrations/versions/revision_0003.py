@@ -1,4 +1,4 @@
-"""Join tokens, and what binds a node's token: nodes that there are keep theirs."""
+"""Adds join tokens and the bindings of nodes' tokens; existing nodes keep their tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TOKENS = sa.table("tokens", sa.column("id", sa.String))
 
 
 def upgrade() -> None:
-    """Make the tables; bind each node's token to it. Of several nodes with one token, the last heard of keeps it."""
+    """Create the tables, and bind each token to the node that used the token last."""
     bindings = op.create_table(
         "node_bindings",
         sa.Column("token", sa.String(length=26), nullable=False),
@@ -52,7 +52,7 @@ def upgrade() -> None:
 
 
 def _bindings(connection: sa.Connection) -> dict[str, dict[str, object]]:
-    """Return the binding of each token with which a node said hello last."""
+    """Return the binding of each token: the node that registered with the token and reported last."""
     query = (
         sa.select(_NODES)
         .join(_TOKENS, _TOKENS.c.id == _NODES.c.token_id)

@@ -1,4 +1,4 @@
-"""The identity of the database, and the generation of the server that has it."""
+"""Adds the identity of the database, and the generation of the server that owns it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ branch_labels = depends_on = None
 
 
 def upgrade() -> None:
-    """Make the table; the first server that claims the database writes its row."""
+    """Create the table; the first server that claims the database writes the only row."""
     op.create_table(
         "server_identity",
         sa.Column("name", sa.String(length=16), nullable=False),

@@ -1,4 +1,4 @@
-"""Budgets, policies and priority classes."""
+"""Adds budgets, policies and priority classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ branch_labels = depends_on = None
 
 
 def upgrade() -> None:
-    """Count what attempts of a run saved, how many there were and how long they took."""
+    """Add columns for the number, the duration and the checkpoints of a run's attempts."""
     for name, kind in (
         ("saved", sa.Integer),
         ("unsaved", sa.Integer),

@@ -1,4 +1,4 @@
-"""The tags of accounts as rows, so that reports read them without parsing JSON."""
+"""Adds the tags of accounts as rows, so that reports read them without parsing JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ACCOUNTS_AT_ONCE = 10_000
 
 
 def upgrade() -> None:
-    """Make the table and fill it from the accounts."""
+    """Create the table, and fill it from the accounts."""
     op.create_table(
         "account_tags",
         sa.Column("key", sa.Text(), nullable=False),
