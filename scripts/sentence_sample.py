@@ -23,6 +23,8 @@ from scripts.lints.source import Source, collect
 
 ROOT = Path(__file__).parents[1]
 WORDS_MIN = 4
+# A query, a regular expression, HTML.
+_CODE = re.compile(r"^(SELECT|INSERT|UPDATE|DELETE|CREATE|LOCK|PRAGMA|WITH)\b|\(\?|\[\^|\\[dsw]|</?[a-z]+[ >]")
 
 
 def sentences(root: Path) -> list[str]:
@@ -61,8 +63,7 @@ def _of_page(text: str) -> Iterator[tuple[int, str]]:
 def _split(text: str) -> Iterator[str]:
     for sentence in voice.split_sentences(text):
         plain = " ".join(sentence.split())
-        is_query = re.match(r"(SELECT|INSERT|UPDATE|DELETE|CREATE|LOCK|PRAGMA|WITH)\b", plain)
-        if len(re.findall(r"\b[A-Za-z]{2,}\b", plain)) >= WORDS_MIN and not is_query:
+        if len(re.findall(r"\b[A-Za-z]{2,}\b", plain)) >= WORDS_MIN and not _CODE.search(plain):
             yield plain
 
 

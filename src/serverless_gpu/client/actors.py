@@ -1,16 +1,16 @@
-"""Keeps one object in each rank of a session from call to call.
+"""Keeps one object in each rank of a session between calls.
 
     with serverless_gpu.session(gpus=2) as session, session.actors(Model, "weights.pt") as model:
-        model.predict.distributed(batch)      each rank makes its object once; each call reaches all ranks
+        model.predict.distributed(batch)      each rank creates its object once; each call runs in all ranks
 
-One run of the session serves all calls. Its ranks connect to a Unix socket in a private directory of the client
-process. The agent, the supervisor and the server see neither calls nor answers. The ranks return when the client closes
-the channel or exits. The run then ends like any other run: the supervisor verifies its devices and hands them back.
+All calls use one run of the session. The ranks of this run connect to a Unix socket in a private directory of the
+client process. Calls and answers bypass the agent, the supervisor and the server. The ranks return when the client
+closes the channel or exits. The supervisor then verifies and releases the devices of the run.
 
-When a method raises, the client raises its exception and the ranks keep running. If the other ranks do not answer
-within the grace period, for example inside a collective, the client cancels the run. Ctrl-C during a call also cancels
-the run. If a rank dies, the call raises the error of the run. The client closes the channel after the session's idle
-limit without a call.
+When a method raises in a rank, the client raises the same exception, and the ranks keep running. If the other ranks
+then do not answer within the grace period, the client cancels the run. For example, these ranks may wait in a
+collective. Ctrl-C during a call also cancels the run. If a rank dies, the call raises the error of the run. The client
+closes the channel after the session's idle limit without a call.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class Actors:
         self.close()
 
     def close(self) -> None:
-        """Let the ranks return and wait until their devices are free. A second call does nothing."""
-        self._end("the caller closed them")
+        """End the ranks, and wait until their devices are free. A second call does nothing."""
+        self._end("the caller closed the actors")
         with contextlib.suppress(ServerlessGpuError):  # A run whose supervisor was killed has no receipt.
             self.run.receipt()
 
@@ -123,7 +123,8 @@ class Actors:
             self._stop_timer()
             try:
                 for sock in self._socks.values():
-                    with contextlib.suppress(OSError):  # If the rank has exited, reading its socket reports the error.
+                    # If the rank has exited, the next read from its socket reports the error.
+                    with contextlib.suppress(OSError):
                         send_frame(sock, request)
                 answers = {rank: cast("tuple[bool, object]", answer) for rank, answer in self._answers().items()}
                 for rank, (is_value, failure) in answers.items():
@@ -152,7 +153,8 @@ class Actors:
             add_note(
                 error,
                 f"{len(self._socks) - answered} other rank(s) did not return within grace={self._grace_s:g} s, "
-                f"for example because they wait in a collective. All ranks of the actors were ended: {_HINT}",
+                "for example because they wait in a collective. The client cancelled all ranks of the actors: "
+                f"{_HINT}",
             )
         return error
 
@@ -191,7 +193,7 @@ class Actors:
         return answers
 
     def _death(self) -> BaseException:
-        """Return the error of the run as the reason why a rank has ended."""
+        """Return the error of the run, which explains the exit of a rank."""
         self._end("a rank has ended")
         error = self.run._error(None)
         if error is None:

@@ -1,4 +1,4 @@
-"""Asks the agent of a home directory for its status, and stops the agent with its warm processes."""
+"""Queries the status of a home directory's agent, and stops the agent with its warm processes."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def stop_agent(home: Path) -> bool:
 
     Attempts continue, because their supervisors do not depend on the agent.
     """
-    # These modules are loaded by name, because a status request needs neither. The uplinks stop first, because a
+    # These modules are loaded by name, because a status request does not need them. The uplinks stop first, because a
     # running uplink would start another agent.
     load("serverless_gpu.node.uplink.start_stop").stop_all(Home(home))
     connection = running_agent(Home(home))
     if connection is not None:
         _retire(*connection)
-    # The monitor stops last, because a running agent would start it again.
+    # The monitor stops last, because a running agent would start the monitor again.
     load("serverless_gpu.node.monitor.start_stop").stop(Home(home))
     return connection is not None
 

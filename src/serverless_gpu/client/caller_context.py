@@ -6,20 +6,21 @@ modules that a zygote may have loaded from another location.
     sys.path, from its end:   installed packages, standard library  │  PYTHONPATH, the script's directory
                                         names so far               ∩  names here   =  names to look up
 
-A zygote knows the file of each module that it has loaded, but it was not started beside the caller's files. Therefore
-only names matter that occur in a directory of the caller and again further down the path. An example is a `calendar.py`
-beside the script. The lookup imports nothing. As in Python's import system, a directory is read again after its
-modification time changes, and an unreadable directory has no names. Modules in a zip file on the path are not found.
+A zygote knows the file of each module that it has loaded. The zygote does not know the caller's directories. `origins`
+therefore searches for names that occur in a directory of the caller and again later in `sys.path`. An example is a
+`calendar.py` beside the script. The search imports no module. As in Python's import system, the client reads a
+directory again after a change of its modification time. An unreadable directory counts as empty. The search skips zip
+files in `sys.path`.
 
-Most variables mean the same on another machine: credentials, settings of libraries, the user's own variables. Variables
-that name a path, a process or a device of the caller's machine are not sent. The node sets its own values. The client
-never sends the token as a variable.
+Most environment variables have the same meaning on another machine: credentials, settings of libraries, the user's own
+variables. The client does not send variables that name a path, a process or a device of the caller's machine. The node
+sets its own values for such variables. The client never sends the server's token as an environment variable.
 
 Blocking calls run inside `interruptible` and `terminable`. `asyncio.run` and an IPython kernel that runs an `async`
 cell install their own SIGINT handler. That handler only cancels the current task at its next await, so Ctrl-C would not
-stop a blocking call. During such a call, SIGINT raises `KeyboardInterrupt` again. SIGTERM acts like Ctrl-C: the client
-applies `on_interrupt` to the run, and SIGTERM then ends the process. Signal handlers that the user installed stay in
-place.
+stop a blocking call. `interruptible` makes SIGINT raise `KeyboardInterrupt` during a blocking call. SIGTERM acts like
+Ctrl-C: the client applies `on_interrupt` to the run. SIGTERM then ends the client process. The client does not replace
+signal handlers that the user installed.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ def caller_context() -> protocol.Context:
 
 
 def _umask() -> int:
-    # `os.umask` can read the mask only by setting it. Another thread could see the temporary mask.
+    # `os.umask` can read the mask only by setting a new mask. Another thread could create a file with the temporary
+    # mask.
     with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as file:
         for line in file:
             if line.startswith("Umask:"):
@@ -138,7 +140,7 @@ def origins() -> dict[str, str]:
     entries: Sequence[object] = sys.path
     path = [
         (entry, _importable_names(entry)) for entry in entries if isinstance(entry, str)
-    ]  # Python's import system also ignores entries of other types.
+    ]  # Python's import system also ignores entries of `sys.path` with other types.
     state = (*map(id, sys.meta_path), *path)
     return {
         name: origin for name in sorted({*PRELOAD_ROOTS, *_shadowed_names(path)}) if (origin := _origin(name, state))
@@ -146,11 +148,12 @@ def origins() -> dict[str, str]:
 
 
 def _shadowed_names(path: Sequence[tuple[str, frozenset[str]]]) -> set[str]:
-    """Return names in a directory of the user that also occur further down the path."""
+    """Return names in the caller's directories that also occur later in `sys.path`."""
     library = os.path.dirname(os.__file__)
     further = set(sys.stdlib_module_names)
     found: set[str] = set()
-    # True for entries before the standard library. The user added a site-packages directory that precedes the library.
+    # True while the loop is before the standard library in `sys.path`. A site-packages directory in that part was added
+    # by the user.
     in_front = False
     for entry, names in reversed(path):
         if entry == library:
@@ -179,7 +182,7 @@ def _importable_names(entry: str) -> frozenset[str]:
 
 
 def _origin(name: str, state: _State) -> str:
-    """Return the file of a module in this process, or "" for a missing module or one without a file."""
+    """Return the file of a module in this process, or "" if the module is missing or has no file."""
     loaded = sys.modules.get(name)
     if loaded is not None:
         return str(getattr(loaded, "__file__", None) or "")
@@ -199,7 +202,7 @@ def _origin(name: str, state: _State) -> str:
 
 
 def variables_elsewhere(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that mean the same on another machine."""
+    """Return the environment variables that have the same meaning on another machine."""
     return {
         name: value
         for name, value in environ.items()
@@ -208,7 +211,7 @@ def variables_elsewhere(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def variables_here(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for ranks on the caller's own machine: all except the token."""
+    """Return the environment variables for ranks on the caller's machine: all except the server's token."""
     return {name: value for name, value in environ.items() if name != TOKEN}
 
 
@@ -234,7 +237,7 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Let SIGTERM raise `KeyboardInterrupt` in this block, then end the process. User handlers stay."""
+    """Let SIGTERM raise `KeyboardInterrupt` in this block, then end the process. Keep user handlers."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

@@ -82,14 +82,14 @@ class DistributedFunction(Generic[P, R]):
         The rank process fills in the parameters ``rank`` and ``world_size`` if the caller does not pass them.
 
         Returns:
-            One entry per rank.
+            The results, one per rank.
 
         Raises:
             UsageError: the arguments do not fit the function or cannot be pickled. No run was started.
             HardwareError: this machine does not have the GPUs.
             RunError: the run ended without success.
             Exception: the exception that the first failing rank raised, with its own type.
-            KeyboardInterrupt: the user pressed Ctrl-C. The client cancelled the run, and its GPUs are free.
+            KeyboardInterrupt: the user pressed Ctrl-C. The client cancelled the run, and the GPUs of the run are free.
         """
         __tracebackhide__ = True
         with terminable():
@@ -104,21 +104,22 @@ class DistributedFunction(Generic[P, R]):
         return run.results()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]:
-        """Start the run and return its handle at once. Raise the start errors of `distributed`."""
+        """Start the run and return its handle at once. Raise the same start errors as `distributed`."""
         __tracebackhide__ = True
         return self._start(args, kwargs)
 
     def estimate(self, *args: P.args, **kwargs: P.kwargs) -> Estimate:
-        """Return the estimated start of this call and its basis. The call is checked but not started.
+        """Return the estimated start of this call and the facts behind the estimate. Start no run.
 
         Returns:
-            An estimate with `start`, `seconds`, `is_bound` and `basis`. The first two are None for an unknown start.
+            An estimate with `start`, `seconds`, `is_bound` and `basis`. `start` and `seconds` are None for an unknown
+            start.
             `print` shows the estimate as a sentence.
 
         Raises:
             UsageError: the arguments do not fit the function or cannot be pickled.
             HardwareError: this machine does not have the GPUs.
-            ServerlessGpuError: the call would be refused for another reason.
+            ServerlessGpuError: a real call would fail for another reason.
         """
         __tracebackhide__ = True
         try:
@@ -173,7 +174,7 @@ class DistributedFunction(Generic[P, R]):
         return runs
 
     def _start(self, args: Sequence[object], kwargs: Mapping[str, object], *, watch: bool = False) -> Run[R]:
-        """Launch a run. Errors are raised without the frames of this package."""
+        """Launch a run. Raise errors without the frames of this package."""
         __tracebackhide__ = True  # IPython and pytest hide frames with this local variable.
         try:
             run = self._launch(args, kwargs, watch=watch)
@@ -223,7 +224,7 @@ def distributed(
 
 
 def decorator(spec: RunSpec) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]:
-    """Return a decorator that gives a run spec to its functions."""
+    """Return a decorator that attaches a run spec to functions."""
 
     def decorate(function: Callable[P, R]) -> DistributedFunction[P, R]:
         if isinstance(function, DistributedFunction):
@@ -242,7 +243,7 @@ def parse_options(
 ) -> RunSpec:
     """Return the run spec for a user's options.
 
-    The configuration file with the user's own GPU types is read only if the catalogue lacks the type. Raises
+    The function reads the configuration file with the user's own GPU types only if the catalogue lacks the type. Raises
     InvalidOption for an unknown option or a wrong type, and InvalidValue for an impossible value.
     """
     try:

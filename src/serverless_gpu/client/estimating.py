@@ -1,10 +1,10 @@
-"""Estimates start and cost of a call with `fn.estimate(*args)`, and starts nothing.
+"""Estimates the start and the cost of a call for `fn.estimate(*args)`, without starting a run.
 
     local: devices of this machine (`outlook`)                    ─▶ Estimate, with the price (`model/cost.py`)
     remote: POST /estimates of the server (`remote/estimate.py`)  ─▶
 
-The estimate runs the checks of a call. An error that would refuse the call also refuses the estimate. For an unknown
-start the estimate gives the reason. On this machine the start follows from the runs that hold the devices:
+The estimate runs the checks of a call and raises the same errors. If the start is unknown, the estimate contains the
+reason. On this machine, the client computes the start from the runs that hold the devices:
 
     locks: holder of each device ─┬─ of this home ─▶ time limit ────────────────────────────▶ latest end
     tickets: waiting runs ────────┤              └─▶ durations of earlier runs of its name ─▶ expected end
@@ -53,7 +53,7 @@ _BY_THEMSELVES = (State.SUCCEEDED.value, State.TIMED_OUT.value)
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """Estimated start and cost of a run that the caller would start now. `print` shows a sentence.
+    """The estimated start and cost of a run. `print` shows the estimate as a sentence.
 
     Attributes:
         start: expected start time with its time zone, or None if unknown.
@@ -62,7 +62,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         basis: the facts behind the estimate, or the reason why the start is unknown.
         node: name of the node, or "".
         nodes: names of the nodes of a gang that spans several nodes.
-        place: position in the queue for such devices. 0 means that the run would start at once.
+        place: position in the queue for devices of this type. 0 means that the run would start at once.
         impossible: True if no existing node can ever serve the run.
         cost: expected and maximum cost of the run. None if the server gives no cost.
         policy: the server's usage policy for the run, or "".
@@ -193,7 +193,7 @@ def outlook(
     now_ns: int,
     ignore_busy: bool = False,
 ) -> StartEstimate:
-    """Return the time when a run would get its devices if it started now.
+    """Return the time when a run would get its devices if the caller submitted it now.
 
     Raises StorageError for an unusable lock directory.
     """
@@ -235,7 +235,7 @@ def expected_s(home: Home, name: str) -> float | None:
 
 
 def _outside(locks: DeviceLocks, provider: Provider, uuids: Sequence[str], *, ignore_busy: bool) -> int:
-    """Return the number of devices that are unusable although no run holds them."""
+    """Return the number of unusable devices that no run holds."""
     if not uuids:
         return 0
     quarantined = retest_quarantined(locks, provider, uuids)
@@ -243,7 +243,7 @@ def _outside(locks: DeviceLocks, provider: Provider, uuids: Sequence[str], *, ig
     used = [
         uuid
         for uuid in uuids
-        if not ignore_busy and foreign(usage.get(uuid, unknown_usage("it did not answer"))) is not None
+        if not ignore_busy and foreign(usage.get(uuid, unknown_usage("the device did not answer"))) is not None
     ]
     return len({*quarantined, *used})
 
@@ -270,7 +270,7 @@ def _one(run_id: str, held: Sequence[LockHolder], record: RunRecord | None, past
 
 
 def _until(record: RunRecord, since_ns: int, past: _Past, now_ns: int) -> tuple[int | None, bool]:
-    """Return the end of a run's device use, or None, and True if that time is the latest possible one."""
+    """Return the end of a run's device use, or None, and True if this end is the latest possible end."""
     spec = record.spec
     if spec is None or record.kind != FUNCTION:
         return None, False
@@ -299,7 +299,7 @@ def _past(home: Home, names: Collection[str]) -> dict[str, list[float]]:
 
 
 def _when(lacking: int, having: Sequence[DeviceHolder]) -> tuple[int | None, bool]:
-    """Return the time when enough devices are free, and True if it is the latest possible time."""
+    """Return the time when enough devices are free, and True if this time is the latest possible time."""
     is_bound = True
     for holder in having:
         if holder.until_ns is None:

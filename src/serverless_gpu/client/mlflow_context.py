@@ -1,4 +1,4 @@
-"""Resolves where MLflow tracks a call, from the caller's MLflow variables and an imported MLflow.
+"""Resolves the MLflow tracking of a call from the caller's MLflow variables and an imported MLflow.
 
     MLFLOW_TRACKING_URI, …_EXPERIMENT_NAME, …_EXPERIMENT_ID, …_RUN_ID ─┐
     an imported mlflow: its URI, set_experiment, the active run ───────┼──▶ resolve ──▶ Tracking, part of the RunSpec
@@ -6,9 +6,9 @@
 
 `resolve` neither imports MLflow nor uses the network, because each call waits for the result. The result holds no
 credentials, because the client writes it to the run's directory and sends it to servers. Without MLflow in the caller's
-environment, only the server's MLflow tracks the run. A URI that only MLflow's own client can use gives a warning, and
-ranks use that URI unchanged. The client reads the program, its user and its commit from files and from its own process.
-Unknown values are "".
+environment, only the server's MLflow tracks the run. For a URI that only MLflow's own client can use, the client prints
+a warning. Ranks use that URI unchanged. The client reads the program, its user and its commit from files and from its
+own process. Unknown values are "".
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXPERIMENT_NAME = "MLFLOW_EXPERIMENT_NAME"
 EXPERIMENT_ID = "MLFLOW_EXPERIMENT_ID"
 RUN_ID = "MLFLOW_RUN_ID"
 ARGUMENT = "call."
-"""Prefix for the names of arguments. It avoids conflicts with parameters that user code logs itself."""
+"""Prefix for argument names. The prefix avoids conflicts with parameters that user code logs itself."""
 _IN_A_RANK = "SGPU_RUN_ID"
 _FLUENT = "mlflow.tracking.fluent"
 _SERVICE = "mlflow.tracking._tracking_service.utils"
@@ -274,7 +274,7 @@ def _valid(pattern: re.Pattern[str], value: object) -> str:
     return text if pattern.fullmatch(text) else ""
 
 
-# --- what is tracked --------------------------------------------------------------------------------------------------
+# --- tracked facts ----------------------------------------------------------------------------------------------------
 
 
 def _tracking(
@@ -365,7 +365,7 @@ def calling_program(environ: Mapping[str, str]) -> Program:
 
 
 def submitted_program(command: Command) -> Program:
-    """Return the script or module that a command runs, or the executable without either."""
+    """Return the script or module that a command runs, or the command's executable."""
     if command.argv[1:2] == ("-m",) and len(command.argv) > 2:
         return Program(command.argv[2])
     script = next((argument for argument in command.argv if argument.endswith(".py")), command.argv[0])

@@ -8,14 +8,14 @@
 Variables that the cell assigns stay in the ranks. Failure cases: the magic raises every error, so that the notebook
 stops at the cell. The traceback omits the frames of IPython and of this package.
 
-The magic splits the cell's code so that it can be pickled:
+The magic splits the cell's code so that the code can be pickled:
 
     text ─▶ statements · last expression · required notebook names ─▶ `distributed_cell(…)` in each rank
 
 The magic finds the required names statement by statement. A name that the cell always binds before it reads it (`model
 = …`, an import, a loop variable) is not sent to ranks. The notebook's value of such a name may be large or impossible
-to pickle. The magic sends undecided names. It refuses invalid Python and notebook syntax (`%magic`, `!command`,
-top-level `await`), and its error gives the line.
+to pickle. If the magic cannot decide, it sends the name. The magic refuses invalid Python and notebook syntax
+(`%magic`, `!command`, top-level `await`). The error contains the line.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def load_ipython_extension(ipython: Shell) -> None:
 
 
 def run_magic(shell: Shell, line: str, cell: str) -> list[object] | None:
-    """Run a cell on every rank and return its values, or None without a value to show."""
+    """Run a cell on every rank and return its values, or None if the cell has no value to show."""
     with _shown_briefly():
         options, output = parse_line(line)
         # Newer IPython versions count a cell before they run it, older versions afterwards.
@@ -107,11 +107,11 @@ def run_magic(shell: Shell, line: str, cell: str) -> list[object] | None:
     return None if silent else results
 
 
-# --- the line of the magic --------------------------------------------------------------------------------------------
+# --- magic options ----------------------------------------------------------------------------------------------------
 
 
 def _seconds(text: str) -> object:
-    """Return a number of seconds. Text with a unit stays text, because the options parser converts it."""
+    """Return a number of seconds, or text with a unit, which the options parser converts."""
     try:
         return float(text)
     except ValueError:
@@ -229,7 +229,7 @@ Each option has the same meaning as for `distributed`.
 
 @contextlib.contextmanager
 def _shown_briefly() -> Iterator[None]:
-    """Let IPython show an error's own text, without frames of IPython and of this package."""
+    """Let IPython show only an error's own text, without frames of IPython and of this package."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
@@ -270,8 +270,8 @@ class Cell(NamedTuple):
 def compile_cell(first_line: str, text: str, namespace: dict[str, object], *, name: str, flags: int = 0) -> Cell:
     """Return the code and the required names of a cell.
 
-    `first_line` has the magic and counts as line 1 of the cell. `name` names the cell in tracebacks. `flags` are the
-    notebook's compiler flags. Raises a UsageError with the reason if ranks cannot run the cell.
+    `first_line` contains the magic and counts as line 1 of the cell. `name` names the cell in tracebacks. `flags` are
+    the notebook's compiler flags. Raises a UsageError with the reason if ranks cannot run the cell.
     """
     lines = [first_line, *text.splitlines()]
     linecache.cache[name] = (len(text), None, [f"{line}\n" for line in lines], name)
@@ -293,13 +293,13 @@ def ends_silently(text: str) -> bool:
 
 
 def names_needed(statements: Iterable[ast.stmt]) -> set[str]:
-    """Return the names that code reads from outside, including names that may be local."""
+    """Return the names that code reads from its environment, including names that may be local."""
     needed: set[str] = set()
     _walk(statements, set(), needed)
     return needed
 
 
-# --- refusing ---------------------------------------------------------------------------------------------------------
+# --- refused cells ----------------------------------------------------------------------------------------------------
 
 
 def _parse(text: str, flags: int) -> ast.Module:
@@ -413,7 +413,7 @@ def _operations(code: CodeType) -> Iterator[tuple[str, str]]:
             yield from _operations(constant)
 
 
-# --- compiling --------------------------------------------------------------------------------------------------------
+# --- compilation ------------------------------------------------------------------------------------------------------
 
 
 def _compile(tree: ast.Module | ast.Expression, name: str, flags: int) -> CodeType:

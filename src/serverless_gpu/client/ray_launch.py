@@ -5,8 +5,8 @@
 
     sweep.distributed()      a cluster of 8 GPUs with `sweep` as its driver; returns one result per node
 
-Options of Ray and of other launchers set the number and the size of workers. Here the cluster consists of the devices
-that the run gets. `ray_launch` therefore refuses such options, and its error names the option to use instead.
+Options of Ray and of other launchers set the number and the size of workers. With `ray_launch`, the cluster consists of
+the devices of the run. `ray_launch` therefore refuses such options, and its error names the option to use instead.
 """
 
 from __future__ import annotations
@@ -46,11 +46,15 @@ _TYPE = "write gpu_type="
 _STORE = "write object_store_memory= for the object store of each node"
 _MEMORY = "write memory= for the host memory of the whole run"
 _DASHBOARD = "write dashboard=True; the run chooses the port and prints the link"
-_DIRECTORY = "leave it out: Ray's files go to a directory of the run, and the run keeps Ray's logs"
+_DIRECTORY = "remove this option: Ray writes its files to a directory of the run, and the run stores Ray's logs"
 _DRIVER = "pass it to ray.init(...) inside the function"
-_FIXED = "leave it out: the run starts Ray itself; pass options of the driver to ray.init(...) inside the function"
-_WAITS = "leave it out: a Ray driver may wait for its tasks for hours; limit the run with timeout= or idle_timeout="
-_GROUP = "leave it out: a driver is a single process; Ray Train creates the process group of its workers"
+_FIXED = (
+    "remove this option: the run starts Ray itself; pass options of the driver to ray.init(...) inside the function"
+)
+_WAITS = (
+    "remove this option: a Ray driver may wait for its tasks for hours; limit the run with timeout= or idle_timeout="
+)
+_GROUP = "remove this option: a driver is a single process; Ray Train creates the process group of its workers"
 _MEANT = {
     _WORKER_GPUS: "num_gpus_per_worker gpus_per_worker gpus_per_node num_gpus_per_node num_gpus_worker_node "
     "num_gpus_head_node num_accelerators",
@@ -135,13 +139,13 @@ def _store_bytes(value: object) -> int:
         raise InvalidValue(
             f"object_store_memory must be between {OBJECT_STORE_BYTES_MIN // 10**6} MB and "
             f"{OBJECT_STORE_BYTES_MAX // 10**9} GB, not {asked} bytes",
-            hint="leave it out to use a share of the memory that belongs to the run's devices",
+            hint="remove this option to use a share of the memory that belongs to the run's devices",
         )
     return asked
 
 
 def _unknown(name: str) -> InvalidOption:
-    """Return the error for an unknown option, with a replacement if known and all valid options."""
+    """Return the error for an unknown option, with a known replacement and all valid options."""
     valid = "valid options: " + ", ".join(VALID)
     if name in _INSTEAD:
         return InvalidOption(f"ray_launch has no option {name!r}", hint=f"{_INSTEAD[name]}; {valid}")

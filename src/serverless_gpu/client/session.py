@@ -6,7 +6,8 @@
 
 A process on the node (`node/supervisor/session.py`) holds the devices while the client process is connected to it.
 Between calls, a daemon thread reads messages of that process: a warning that the session is idle, or the end of the
-session. The next call raises the reason of the end. The death of the client process ends the session, but not its runs.
+session. After the end, the next call raises an error with the reason. The exit of the client process ends the session,
+but not the runs of the session.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Session:
     """GPUs, their locks and a warm interpreter that stay reserved from one call to the next.
 
     `serverless_gpu.session(...)` creates a session. At the end of a `with` block, the session waits for its runs and
-    hands the devices back. An exception in the block cancels the runs. `close()` does the same as the end of the block.
+    releases the devices. An exception in the block cancels the runs. `close()` does the same as the end of the block.
 
     Attributes:
         id: the session's identifier.
@@ -122,7 +123,7 @@ class Session:
 
         Args:
             function: a plain function, which gets every device of the session, or a decorated function, which gets the
-                number in its decorator.
+                number of devices in its decorator.
             args: positional arguments of the function. The rank process fills in the parameters `rank` and
                 `world_size`.
             kwargs: keyword arguments of the function.
@@ -147,7 +148,7 @@ class Session:
     ) -> RunList[R]:
         """Start one run per item and return their handles, like `map` of a decorated function.
 
-        The session's devices limit the number of parallel runs. Decorate the function with `gpus=1` to run one per
+        The session's devices limit the number of parallel runs. Decorate the function with `gpus=1` to run one item per
         device.
         """
         return self._bind(function).map(*iterables, **kwargs)
@@ -162,14 +163,14 @@ class Session:
         return self._bind(function).starmap(items, **kwargs)
 
     def actors(self, cls: Callable[..., object], *args: object, **kwargs: object) -> Actors:
-        """Create one object of a class in each rank. The object and its process stay from call to call.
+        """Create one object of a class in each rank. The object and its process persist between calls.
 
         Each rank calls ``cls(*args, **kwargs)``, then the object's ``setup()`` if it exists. The rank process fills in
         the parameters `rank` and `world_size`. The session's idle limit also applies to the actors.
 
         Args:
-            cls: a plain class, which gets every device of the session, or a decorated class, which gets the number in
-                its decorator.
+            cls: a plain class, which gets every device of the session, or a decorated class, which gets the number of
+                devices in its decorator.
             args: positional arguments of the class.
             kwargs: keyword arguments of the class.
 
@@ -200,7 +201,7 @@ class Session:
         return made
 
     def close(self) -> None:
-        """Wait for the session's runs, hand its devices back and print its receipt.
+        """Wait for the session's runs, release its devices and print its receipt.
 
         A second call does nothing.
 
@@ -227,7 +228,7 @@ class Session:
     def _say_end(self) -> None:
         try:
             receipt = self._hold.receipt(_HAND_BACK_S)
-            # The display is created here, because in a notebook another cell may have opened the session.
+            # This method creates the display, because in a notebook another cell may have opened the session.
             make_display(quiet=self._spec.quiet, logs=self._hold.directory / "logs").receipt(receipt)
         except (TimeoutError, ServerlessGpuError) as error:
             self._display.say(f"session {self.id}: {error}")
@@ -256,12 +257,16 @@ class Session:
 
     def _refuse_if_over(self) -> None:
         if self._closed or self._hold.over:
-            why = "the caller closed it" if self._closed else self._hold.last_sentence() or "its process has ended"
+            why = (
+                "the caller closed the session"
+                if self._closed
+                else self._hold.last_sentence() or "the session's process has ended"
+            )
             hint = "open a new session with serverless_gpu.session(...)"
             raise SessionEnded(f"session {self.id} cannot be used any more: {why}", hint=hint)
 
     def _stop_runs(self, *, interrupted: bool) -> None:
-        """Cancel running runs and wait for them, except runs that Ctrl-C detaches. Then drop all handles."""
+        """Cancel running runs and wait for their end, except runs that Ctrl-C detaches. Drop all handles."""
         runs, self._runs = self._runs, []
         going = [run for run in runs if not run._abandoned(interrupted=interrupted) and not run.wait(timeout=0)]
         if not going:
@@ -333,7 +338,7 @@ def session(
     if spec.remote:
         raise UsageError(
             "a session holds devices of this machine; sessions through a server are not supported",
-            hint="leave remote out, or call each function with remote=True",
+            hint="remove remote=True from the session, or call each function with remote=True",
         )
     idle_timeout_s = seconds("idle_timeout", idle_timeout)
     held = launch_session(_Hold, msgspec.structs.replace(spec, name="session"), idle_timeout_s)

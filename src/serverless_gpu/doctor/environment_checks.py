@@ -1,7 +1,7 @@
 """Checks the Python environment: imports, incompatible packages, and files that hide modules.
 
-Several rows share the facts about package imports. Each row reports the failures whose text it knows. The row `imports`
-reports the failures that no other row explains.
+Several checks use the facts about package imports. Each check reports the import failures whose text it recognizes.
+The check `imports` reports all remaining import failures.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _requirements(facts: MachineFacts, found: InterpreterFacts) -> list[Finding]
 @about(lambda facts: facts.interpreter)
 def _shadowed(facts: MachineFacts, found: InterpreterFacts) -> list[Finding]:
     if not facts.cwd:
-        return warning("the working directory no longer exists, so calls from it are refused", "cd")
+        return warning("the working directory no longer exists, so the client refuses calls from it", "cd")
     findings = []
     for shadow in found.shadows:
         whose = f"the standard library's {shadow.name}" if shadow.is_stdlib else shadow.other
@@ -151,7 +151,10 @@ def _hf_transfer(facts: MachineFacts) -> list[Finding]:
 
 
 def _matching(facts: MachineFacts, pattern: re.Pattern[str], fine: str, mend: _Mend, only: str = "") -> list[Finding]:
-    """Return a failure for each import that failed with a matching text, a warning if it only printed one."""
+    """Return a failure for each import that failed with a matching text.
+
+    Return a warning for an import that succeeded but printed a matching text.
+    """
     imports = facts.imports
     if isinstance(imports, UnknownFact):
         return unknown(imports.why)
@@ -309,8 +312,8 @@ CHECKS = (
             "(most likely due to a circular import)",
             "ImportError: cannot import name … from 'utils' (…/utils.py)",
         ),
-        cause="Python first searches the program's directory and PYTHONPATH. A file there with a module's name "
-        "hides the module.",
+        cause="Python first searches the program's directory and PYTHONPATH. A file in the program's directory "
+        "hides an installed module of the same name.",
         mend="rename the file and delete its __pycache__",
         probe=_shadowed,
     ),
@@ -334,7 +337,7 @@ CHECKS = (
             "a package has another version than `pip show` reports",
             "SyntaxError in a package for another version of Python",
         ),
-        cause="PYTHONPATH precedes the environment's own packages, in ranks and in the caller.",
+        cause="The directories in PYTHONPATH precede the environment's own packages, in ranks and in the caller.",
         mend="unset PYTHONPATH",
         probe=_pythonpath,
     ),
@@ -346,7 +349,7 @@ CHECKS = (
             "ValueError: Fast download using 'hf_transfer' is enabled (HF_HUB_ENABLE_HF_TRANSFER=1) but 'hf_transfer' "
             "package is not available in your environment.",
         ),
-        cause="The variable requires a package that is not installed.",
+        cause="HF_HUB_ENABLE_HF_TRANSFER=1 requires the package hf_transfer, which is not installed.",
         mend="python -m pip install hf_transfer   (or: export HF_HUB_ENABLE_HF_TRANSFER=0)",
         probe=_hf_transfer,
     ),

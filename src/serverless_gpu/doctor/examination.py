@@ -1,6 +1,6 @@
 """Runs all checks: gathers facts, judges them and writes the report as text or JSON.
 
-`sgpu doctor` imports this module when the command runs.
+`sgpu doctor` imports this module only when the command runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CODE = 16
 def examine(limit_s: float, *, as_json: bool, paint: Paint) -> tuple[Iterable[str], bool]:
     """Return the lines of the report, and True if a check failed.
 
-    `limit_s` limits each probe. `paint` colours a word by its outcome.
+    `limit_s` limits each probe. `paint` colours the name of an outcome.
     """
     facts = gather(os.environ, limit_s)
     judged = judge(facts)
@@ -47,7 +47,7 @@ TABLE: tuple[Check, ...] = (
 
 
 def judge(facts: MachineFacts) -> list[tuple[Check, tuple[Finding, ...]]]:
-    """Return the findings of each check that applies, in the order of the table."""
+    """Return the findings of each check that applies, in the order of the table of checks."""
     judged = [(check, tuple(check.probe(facts))) for check in TABLE if check.probe is not None]
     return [(check, findings) for check, findings in judged if findings]
 
@@ -70,7 +70,7 @@ def lines(judged: Judged, paint: Paint) -> Iterator[str]:
         for finding in findings:
             codes = unseen.get((check.group, finding.sentence), [check.code])
             if finding.outcome is CheckOutcome.UNKNOWN and codes[0] != check.code:
-                continue  # The line of the first check lists all checks with this reason.
+                continue  # The first check's line names all checks with the same reason.
             word = paint(f"{finding.outcome:<{_WORD}}", finding.outcome)
             named = ", ".join(codes if finding.outcome is CheckOutcome.UNKNOWN else [check.code])
             yield f"  {word}  {named:<{_CODE}}  {_one_line(finding.sentence)}"
@@ -85,7 +85,7 @@ def lines(judged: Judged, paint: Paint) -> Iterator[str]:
 
 
 def _unseen(judged: Judged) -> dict[tuple[CheckGroup, str], list[str]]:
-    """Return the unknown checks of each group by reason. Checks with the same reason share a line."""
+    """Return the unknown checks of each group by reason. The report has one line per reason."""
     codes: dict[tuple[CheckGroup, str], list[str]] = {}
     for check, findings in judged:
         for finding in findings:
@@ -121,7 +121,7 @@ def as_builtins(judged: Judged, python: str) -> dict[str, object]:
 
 
 def _mend(check: Check, finding: Finding) -> str:
-    """Return the remedy of a finding. For an unknown finding, the row's remedy would be a guess."""
+    """Return the remedy of a finding. An unknown finding does not use its check's general remedy."""
     general = check.mend if finding.outcome in (CheckOutcome.WARNING, CheckOutcome.FAILED) else ""
     return finding.mend or general
 
@@ -139,6 +139,6 @@ def _summary(judged: Judged) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return text without line breaks and control characters. Other programs wrote much of this text."""
+    """Return text without line breaks and control characters. The text may come from another program."""
     joined = "; ".join(line.strip() for line in text.splitlines() if line.strip())
     return "".join(letter if letter.isprintable() else "?" for letter in joined)

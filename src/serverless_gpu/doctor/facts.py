@@ -28,7 +28,7 @@ class UnknownFact(msgspec.Struct, frozen=True):
 
 
 class Disk(msgspec.Struct, frozen=True):
-    """A file system at one path. `files` is the number of its inodes, 0 if it does not count them."""
+    """A file system at one path. `files` is the number of inodes, 0 if the file system does not count inodes."""
 
     place: str
     total_bytes: int
@@ -43,13 +43,13 @@ class HomeFacts(msgspec.Struct, frozen=True, kw_only=True):
     root: str = ""  # The path of the home; "" if no home is usable.
     problem: str = ""
     hint: str = ""
-    note: str = ""  # The reason if the home is not the requested directory.
+    note: str = ""  # Reason why the home is not the requested directory, or "".
     filesystem: str = ""
     is_noexec: bool = False
-    flock_refusal: str = ""  # The reason if the file system refuses file locks, or "".
-    record_lock_refusal: str = ""  # The reason if the file system refuses SQLite's locks, or "".
+    flock_refusal: str = ""  # Reason why the file system refuses file locks, or "".
+    record_lock_refusal: str = ""  # Reason why the file system refuses SQLite's locks, or "".
     configuration_problem: str = ""
-    temporary_problem: str = ""  # The reason if temporary files cannot be created, or "".
+    temporary_problem: str = ""  # Reason why temporary files cannot be created, or "".
     sockets: str = ""
     sockets_problem: str = ""
     disks: tuple[Disk, ...] = ()
@@ -70,10 +70,10 @@ class RunsFacts(msgspec.Struct, frozen=True, kw_only=True):
 class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The agent of this home."""
 
-    pid: int | None = None  # None if no agent runs.
+    pid: int | None = None  # Process id of the agent; None if no agent runs.
     version: str = ""
     python: str = ""
-    problem: str = ""  # The reason if the agent does not answer.
+    problem: str = ""  # Reason why the agent does not answer, or "".
     hint: str = ""
     zygotes: tuple[ZygoteStatus, ...] = ()
     attempts: int = 0
@@ -97,13 +97,13 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The server that runs remote calls."""
 
     url: str = ""  # The address of the server; "" if none is configured.
-    profile: str = ""  # The file that names the server; "" if environment variables do.
-    embedded: bool = False  # True if `sgpu up` of this home wrote the file.
-    problem: str = ""  # The reason if the configuration is not usable.
+    profile: str = ""  # The file that names the server; "" if environment variables name the server.
+    embedded: bool = False  # True if `sgpu up` of this home wrote the profile file.
+    problem: str = ""  # Reason why the server's configuration is not usable, or "".
     hint: str = ""
     is_private: bool = True  # True if only this user can read the token.
-    away: str = ""  # The reason if the server does not answer.
-    unwell: tuple[str, ...] = ()  # The problems that `/health` of the server reports.
+    away: str = ""  # Reason why the server does not answer, or "".
+    unwell: tuple[str, ...] = ()  # Problems that the server's `/health` reports.
     version: str = ""  # The server's version of this package.
     # `protocol` is the server's own protocol, `protocols` are all that it accepts, and `own_protocol` is the client's.
     protocol: int = 0
@@ -112,19 +112,18 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     # Seconds by which the server's clock is ahead of this machine; None if the server sent no time.
     clock_ahead_s: int | None = None
     principal: str = ""  # The owner of the token.
-    token_problem: str = ""  # The reason if the server rejects the token.
-    nodes: tuple[ServerNode, ...] | None = None  # The server's nodes; None without permission to list them.
+    token_problem: str = ""  # Reason why the server rejects the token, or "".
+    nodes: tuple[ServerNode, ...] | None = None  # The server's nodes; None without permission to list nodes.
     # Pools that run only the code of the first administrator; None without permission to list pools.
     closed_pools: tuple[str, ...] | None = None
     shared_pools: tuple[str, ...] = ()  # Pools in which several principals share one operating-system user.
-    principals: int | None = None  # The number of principals that may start runs; None without permission to list them.
-    # Seconds until the certificate expires, negative after that. None without a certificate, or if the doctor cannot
-    # read it.
+    principals: int | None = None  # Number of principals that may start runs; None without permission to list users.
+    # Seconds until the server's certificate expires, negative if it has expired. None without a readable certificate.
     certificate_left_s: float | None = None
 
 
 class CgroupFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The cgroup that ends and limits the process trees of runs."""
+    """The cgroup with which supervisors limit and end the process trees of runs."""
 
     path: str = ""  # The cgroup v2 directory, or "".
     problem: str = ""
@@ -132,7 +131,7 @@ class CgroupFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LimitFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits of this process, which ranks inherit. None means unlimited."""
+    """The limits of this process, which ranks inherit. None means no limit."""
 
     descriptors: int | None = None
     descriptors_hard: int | None = None
@@ -161,14 +160,14 @@ class NetworkFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MountFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The reason if restored environments cannot be mounted here, or "". `is_root` is True if root tried."""
+    """The result of a trial mount of an environment. `is_root` is True if root tried the mount."""
 
     problem: str = ""
     is_root: bool = False
 
 
 class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory errors and capability that a GPU reports; None for values that it does not report."""
+    """The memory errors and capability that a GPU reports; None means that the GPU does not report the value."""
 
     capability: tuple[int, int] | None = None
     uncorrected_errors: int | None = None
@@ -181,7 +180,7 @@ class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     on_bus: int = 0  # The number of NVIDIA display controllers on the PCI bus.
     device_files: int = 0  # The number of `/dev/nvidia<n>` files.
-    binding_problem: str = ""  # The reason if the NVML binding cannot be loaded.
+    binding_problem: str = ""  # Reason why the NVML binding cannot be loaded, or "".
     driver: str = ""  # The driver version; "" without a driver.
     cuda: tuple[int, int] | None = None  # The newest CUDA version that the driver supports.
     devices: tuple[Device, ...] = ()
@@ -189,8 +188,8 @@ class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
     usage: dict[str, Usage] = {}
     health: dict[str, GpuHealth] = {}
     held: dict[str, str] = {}  # The run that holds each device, by device UUID.
-    quarantined: dict[str, tuple[str, str]] = {}  # The reason and the note's file, by device UUID.
-    # The reason if the kernel log, in which the driver reports failing GPUs, cannot be read; else "".
+    quarantined: dict[str, tuple[str, str]] = {}  # Quarantine reason and path of the quarantine note, by device UUID.
+    # Reason why the doctor cannot read the kernel log, which has the driver's GPU errors; "" if the log is readable.
     kernel_log: str = ""
     suspects: tuple[str, ...] = ()  # One message for each GPU that is probably broken.
 
@@ -205,7 +204,7 @@ class Shadow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True):
-    """An installed package with an unmet requirement; `found` is "" if the required one is missing."""
+    """An installed package with an unmet requirement; `found` is "" if the required package is missing."""
 
     package: str
     version: str
@@ -224,7 +223,7 @@ class InterpreterFacts(msgspec.Struct, frozen=True, kw_only=True):
     packages: dict[str, str] = {}
     shadows: tuple[Shadow, ...] = ()
     broken: tuple[Broken, ...] = ()
-    broken_problem: str = ""  # The reason if requirements cannot be compared.
+    broken_problem: str = ""  # Reason why the doctor cannot check the packages' requirements, or "".
 
 
 class Imported(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,12 +260,12 @@ class TrackingServer(msgspec.Struct, frozen=True, kw_only=True):
     stage: str
     store: str = ""  # The server's store without credentials; "" for the home's own store.
     database: str = ""
-    file: str = ""  # The path of a database in a local file; else "".
+    file: str = ""  # Path of the store's database file; "" for any other store.
     python: str = ""
     version: str = ""
     problem: str = ""
     pid: int | None = None
-    away: str = ""  # The reason if a server in the stage "ready" does not answer.
+    away: str = ""  # Reason why a server in the stage "ready" does not answer, or "".
 
 
 class TrackingFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,7 +274,8 @@ class TrackingFacts(msgspec.Struct, frozen=True, kw_only=True):
     off: str = ""
     installed: bool = False
     uri: str = ""  # MLFLOW_TRACKING_URI without credentials.
-    away: str | None = None  # The reason if the URI does not answer; None if the URI is not an HTTP address.
+    # Reason why the tracking server does not answer, or ""; None if the URI is not an HTTP address.
+    away: str | None = None
     servers: tuple[TrackingServer, ...] = ()
 
 
@@ -294,15 +294,15 @@ class PoolFacts(msgspec.Struct, frozen=True, kw_only=True):
     address: str = ""
     version: str = ""
     without_token: tuple[str, ...] = ()  # Ray processes that require no token.
-    token_problem: str = ""  # The other users who can read the token, or "".
+    token_problem: str = ""  # Problem of the token file, such as other users who can read it, or "".
     listeners: tuple[ListeningPort, ...] = ()
     addresses: tuple[str, ...] = ()
-    unfenced: str = ""  # The reason if ranks could end Ray, or "".
+    unfenced: str = ""  # Reason why ranks could end Ray, or "".
     processes: int = 0
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """All facts. `cwd` is the caller's working directory, or "" if it no longer exists."""
+    """All facts that the probes gathered. `cwd` is the caller's working directory, or "" if it no longer exists."""
 
     environ: Mapping[str, str] = {}
     python: str = ""
@@ -364,20 +364,21 @@ A = TypeVar("A")
 class Check(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the table: a common problem, its cause and its remedy."""
 
-    code: str  # The stable name.
-    group: CheckGroup  # The area of the check.
-    title: str  # A short title.
+    code: str  # Stable name of the check.
+    group: CheckGroup  # Area of the check.
+    title: str  # Short title of the check.
     symptoms: tuple[str, ...]  # Symptoms that users see, verbatim where possible.
     cause: str  # The cause, in one or two sentences.
     mend: str  # The remedy: a command or a sentence.
-    # Judges the facts. None for a problem that only a run can show. A check without findings does not apply.
+    # Function that judges the facts; None for a problem that only a run can show. A check without findings does not
+    # apply.
     probe: Probe | None = None
 
 
 def about(
     look: Callable[[MachineFacts], A | UnknownFact],
 ) -> Callable[[Callable[[MachineFacts, A], Sequence[Finding]]], Probe]:
-    """Return a decorator for a probe that judges one area; without facts, its finding is "unknown"."""
+    """Return a decorator for a check of one area. Without facts about the area, the check is "unknown"."""
 
     def decorate(judge: Callable[[MachineFacts, A], Sequence[Finding]]) -> Probe:
         @wraps(judge)

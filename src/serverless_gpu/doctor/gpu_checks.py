@@ -221,7 +221,10 @@ def _torch(facts: MachineFacts) -> TorchFacts | None:
 
 
 def _runs(capability: tuple[int, int], architectures: tuple[str, ...]) -> bool:
-    """Return True if a build runs on the GPU: same major version and not newer, or translatable PTX code."""
+    """Return True if a torch build has code for a GPU's capability.
+
+    Binary code needs the same major version and no newer minor version. The driver can translate older PTX code.
+    """
     for name in architectures:
         kind, _, digits = name.partition("_")
         number = "".join(letter for letter in digits if letter.isdigit())
@@ -285,7 +288,7 @@ CHECKS = (
         group=CheckGroup.GPUS,
         title="torch sees fewer GPUs than the machine has",
         symptoms=("RuntimeError: CUDA error: invalid device ordinal", "torch.cuda.device_count() is too small"),
-        cause="CUDA_VISIBLE_DEVICES omits some GPUs, torch counts MIG slices differently, or it cannot open a card.",
+        cause="CUDA_VISIBLE_DEVICES omits some GPUs, torch counts MIG slices differently, or torch cannot open a GPU.",
         mend="unset CUDA_VISIBLE_DEVICES; compare `nvidia-smi -L` with `sgpu gpus`",
         probe=_torch_sees_fewer,
     ),
@@ -294,7 +297,7 @@ CHECKS = (
         group=CheckGroup.GPUS,
         title="A GPU that torch has no code for",
         symptoms=("CUDA error: no kernel image is available for execution on the device",),
-        cause="torch is built for some GPU generations. This GPU is older or newer than those.",
+        cause="The installed torch contains code for some GPU generations, but not for this GPU's.",
         mend="install a torch build whose torch.cuda.get_arch_list() contains the GPU's generation",
         probe=_architectures,
     ),
@@ -312,8 +315,8 @@ CHECKS = (
         group=CheckGroup.GPUS,
         title="A GPU that runs cannot use",
         symptoms=("not usable: … in `sgpu gpus`",),
-        cause="The card is divided into MIG slices, this user has no access, or the card does not answer.",
-        mend="follow the command in the reason",
+        cause="The GPU is divided into MIG slices, this user may not open the GPU, or the GPU does not answer.",
+        mend="run the command that the reason names",
         probe=_unusable,
     ),
     Check(
@@ -330,11 +333,11 @@ CHECKS = (
         group=CheckGroup.GPUS,
         title="GPUs in quarantine",
         symptoms=("quarantined: … in a receipt or in `sgpu gpus`",),
-        cause="After a run, the supervisor could not prove that the GPU was free. The next run checks it again "
-        "and lifts the quarantine if the GPU is clean. If the driver reported a failure (Xid …), the "
+        cause="After a run, the supervisor could not prove that the GPU was free. The next run checks the GPU "
+        "again and lifts the quarantine if the GPU is free. If the driver reported a failure (Xid …), the "
         "quarantine lasts until a reboot or until an operator clears it.",
-        mend="end the processes that use the GPU; after a failure, reset it (`nvidia-smi --gpu-reset -i …`) and "
-        "empty the note",
+        mend="end the processes that use the GPU; after a failure, reset the GPU (`nvidia-smi --gpu-reset -i …`) "
+        "and empty the quarantine note",
         probe=_quarantine,
     ),
     Check(
@@ -370,7 +373,7 @@ CHECKS = (
         group=CheckGroup.GPUS,
         title="Declared GPUs",
         symptoms=("torch.cuda.is_available() is False in a run on `H100 (fake)`",),
-        cause="SERVERLESS_GPU_FAKE declares GPUs that have all features except CUDA.",
+        cause="SERVERLESS_GPU_FAKE declares simulated GPUs, which do not support CUDA.",
         mend="unset SERVERLESS_GPU_FAKE",
         probe=_fakes,
     ),

@@ -33,7 +33,7 @@ NETWORK_FILESYSTEMS = frozenset(
 )
 _FREE_LOW_BYTES = 5 * GIB
 _FREE_NONE_BYTES = 200 * 2**20
-_FILES_LOW = 50_000  # About as many files as an environment with torch has.
+_FILES_LOW = 50_000  # Approximate number of files in an environment with torch.
 _FILES_NONE = 500
 _FILES = (
     "delete files there (sgpu clean --older-than 7d; sgpu env gc)   (or set SERVERLESS_GPU_HOME to a directory on "
@@ -98,7 +98,7 @@ def _disk_space(facts: MachineFacts, home: HomeFacts) -> list[Finding]:
         elif disk.free_bytes < min(_FREE_LOW_BYTES, disk.total_bytes // 20):
             found += warning(sentence)
         if disk.files and disk.free_files < _FILES_LOW:
-            few = f"{disk.place} has {disk.free_files} of {disk.files} inodes left, so no more files than that fit"
+            few = f"{disk.place} has {disk.free_files} of {disk.files} inodes left; each new file needs an inode"
             found += failed(few, _FILES) if disk.free_files < _FILES_NONE else warning(few, _FILES)
     text = ", ".join(f"{format_bytes(disk.free_bytes)} in {disk.place}" for disk in home.disks)
     return found or ok(f"{text} free")
@@ -136,7 +136,7 @@ def _limits(facts: MachineFacts, limits: LimitFacts) -> list[Finding]:
     found = []
     if limits.descriptors is not None and limits.descriptors < _DESCRIPTORS_LOW:
         hard = limits.descriptors_hard
-        mend = "sudo prlimit --pid $$ --nofile=65536   (for good: nofile in /etc/security/limits.conf)"
+        mend = "sudo prlimit --pid $$ --nofile=65536   (permanently: nofile in /etc/security/limits.conf)"
         if hard is None or hard > limits.descriptors:
             mend = f"ulimit -n {min(hard or 65_536, 65_536)}"
         found += warning(f"a process may open {limits.descriptors} files", mend)
@@ -236,7 +236,7 @@ def _zygote(facts: MachineFacts, agent: AgentFacts) -> list[Finding]:
         return warning(f"runs of this interpreter start cold: {cold[0]}")
     if mine:
         return ok("; ".join(f"pid {zygote.pid} is {zygote.state}" for zygote in mine))
-    return ok("no zygote for this interpreter; its next run starts cold and leaves a zygote")
+    return ok("no zygote for this interpreter; its next run starts cold and creates a zygote")
 
 
 @about(lambda facts: facts.runs)
@@ -267,8 +267,8 @@ CHECKS = (
             "RunError: the environment could not be restored: … is on a file system that is mounted noexec, …",
             "ImportError: …: failed to map segment from shared object",
         ),
-        cause="On a network file system, each small file takes a round trip, and locks depend on the server. On a "
-        "noexec file system, Python cannot load compiled modules from an environment of links.",
+        cause="On a network file system, each small file costs a network round trip. On a noexec file system, "
+        "Python cannot load compiled modules from an environment of links.",
         mend="set SERVERLESS_GPU_HOME to a directory on a local disk",
         probe=_home_filesystem,
     ),
@@ -281,8 +281,9 @@ CHECKS = (
             "StorageError: the server's database cannot be kept in …: its file system refuses the locks that SQLite "
             "needs (fcntl: No locks available)",
         ),
-        cause="serverless-gpu uses file locks for devices, supervisors and databases. Lustre grants them if it is "
-        "mounted with -o flock, NFS if its lock service runs. Some FUSE file systems never grant them.",
+        cause="serverless-gpu uses file locks for devices, supervisors and databases. Lustre supports file locks "
+        "if mounted with -o flock, and NFS if its lock service runs. Some FUSE file systems do not support "
+        "file locks.",
         mend="set SERVERLESS_GPU_HOME to a directory on a local disk   (for the server only: sgpu up --database "
         "postgresql://…)",
         probe=_locks,
@@ -296,8 +297,8 @@ CHECKS = (
             "StorageError: no inodes left for …: its disk has space, but cannot store one more file",
             "RunError: rank 0 finished, but its result could not be written",
         ),
-        cause="Arguments, results and logs of runs are files in the home directory. A disk can hold a limited "
-        "number of files, whatever their size.",
+        cause="Arguments, results and logs of runs are files in the home directory. A file system can hold a "
+        "limited number of files, regardless of their size.",
         mend="sgpu clean --older-than 7d   (or set SERVERLESS_GPU_HOME to a directory on another disk)",
         probe=_disk_space,
     ),
@@ -306,8 +307,8 @@ CHECKS = (
         group=CheckGroup.MACHINE,
         title="Temporary files",
         symptoms=("FileNotFoundError: [Errno 2] No usable temporary directory found in ['/tmp', '/var/tmp', …]",),
-        cause="Sockets of runs lie in /tmp, and libraries create temporary files in ranks. A container with a "
-        "read-only root file system has no writable directory for them.",
+        cause="Sockets of runs are in /tmp, and libraries create temporary files in ranks. A container with a "
+        "read-only root file system has no writable temporary directory.",
         mend="mount a volume at /tmp (Kubernetes: emptyDir; docker run --tmpfs /tmp …)   (or set TMPDIR and "
         "SERVERLESS_GPU_SOCKETS to writable directories)",
         probe=_temporary_files,
@@ -342,8 +343,8 @@ CHECKS = (
             "HardwareError: this machine cannot run ranks: Linux … refuses pidfd_open here: Function not implemented",
             "HardwareError: this machine cannot run ranks: this build of Python has no os.pidfd_open",
         ),
-        cause="The supervisor uses pidfds, so that it never ends another process with the same number. Linux "
-        f"supports pidfds since {OLDEST}, Docker's seccomp profile since 20.10.",
+        cause="The supervisor uses pidfds, so that it never signals an unrelated process that reuses a process "
+        f"id. Linux supports pidfds since {OLDEST}, Docker's seccomp profile since 20.10.",
         mend=f"run Linux {OLDEST} or newer; in a container: Docker 20.10 or newer, or docker run --security-opt "
         "seccomp=unconfined …",
         probe=_kernel,
@@ -393,7 +394,7 @@ CHECKS = (
         ),
         cause='With env="snapshot" the agent mounts a restored environment in a separate namespace, which takes '
         "milliseconds. Where the kernel refuses namespaces, the agent uses hard links. The content is the "
-        "same, but each change needs a new tree and a cold start.",
+        "same, but each change of the environment then needs a new directory tree and a cold start.",
         mend="sudo sysctl -w kernel.unprivileged_userns_clone=1 user.max_user_namespaces=65536   "
         "(Ubuntu 24.04: also kernel.apparmor_restrict_unprivileged_userns=0; in a container: "
         "docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined …; as root of a container: "
@@ -417,8 +418,8 @@ CHECKS = (
             "ResultUnavailableHere: rank 0 returned a value, but the files of run … were deleted",
             "InvalidValue: there is no run '…'",
         ),
-        cause="The agent deletes directories of ended runs after some days, and the oldest ones if they take too "
-        "much space.",
+        cause="The agent deletes directories of ended runs after some days. Over the size limit, the agent "
+        "deletes the oldest run directories first.",
         mend="set days and gib in the table [retention] of config.toml; 0 means no limit",
         probe=_retention,
     ),
@@ -449,8 +450,8 @@ CHECKS = (
         group=CheckGroup.AGENT,
         title="Cgroups",
         symptoms=("notes: memory= is not enforced: no memory controller can be written to on this machine",),
-        cause="With a writable cgroup v2, the supervisor ends and limits the whole process tree of a run at once. "
-        "Otherwise it ends one process at a time, and memory= may have no effect.",
+        cause="With a writable cgroup v2, the supervisor limits and ends the whole process tree of a run at once. "
+        "Without a cgroup, the supervisor ends one process at a time, and memory= may have no effect.",
         mend="start the caller in a delegated cgroup: systemd-run --user --scope -p Delegate=yes …   (or mount "
         "/sys/fs/cgroup writable in the container)",
         probe=_cgroups,
@@ -462,7 +463,7 @@ CHECKS = (
         symptoms=("cold start (…) in the receipt",),
         cause="The agent forks ranks from a zygote, an interpreter that has already imported torch. The zygote "
         "must have one thread, no child process from start-up code, no CUDA, and the caller's packages. "
-        "Runs of a server's users also need user namespaces. Without them, runs share no zygote.",
+        "Runs of a server's users also need user namespaces to use a zygote.",
         mend="move code that starts threads or processes, or uses CUDA, out of sitecustomize.py and .pth files, "
         "then: sgpu stop   (user namespaces in a container: allow unshare in its seccomp profile)",
         probe=_zygote,
@@ -474,7 +475,7 @@ CHECKS = (
         symptoms=("the first call takes seconds, later ones milliseconds",),
         cause="The first run of an interpreter starts cold. A run after a change to an imported package also "
         "starts cold.",
-        mend="no action is needed; decorating in a script or notebook warms up in the background",
+        mend="no action is needed; @distributed in a script or notebook starts a zygote in the background",
         probe=_last_start,
     ),
 )

@@ -40,15 +40,15 @@ CHECKS = (
         "waiting",
         "A run that does not start",
         ("serverless-gpu: waiting for 8 H100: GPU-… is held by run … of … (pid …, since …)",),
-        "Only one run at a time can use a device. The message names the run that holds it.",
+        "Only one run at a time can use a device. The message names the run that holds the device.",
         "wait, or cancel that run with `sgpu cancel`; `sgpu doctor` shows foreign processes and quarantine",
     ),
     _row(
         "hang",
         "A run that hangs",
         ("no output for minutes while GPUs are at 100 % or at 0 %", "Watchdog caught collective operation timeout"),
-        "Ranks wait in a collective that one of them never reaches. That rank took another branch, had another "
-        "number of batches, returned early or failed silently.",
+        "Ranks wait in a collective that one rank never reaches. The missing rank took another branch, had "
+        "another number of batches, returned early or failed silently.",
         "read the run's hang-1.txt (`sgpu show` lists it), which has the Python stack of every rank; run the same "
         "number of steps on each rank",
     ),
@@ -63,8 +63,8 @@ CHECKS = (
         "exit-137",
         "Host memory ran out",
         ("OutOfMemory: rank 0 was ended because host memory ran out", "exit code 137, Killed, no traceback"),
-        "The kernel killed a process because memory ran out. The limit was that of the machine, the container, or "
-        "memory=.",
+        "The kernel killed a process because memory ran out. The limit is that of the machine, of the container, "
+        "or of memory=.",
         "load less data per rank, use fewer DataLoader workers (each has its own copy), or set a larger memory= "
         "or container limit",
     ),
@@ -118,14 +118,14 @@ CHECKS = (
         "Ranks that cannot connect to each other",
         ("torch.distributed.DistStoreError: Timed out after 1801 seconds waiting for clients.",),
         "A rank did not call init_process_group, or the program changed MASTER_ADDR and MASTER_PORT.",
-        "call it on every rank, and do not change MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE",
+        "call init_process_group on every rank, and do not change MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE",
     ),
     _row(
         "tracked-by-all-ranks",
         "Parameters that every rank logs",
         ("MlflowException: Changing param values is not allowed",),
         "All ranks of a program (`sgpu submit`) share one MLflow run, and they log different values of a "
-        "parameter. Ranks of a function do not share one.",
+        "parameter. Ranks of a function do not share an MLflow run.",
         "log from rank 0 only: if serverless_gpu.runtime.get_global_rank() == 0",
     ),
     _row(
@@ -147,7 +147,7 @@ CHECKS = (
         "result-does-not-travel",
         "A result that cannot be sent back",
         ("ResultNotSerializable: …", "ResultTooLarge: …", "ResultUnavailableHere: …"),
-        "A rank pickles its result and the client loads it. The client must have all modules that this needs.",
+        "A rank pickles its result and the client loads it. The client must have all modules that the result needs.",
         "return numbers, tensors, state_dict()s and paths",
     ),
     _row(

@@ -1,8 +1,8 @@
 """Checks servers: the server of remote calls, the Ray of a pool, and MLflow servers.
 
-Without a server the report has a single line. A machine outside of pools has no line about a pool (P-33). No finding
-about tracking prevents runs. A check returns no findings if an earlier check has found that its server is missing. So
-a server that does not answer is one failure, not six.
+Without a server, the report has a single line about servers. A machine outside of pools has no line about a pool
+(P-33). No finding about tracking prevents runs. A check returns no findings if an earlier check has found that its
+server is missing. So a server that does not answer is one failure, not six.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _profile(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     if server.problem:
         return failed(server.problem, server.hint)
     if not server.url:
-        return ok("none is configured; remote=True needs one: sgpu up, or sgpu login URL")
+        return ok("no server is configured; remote=True needs a server: sgpu up, or sgpu login URL")
     if not server.is_private:
         sentence = f"other users can read the token in {server.profile}"
         return failed(sentence, f"chmod 600 {server.profile}   (and replace the token: sgpu token create, sgpu login)")
@@ -52,13 +52,17 @@ def _profile(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
 @about(lambda facts: facts.server)
 def _answers(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     if server.away:
-        mend = "sgpu up" if server.embedded else f"check that it runs and is reachable: curl {server.url}/api/v1/health"
-        return failed(server.away, f"{mend}   (its running attempts continue for 15 minutes)")
+        mend = (
+            "sgpu up"
+            if server.embedded
+            else (f"check that the server runs and is reachable: curl {server.url}/api/v1/health")
+        )
+        return failed(server.away, f"{mend}   (running attempts continue for 15 minutes)")
     if not server.version:
         return []
     if server.unwell:
         return failed("; ".join(server.unwell), "sgpu server logs --level warning   (on the server's machine)")
-    return ok(f"answers without problems: serverless-gpu {server.version}")
+    return ok(f"the server answers without problems: serverless-gpu {server.version}")
 
 
 @about(lambda facts: facts.server)
@@ -139,7 +143,11 @@ def _clock(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
     sentence = f"the server's clock is {apart} s {'ahead of' if server.clock_ahead_s > 0 else 'behind'} this machine's"
     if apart >= _CLOCK_FAILS_S:
         return failed(sentence)
-    return warning(sentence) if apart >= _CLOCK_S else ok("differs from this machine's by a few seconds at most")
+    return (
+        warning(sentence)
+        if apart >= _CLOCK_S
+        else ok("the server's clock differs from this machine's by a few seconds at most")
+    )
 
 
 @about(lambda facts: facts.server)
@@ -149,7 +157,11 @@ def _certificate(facts: MachineFacts, server: ServerFacts) -> list[Finding]:
         if not server.version:
             return []
         is_seen = not server.url.startswith("https://")
-        return ok("not needed: plain HTTP on this machine") if is_seen else unknown("it could not be read")
+        return (
+            ok("no certificate is needed: plain HTTP on this machine")
+            if is_seen
+            else unknown("the certificate could not be read")
+        )
     apart = format_days_ms(round(abs(left_s) * 1000))
     if left_s <= 0:
         return failed(f"the server's certificate expired {apart} ago")
@@ -179,8 +191,7 @@ CHECKS = (
             "ServerUnavailable: the server at http://127.0.0.1:7878 does not answer (ConnectError: …)",
             "serverless-gpu: the server at … does not answer; waiting for it",
         ),
-        cause="The server has stopped, or a tunnel to it has. Or the server runs, but its database or disk does "
-        "not work.",
+        cause="The server or a tunnel to the server has stopped, or the server's database or disk does not work.",
         mend="sgpu up",
         probe=_answers,
     ),
@@ -229,10 +240,10 @@ CHECKS = (
             "a run stays QUEUED: pool 'default' runs the code of one principal only, because all runs there share one "
             "operating-system user; …",
         ),
-        cause="All runs of a node have the operating-system user of its agent. So the code of one principal could "
-        "read files, variables and secrets of the others, and the server's key and tokens on its machine. "
-        "Therefore a pool runs only the code of the server's first administrator until an administrator "
-        "accepts that.",
+        cause="All runs of a node run as the operating-system user of the node's agent. So one principal's code "
+        "could read other principals' files, variables and secrets. On the server's machine, the code could "
+        "also read the server's key and tokens. Therefore a pool runs only the first administrator's code "
+        "until an administrator accepts the risk.",
         mend="sgpu pool set NAME --isolation none   (--isolation unset reverts it; then: sgpu server rotate)",
         probe=_isolation,
     ),
@@ -241,8 +252,8 @@ CHECKS = (
         group=CheckGroup.SERVER,
         title="Clocks of server and client",
         symptoms=("`sgpu runs` shows future times or negative durations",),
-        cause="The clocks of the machines differ. Limits and leases do not depend on them, but displayed times "
-        "and the expiry of tokens do.",
+        cause="The clocks of the machines differ. Limits and leases do not depend on clocks of other machines, "
+        "but displayed times and the expiry of tokens do.",
         mend="run `timedatectl set-ntp true` on the machine whose clock is wrong",
         probe=_clock,
     ),
@@ -315,9 +326,10 @@ POOL_CHECKS = (
         code="pool-token",
         group=CheckGroup.SERVER,
         title="Access to the pool's Ray",
-        symptoms=("sgpu doctor says that any host that reaches Ray can use it",),
+        symptoms=("sgpu doctor reports that any host that reaches Ray can use it",),
         cause="A Ray process without a token runs code for any host that reaches its ports. `sgpu up --engine "
-        "ray` and `sgpu join` start every process with a token from a file that only their user can read.",
+        "ray` and `sgpu join` start every Ray process with a token from a file that only their user can "
+        "read.",
         mend="run chmod 600 on the named file, then start `sgpu up` or `sgpu join` again",
         probe=_pool_token,
     ),
@@ -341,9 +353,9 @@ POOL_CHECKS = (
             "sgpu join: the server answers, but Ray at … does not: …",
             "sgpu join: port … is in use on this machine, and Ray needs …",
         ),
-        cause="Ray uses a hundred consecutive ports on each machine and listens on all addresses. These ports "
+        cause="Ray uses a hundred consecutive ports on each machine and listens on all addresses. Ray's ports "
         "must be open between the machines of the pool, in both directions, and closed to all others. The "
-        "same holds for the kernel's local ports, which rendezvous, NCCL and Gloo use.",
+        "kernel's local ports, which rendezvous, NCCL and Gloo use, need the same rules.",
         mend="configure the firewall; `sgpu up --ray-port PORT` or `sgpu join … --ray-port PORT` selects another "
         "hundred ports",
         probe=_pool_listeners,
@@ -356,7 +368,7 @@ POOL_CHECKS = (
         cause="Ranks have the same user as Ray, and `ray stop` ends every Ray process that it finds. With Linux "
         '6.12 or newer, ranks of root and ranks with env="snapshot" can signal only processes that they '
         "started.",
-        mend='use env="snapshot" or a newer kernel; runs continue in both cases',
+        mend='use env="snapshot" or a newer kernel; runs continue even if Ray ends',
         probe=_pool_fence,
     ),
 )
@@ -369,7 +381,7 @@ def _tracking(facts: MachineFacts, tracking: TrackingFacts) -> list[Finding]:
     if not tracking.installed:
         return ok(f"MLflow is not installed for {facts.python}: runs are not tracked")
     if not tracking.uri:
-        return ok("in this home's store; `sgpu mlflow` prints the address")
+        return ok("runs are tracked in this home's store; `sgpu mlflow` prints the address")
     if tracking.away:
         sentence = f"{tracking.uri} (MLFLOW_TRACKING_URI) does not answer: {tracking.away}"
         return warning(
@@ -393,7 +405,7 @@ def _mlflow_servers(facts: MachineFacts, tracking: TrackingFacts) -> list[Findin
 
 
 def _mend_mlflow(server: TrackingServer) -> str:
-    """Return the command that helps a server that does not start."""
+    """Return the command that repairs an MLflow server that does not start."""
     again = shlex.join(["sgpu", "mlflow", *([server.store] if server.store else [])])
     if NO_DATABASE in server.problem and server.file:
         return f"{shlex.join(['mv', server.file, f'{server.file}.away'])} && {again}   (this creates a new database)"
@@ -409,8 +421,8 @@ TRACKING_CHECKS = (
         group=CheckGroup.TRACKING,
         title="The tracking server",
         symptoms=("MLflow at http://… does not answer (…)",),
-        cause="The server in MLFLOW_TRACKING_URI does not answer. Runs continue without it. The node keeps unsent "
-        "data and sends it later.",
+        cause="The MLflow server that MLFLOW_TRACKING_URI names does not answer. Runs continue without tracking. "
+        "The node stores unsent data and sends it later.",
         mend="start that server, or unset MLFLOW_TRACKING_URI",
         probe=_tracking,
     ),
@@ -424,9 +436,9 @@ TRACKING_CHECKS = (
             "… has only a part of MLflow (no flask; mlflow-skinny is not enough); pip install mlflow",
             "MLflow's server ended (exit code 1): …",
         ),
-        cause="The server uses the MLflow of the environment that tracked the runs. That MLflow is incomplete, "
-        "its database has another version or is not a database, or the server was killed. The keeper "
-        "retries the start with growing pauses.",
+        cause="MLflow's server runs in the environment that tracked the runs. That environment's MLflow is "
+        "incomplete, the database has another version or is not a database, or the server was killed. The "
+        "keeper retries the start with exponential backoff.",
         mend="sgpu doctor   (names the command; then `sgpu mlflow` retries at once)",
         probe=_mlflow_servers,
     ),

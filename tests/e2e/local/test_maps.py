@@ -176,4 +176,4 @@ def test_23B11_the_line_names_a_few_of_many() -> None:
     text = unfinished_text([f"r{number}" for number in range(8)], [])
     assert "8 runs" in text and "r4 and 3 more" in text and "r5" not in text
     assert unfinished_text([], []) == ""
-    assert "may go on" in unfinished_text([], ["r1"])
+    assert "may continue" in unfinished_text([], ["r1"])

@@ -484,5 +484,5 @@ def test_a_dirty_device_of_a_killed_run_does_not_hold_up_the_others(own: Path, w
 def test_an_ended_session_is_not_entered_again(warm: Path) -> None:
     session = serverless_gpu.session(gpus=1, gpu_type="H100", quiet=True)
     session.close()
-    with pytest.raises(SessionEnded, match="the caller closed it"), session:
+    with pytest.raises(SessionEnded, match="the caller closed the session"), session:
         raise AssertionError("not reached")

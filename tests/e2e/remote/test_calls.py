@@ -160,7 +160,7 @@ def test_another_principal_sees_no_run_that_is_not_theirs_and_their_results_are_
         theirs = answer.submit()
         assert theirs.results() == [42]
     shutil.rmtree(served / "remote" / theirs.id)
-    with pytest.raises(UntrustedResult, match="bob's"):
+    with pytest.raises(UntrustedResult, match="belongs to bob"):
         serverless_gpu.attach(theirs.id).results()
     assert serverless_gpu.attach(theirs.id, allow_pickle_from=["bob"]).results() == [42]
 

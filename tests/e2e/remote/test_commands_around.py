@@ -38,7 +38,7 @@ def test_status_says_how_the_server_is(joined: Path) -> None:
     lines = sgpu("status").stdout.splitlines()
     url = find_profile(joined, os.environ).url
     assert any(line.startswith(f"server: {url} · ok · ") and line.endswith("(admin)") for line in lines)
-    assert {"queue: 0 going on, 0 waiting", "nodes: 1 UP"} <= set(lines), lines
+    assert {"queue: 0 running, 0 waiting", "nodes: 1 UP"} <= set(lines), lines
     server = json.loads(sgpu("status", "--json").stdout)["server"]
     assert (server["ok"], server["waiting"], server["nodes"]) == (True, 0, {"UP": 1})
 
@@ -100,7 +100,7 @@ def test_people_teams_and_tokens(served: Path, tmp_path: Path, monkeypatch: pyte
         assert (hers / "server.json").stat().st_mode & 0o777 == 0o600
         assert sgpu("whoami").stdout == golden("remote.commands_around.carol-viewer-search", url=url)
         assert json.loads(sgpu("whoami", "--json").stdout)["role"] == "viewer"
-    assert sgpu("team", "leave", "search", "carol").stdout == "search: nobody\n"
+    assert sgpu("team", "leave", "search", "carol").stdout == "search: no members\n"
     assert sgpu("token", "revoke", again["token"]["id"]).stdout.endswith("is revoked\n")
     assert sgpu("user", "set", "carol", "--disable").stdout == golden("remote.commands_around.carol-viewer-disabled")
     with monkeypatch.context() as patched:
@@ -214,7 +214,7 @@ def test_without_the_server_what_is_here_is_still_shown(home: Path) -> None:
 
 def test_a_server_that_is_away_is_a_message_and_exit_code_75(home: Path) -> None:
     write_profile(home, ServerProfile(url="http://127.0.0.1:9", token="t"))
-    program = [sys.executable, "-m", "serverless_gpu.cli", "nodes"]
+    program = [sys.executable, "-m", "serverless_gpu.cli", "node", "list"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (75, "")
     assert done.stderr.startswith("sgpu: the server at http://127.0.0.1:9 does not answer")

@@ -32,7 +32,7 @@ def test_23B1_python_reads_what_would_work_in_options_of_python(served: Path) ->
     assert refused.value.message.startswith("needs 9 H100")
     assert refused.value.message.endswith("; the run was not queued")
     assert refused.value.hint.startswith("would work: gpus=8")
-    assert refused.value.hint.endswith("; wait=True queues the run until a node joins that could serve it")
+    assert refused.value.hint.endswith("; wait=True queues the run until a suitable node joins")
     assert set((served / "remote").glob("*")) <= before, "nothing of it stays"
 
 

@@ -156,9 +156,9 @@ def test_a_restart_of_the_server_inside_a_call_is_one_line(
     thread.join()
     out, err = ("".join(parts) for parts in zip(*printed, capsys.readouterr(), strict=True))
     assert out == golden("remote.stream.rank-before-rank")
-    assert [line for line in err.splitlines() if "answer" in line] == [
-        golden("remote.stream.serverless-gpu-server", url=fake.url)
-    ]
+    away, back = (line for line in err.splitlines() if "answer" in line)
+    assert away == golden("remote.stream.serverless-gpu-server", url=fake.url)
+    assert back.startswith("serverless-gpu: " + golden("remote.server_away.server-back-after"))
 
 
 @pytest.mark.parametrize("streams", [True, False], ids=["in a call", "by a handle"])
@@ -368,7 +368,7 @@ def test_what_somebody_else_returned_is_not_loaded_unless_they_are_trusted(
     else:
         script.end({"results/0.pkl": data})
     trace.unlink(missing_ok=True)
-    with pytest.raises((UntrustedResult, RemoteError), match="bob's") as caught:
+    with pytest.raises((UntrustedResult, RemoteError), match="belongs to bob") as caught:
         serverless_gpu.attach("theirs").results()
     assert not trace.exists()
     if not failed:

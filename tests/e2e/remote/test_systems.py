@@ -45,5 +45,5 @@ def test_23B13_commands_on_macos_ask_a_server(served: Path, tmp_path: Path) -> N
     assert run.id[-8:] in sgpu("runs")
     assert sgpu("logs", run.id) == "one\n"
     assert run.id in sgpu("show", run.id)
-    for command in ("nodes", "queue", "pools", "usage", "token", "budget"):
-        sgpu(command, *(["list"] if command in ("token", "budget") else []))
+    for command in ("node list", "queue", "pool list", "usage", "token list", "budget list"):
+        sgpu(*command.split())

@@ -11,10 +11,14 @@ import msgspec
 
 from serverless_gpu.cli import program
 from serverless_gpu.cli.help import json_type_of
+from serverless_gpu.cli.json_types import LogLine
 
 
 def check_json(arguments: Sequence[str], output: str) -> None:
-    """Fail unless the output of a command has the type that its `--json` declares, and no key beside it."""
+    """Fail unless the output of a command has the type that its `--json` declares, and no key beside it.
+
+    `sgpu server logs` prints one JSON value on each line.
+    """
     command: click.Command = program.sgpu
     context = click.Context(command, resilient_parsing=True)
     rest = list(arguments)
@@ -24,9 +28,10 @@ def check_json(arguments: Sequence[str], output: str) -> None:
         command, context = found, click.Context(found, parent=context, resilient_parsing=True)
     json_type = json_type_of(command)
     assert json_type is not None, f"{command.name} declares no type of its JSON"
-    value = json.loads(output)
-    msgspec.convert(value, json_type)
-    _refuse_undeclared(value, json_type)
+    for text in output.splitlines() if json_type == LogLine else [output]:
+        value = json.loads(text)
+        msgspec.convert(value, json_type)
+        _refuse_undeclared(value, json_type)
 
 
 def _refuse_undeclared(value: Any, declared: Any) -> None:

@@ -81,8 +81,8 @@ def test_a_crash_a_hang_and_what_was_not_tried() -> None:
     modules = {
         "numpy": Imported(outcome="crashed", error="the process was ended by SIGSEGV", written="a\ncannot load it\n"),
         "scipy": Imported(outcome="hung", error="it took too long"),
-        "pandas": Imported(outcome="untried", error="no time was left of 8 s"),
-        "cv2": Imported(outcome="untried", error="no time was left of 8 s"),
+        "pandas": Imported(outcome="untried", error="the time limit of 8 s was reached before the import"),
+        "cv2": Imported(outcome="untried", error="the time limit of 8 s was reached before the import"),
         "numba": Imported(outcome="absent"),
     }
     findings = found("imports", MachineFacts(imports=ImportFacts(modules=modules), interpreter=INTERPRETER))

@@ -68,12 +68,12 @@ FEWER_FILES = (
         (
             "disk-space",
             HomeFacts(root="/h", disks=(Disk("/h", 100 * GIB, 50 * GIB, 6_000_000, 9_999),)),
-            (WARNING, "/h has 9999 of 6000000 inodes left, so no more files than that fit", FEWER_FILES),
+            (WARNING, "/h has 9999 of 6000000 inodes left; each new file needs an inode", FEWER_FILES),
         ),
         (
             "disk-space",
             HomeFacts(root="/h", disks=(Disk("/h", 100 * GIB, 50 * GIB, 6_000_000, 9),)),
-            (FAILED, "/h has 9 of 6000000 inodes left, so no more files than that fit", FEWER_FILES),
+            (FAILED, "/h has 9 of 6000000 inodes left; each new file needs an inode", FEWER_FILES),
         ),
         (
             "disk-space",
@@ -267,7 +267,7 @@ def test_cgroups(cgroups: CgroupFacts, expected: tuple[CheckOutcome, str, str]) 
 @pytest.mark.parametrize(
     ("zygotes", "expected"),
     [
-        ((), (OK, "no zygote for this interpreter; its next run starts cold and leaves a zygote", "")),
+        ((), (OK, "no zygote for this interpreter; its next run starts cold and creates a zygote", "")),
         ((ZygoteStatus(pid=5, python=PYTHON, state="ready"),), (OK, "pid 5 is ready", "")),
         (
             (

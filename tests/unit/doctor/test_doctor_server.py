@@ -47,7 +47,11 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
 @pytest.mark.parametrize(
     ("code", "server", "expected"),
     [
-        ("server", ServerFacts(), (OK, "none is configured; remote=True needs one: sgpu up, or sgpu login URL")),
+        (
+            "server",
+            ServerFacts(),
+            (OK, "no server is configured; remote=True needs a server: sgpu up, or sgpu login URL"),
+        ),
         ("server", ServerFacts(problem="it is no address", hint="h"), (FAILED, "it is no address")),
         ("server", replace(WELL, is_private=False), (FAILED, "other users can read the token in /h/server.json")),
         ("server", replace(WELL, profile=""), (OK, "http://127.0.0.1:7878, by SERVERLESS_GPU_SERVER")),
@@ -114,7 +118,7 @@ def test_what_is_not_there_is_said_once(server: ServerFacts) -> None:
             replace(WELL, certificate_left_s=7200.0),
             (WARNING, "the server's certificate expires in 2 h 00 min"),
         ),
-        ("server-tls", replace(WELL, url="https://gpu.internal"), (UNKNOWN, "it could not be read")),
+        ("server-tls", replace(WELL, url="https://gpu.internal"), (UNKNOWN, "the certificate could not be read")),
         (
             "server-tls",
             replace(WELL, certificate_left_s=30 * 86_400.0),

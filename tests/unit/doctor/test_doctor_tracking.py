@@ -18,7 +18,7 @@ SERVER = TrackingServer(uri="http://127.0.0.1:26570", stage="ready", version="3.
     ("tracking", "outcome", "said"),
     [
         (TrackingFacts(), OK, f"MLflow is not installed for {PYTHON}: runs are not tracked"),
-        (TrackingFacts(installed=True), OK, "in this home's store; `sgpu mlflow` prints the address"),
+        (TrackingFacts(installed=True), OK, "runs are tracked in this home's store; `sgpu mlflow` prints the address"),
         (replace(THERE, off="SERVERLESS_GPU_TRACKING=0"), OK, "off: SERVERLESS_GPU_TRACKING=0"),
         (THERE, OK, "https://mlflow.example.com, by MLFLOW_TRACKING_URI; it answers"),
         (

@@ -5,9 +5,9 @@
     [rank 0] loss 0.31                       ordinary stream output of the cell
     ● 2 × H100 · 41 s · verified free …      the receipt: a second display, which comes last
 
-Lines are plain stream text, so that every front end shows them and `nbconvert` keeps them. A finished progress bar
-becomes a line. Messages before the start appear in the status, and later messages appear on stderr. If the front end
-has disconnected or the display raises, the run continues without the status.
+Lines are plain stream text, which every front end shows and `nbconvert` retains. A finished progress bar becomes an
+output line. Messages before the start appear in the status, and later messages appear on stderr. If the front end has
+disconnected or the display raises, the run continues without the status.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class OutputStatus:
         return not self._shown or self._clock.boottime_ns() - self._shown_ns >= _TICK_S * 1e9
 
     def show(self, plain: str, page: str, *, now: bool) -> None:
-        """Show plain text and HTML. Skip a change soon after the last one, unless `now` is True."""
+        """Show plain text and HTML. Skip a change too soon after the previous change, unless `now` is True."""
         bundle = {"text/plain": plain, "text/html": page}
         if self.broken or self._shown == bundle or not (now or self.due):
             return
@@ -123,14 +123,14 @@ class NotebookDisplay(LineDisplay):
         self._show()
 
     def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
-        """Print the size of missing output and its location."""
+        """Print the size of missing output and the location of the logs."""
         screen = self._screens.by_stream.get((rank, stream))
         if screen is not None and not screen.moving:  # Output after a gap must not continue the line before the gap.
             self._print(rank, stream, self._screens.end(rank, stream, broken=True))
         _write("stderr", self._missing(rank, stream, bytes_, lost))
 
     def say(self, sentence: str) -> None:
-        """Show a message of serverless-gpu: in the status before the start, as text later."""
+        """Show a message of serverless-gpu: in the status before the start, as text afterwards."""
         if self._state in _BEFORE and not self._finished:
             self._sentence = sentence
             self._show()
@@ -161,7 +161,7 @@ class NotebookDisplay(LineDisplay):
         self._show()
 
     def tick(self) -> None:
-        """Print lines that time has made final, and update the durations in the status."""
+        """Print lines that have become final after a delay, and update the durations in the status."""
         now_ns = self._clock.boottime_ns()
         for rank, stream, lines in self._screens.settle(now_ns):
             self._print(rank, stream, lines)
@@ -195,7 +195,7 @@ class NotebookDisplay(LineDisplay):
 
     def _show(self) -> None:
         if self._quiet or self._accounted or not (self._finished or self._status.due):
-            return  # Skipped early, because every piece of output calls this method.
+            return  # The display calls this method for every piece of output, so it returns early.
         state, sentence, lines = self._state, self._told(), self._progress()
         tracked = [f"MLflow: {self._tracked}"] if self._tracked else []
         plain = "\n".join([f"{state} {sentence}".strip(), *tracked, *lines])
@@ -208,7 +208,7 @@ class NotebookDisplay(LineDisplay):
         if self._ran_ms is not None:
             return f"after {format_duration_ms(self._ran_ms)}"
         elapsed_ms = self._elapsed_ms()
-        # The text changes at most once a second.
+        # The duration in the text changes at most once a second.
         elapsed = f"for {elapsed_ms // 1000} s" if elapsed_ms < 60_000 else f"for {format_duration_ms(elapsed_ms)}"
         return f"{elapsed}; {self._sentence}" if self._sentence else elapsed
 
@@ -232,7 +232,7 @@ class NotebookDisplay(LineDisplay):
 
 def _write(stream: str, text: str) -> None:
     target = sys.stdout if stream == "stdout" else sys.stderr
-    # No flush, because the kernel flushes five times a second and each flush waits for a kernel thread.
+    # This method does not flush, because the kernel flushes five times a second. Each flush waits for a kernel thread.
     with contextlib.suppress(Exception):  # The user may have closed or replaced the stream. The run must continue.
         if target is not None:
             target.write(text)

@@ -3,12 +3,12 @@
     Run.follow ──▶ Display ──┬─ TerminalDisplay   a terminal, a file, a pipe
                              └─ NotebookDisplay   an IPython kernel (`notebook_display.py`)
 
-Output of ranks keeps its stream, and each line has a tag with its rank. Messages of serverless-gpu and notes about
-missing output go to stderr, because stdout belongs to user code.
+The display prints each line of a rank to its original stream, with a tag that names the rank. Messages of
+serverless-gpu and notes about missing output go to stderr, because stdout belongs to user code.
 
-In a queue of thousands of runs, the queue position changes every few seconds. On a terminal, each message replaces the
-row of the message before (`WaitingLine`). In a file or a pipe, the first message appears at once. Later messages appear
-at growing intervals of at most five minutes.
+In a queue of thousands of runs, the queue position changes every few seconds. On a terminal, each queue message
+replaces the previous one (`WaitingLine`). In a file or a pipe, the first queue message appears at once. Later queue
+messages appear at growing intervals of at most five minutes.
 
 Unfinished lines are redrawn in place at the bottom of a terminal (`LiveBlock`):
 
@@ -16,8 +16,8 @@ Unfinished lines are redrawn in place at the bottom of a terminal (`LiveBlock`):
     [rank 0]  45%|████▌     |        ◀─ the block: erased before other lines are printed, then drawn again
     [rank 3] loading …
 
-A missing or closed stream and a pipe without a reader show nothing, and the run continues. A full disk has the same
-effect, with a notice. If a stream cannot encode a character, the character is escaped.
+If a stream is missing or closed, or a pipe has no reader, the display shows nothing and the run continues. For a full
+disk, the display also prints a notice. The display escapes characters that a stream cannot encode.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _GLIMPSE_TICK_S = 1.0
 _LIVE_CHARACTERS_MAX = 2_000
 _WAIT_TICK_S = 1.0
 _STARTED = ("STARTING", "RUNNING")
-_PASSING_S = 10.0  # Interval between two progress messages if a line cannot be replaced.
+_PASSING_S = 10.0  # Seconds between two progress messages in a file or a pipe, where a line cannot be replaced.
 WAIT_ROWS_MAX = 4
 _SAID_FIRST_S, _SAID_LAST_S = 10.0, 300.0
 _WORTH_SAYING_S = 5.0
 LIVE_ROWS_MAX = 8
-_COLUMNS = 80  # Used if the terminal does not report its width.
+_COLUMNS = 80  # Assumed width if the terminal does not report its width.
 
 
 class LiveBlock:
@@ -102,7 +102,7 @@ def columns_of(target: TextIO) -> int:
 
 
 def write(target: TextIO | None, text: str) -> str:
-    """Write and flush. Return the reason of a failure that hides text from the user, or ""."""
+    """Write and flush text. Return the reason if an error hides the text from the user, or ""."""
     if target is None:
         return ""
     try:
@@ -128,7 +128,7 @@ def _size(target: TextIO) -> tuple[int, int]:
 
 
 class Display:
-    """Interface between `Run.follow` and a display, for one run and one thread."""
+    """The interface between `Run.follow` and a display, for one run and one thread."""
 
     # Interval for `tick` while no message arrives, or None. The value may change with every call.
     tick_s: float | None = None
@@ -137,13 +137,13 @@ class Display:
         """Accept decoded output of a rank, in pieces of any size."""
 
     def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
-        """Report a gap in the output at this position. `lost` means that the rank's file has the same gap."""
+        """Report a gap in the output at this position. `lost` means that the rank's log file has the same gap."""
 
     def say(self, sentence: str) -> None:
         """Show a message of serverless-gpu."""
 
     def progress(self, sentence: str) -> None:
-        """Show a progress message, which the next one replaces."""
+        """Show a progress message, which the next progress message replaces."""
 
     def state(self, state: str, sentence: str) -> None:
         """Accept a new state of the run, or a new message."""
@@ -152,7 +152,7 @@ class Display:
         """Show the run's wait in the queue until the state changes. Without `queued_ns` the wait starts now."""
 
     def tick(self) -> None:
-        """Redraw the display. The caller calls this method about every `tick_s` during a wait."""
+        """Redraw the display. The caller calls this method about every `tick_s` seconds during a wait."""
 
     def failure(self, tails: Mapping[int, str]) -> None:
         """Show the last lines of ranks that were not shown live, with the first failed rank on top."""
@@ -182,7 +182,7 @@ class LineDisplay(Display):
         self._since_ns = 0
 
     def failure(self, tails: Mapping[int, str]) -> None:
-        """Print last lines with the same tags as other lines."""
+        """Print the last lines of ranks with the usual tags."""
         for rank, tail in tails.items():
             self.say(f"last output of rank {rank} (all output: {self._logs_of(rank)}):")
             self._print(rank, "stderr", tail.split("\n"))
@@ -194,7 +194,7 @@ class LineDisplay(Display):
     def _begin_to_wait(self, sentence: str, queued_ns: int | None) -> None:
         now_ns = self._clock.boottime_ns()
         ago_ns = 0 if queued_ns is None else max(0, self._clock.wall_ns() - queued_ns)
-        # The start is computed only once per wait, because the clocks of two machines may differ.
+        # The display computes the start only once per wait, because the clocks of two machines may differ.
         if not self._wait.sentence:
             self._since_ns = now_ns - ago_ns
         self._wait.tell(sentence, since_ns=self._since_ns)
@@ -204,7 +204,7 @@ class LineDisplay(Display):
         return str(self._logs) if isinstance(self._logs, Path) else f"`{self._logs} --rank {rank}`"
 
     def _missing(self, rank: int, stream: str, bytes_: int, lost: bool) -> str:
-        """Return the line about missing output and its location."""
+        """Return the line with the size of missing output and the location of the logs."""
         log = self._logs / f"{rank}.{stream}" if isinstance(self._logs, Path) else self._logs_of(rank)
         where = "dropped" if lost else f"not shown (too fast for a screen), in {log}"
         return f"[rank {rank}] — {format_bytes(bytes_)} {where} —\n"
@@ -214,8 +214,8 @@ class TerminalDisplay(LineDisplay):
     """Prints one run to a terminal, a file or a pipe.
 
     On a terminal, unfinished lines and progress bars are redrawn in place below all other lines. In a file or a pipe, a
-    line appears once, in its final state. A long-lived progress bar appears there every ten seconds. `write` returns
-    the reason of a failed write, or "".
+    line appears once, in its final state. In a file or a pipe, a long-lived progress bar appears every ten seconds.
+    `write` returns the reason of a failed write, or "".
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class TerminalDisplay(LineDisplay):
         self._refresh()
 
     def skipped(self, rank: int, stream: str, bytes_: int, lost: bool) -> None:
-        """Print the size of missing output and its location."""
+        """Print the size of missing output and the location of the logs."""
         self._print(rank, stream, self._screens.end(rank, stream, broken=True))
         self._write("stderr", self._missing(rank, stream, bytes_, lost))
         self._refresh()
@@ -263,7 +263,7 @@ class TerminalDisplay(LineDisplay):
             self.say(sentence)
 
     def state(self, state: str, sentence: str) -> None:
-        """End the wait that was shown."""
+        """End the display of the wait."""
         self._passing = ""
         waited = self._wait.over(self._clock.boottime_ns())
         if waited and state in _STARTED:
@@ -282,7 +282,7 @@ class TerminalDisplay(LineDisplay):
         self._refresh()
 
     def _say_wait(self) -> None:
-        """Print the wait when it is due and rows cannot be redrawn."""
+        """Print the wait at intervals if the stream cannot redraw rows."""
         if live_target(standard_stream("stdout"), standard_stream("stderr")) is None:
             line = self._wait.line(self._clock.boottime_ns())
             if line:
@@ -299,7 +299,7 @@ class TerminalDisplay(LineDisplay):
             self._refresh()
 
     def tick(self) -> None:
-        """Print lines that time has made final, and redraw the block."""
+        """Print lines that have become final after a delay, and redraw the block."""
         now_ns = self._clock.boottime_ns()
         for rank, stream, lines in self._screens.settle(now_ns):
             self._print(rank, stream, lines)
@@ -360,7 +360,7 @@ class TerminalDisplay(LineDisplay):
         self.tick_s = min(due_s, default=None)
 
     def _live_lines(self, columns: int) -> list[str]:
-        """Return the wait, and the unfinished lines of the latest writers by rank."""
+        """Return the rows of the wait, and the unfinished lines of the ranks that wrote last."""
         shown = {key: screen for key, screen in self._screens.by_stream.items() if is_terminal(standard_stream(key[1]))}
         latest = sorted(shown, key=lambda key: shown[key].touched_ns, reverse=True)
         keys: list[tuple[int, str]] = []
@@ -379,7 +379,7 @@ class TerminalDisplay(LineDisplay):
 def make_display(*, quiet: bool, logs: Path | str) -> Display:
     """Return a notebook display in an IPython kernel, else a terminal display."""
     if _in_kernel():
-        # Loaded by name, because that module imports this one.
+        # The notebook display is loaded by name, because its module imports this module.
         module = importlib.import_module("serverless_gpu.client.display.notebook_display")
         return cast("Display", module.NotebookDisplay(quiet=quiet, logs=logs))
     return TerminalDisplay(quiet=quiet, logs=logs)
@@ -438,13 +438,13 @@ class WaitingLine:
         return waited_text((now_ns - self._since_ns) / 1e9)
 
     def due_s(self, now_ns: int) -> float | None:
-        """Return the seconds until the next line, or None without one."""
+        """Return the seconds until the next line, or None if no line follows."""
         if not self.sentence or self.sentence == self._said:
             return None
         return 0.0 if self._said_ns is None else max(0.0, self._pause_s - (now_ns - self._said_ns) / 1e9)
 
     def line(self, now_ns: int) -> str:
-        """Return the message if it is due as a line, else "". A returned message counts as printed."""
+        """Return the message if its interval has passed, else "". A returned message counts as printed."""
         if self.due_s(now_ns) != 0.0:
             return ""
         if self._said_ns is not None:

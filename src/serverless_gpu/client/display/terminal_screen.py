@@ -1,22 +1,23 @@
 r"""Emulates the terminal rows of a rank with `\r` and "cursor up", so that a progress bar is one line.
 
     text ──feed──▶ rows ──▶ lines that are final, to be printed
-                    └─────▶ open rows: unfinished lines, progress bars in motion
+                    └─────▶ open rows: unfinished lines, active progress bars
 
-This module is pure. A rewritten row is final when its line has ended and the cursor does not return to it. For example,
-tqdm draws a second bar below the first with a newline and then moves up again. A rewritten row is therefore held for a
-moment after its newline. Other lines are final at once. A row keeps only its last state. The rank's log has all states.
+This module has no side effects. A rewritten row is final when its line has ended and the cursor does not return to it.
+For example, tqdm draws a second bar below the first with a newline and then moves up again. The screen therefore holds
+a rewritten row for a moment after its newline. Other lines are final at once. A row stores only its last state. The
+rank's log contains all states.
 
-`safe` makes text harmless, because the writer of a rank's output does not own the terminal. A file name in a data set
-may contain a sequence that changes the title, fills the clipboard or forges a line. On a terminal, sequences are
-treated as follows:
+`safe` makes a rank's output harmless, because user code may print untrusted data. A file name in a data set may contain
+a sequence that changes the title, fills the clipboard or forges a line. On a terminal, `safe` treats sequences as
+follows:
 
-    colours (SGR)                              stay, and end with their line
-    cursor movement and erasing, charsets      vanish: remains of programs that draw, for example progress bars
-    OSC: titles, clipboard, links              vanish, the linked text stays
-    other control characters, bidi controls    become visible: \x1b, \u202e
+    colours (SGR)                              kept until the end of the line
+    cursor movement and erasing, charsets      removed: programs use them to draw, for example progress bars
+    OSC: titles, clipboard, links removed; the linked text stays
+    other control characters, bidi controls    escaped: \x1b, \u202e
 
-A file or a pipe gets the text unchanged. An unfinished sequence becomes visible, so that each line is safe by itself.
+A file or a pipe gets the text unchanged. `safe` escapes an unfinished sequence, so that each line is safe by itself.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from collections.abc import Iterator
 
 ROWS_MAX = 10
 LINE_CHARACTERS_MAX = 64 << 10
-HELD_S = 0.3  # Seconds between a newline and the cursor movement back up.
-_HELD_AGAIN_S = 3.0  # Used after a move up, because some programs draw all their bars and then pause below them.
+HELD_S = 0.3  # Maximum seconds between a newline and a cursor movement back up.
+# Longer limit in seconds after a move up, because some programs draw all bars and then pause below the last bar.
+_HELD_AGAIN_S = 3.0
 GLIMPSE_S = 10.0
 
 _TOKEN = re.compile(r"\n|\r|\x1b\[(?P<count>[0-9]{0,3})(?P<move>[ABEF])|\x1b\[[01]?G|\x1b\[[02]?K|[^\n\r\x1b]+|\x1b")
@@ -70,7 +72,7 @@ class ScreenRow:
         self.rewritten, self._from_start = True, False
 
     def final(self, *, broken: bool = False) -> str:
-        """Return the line for printing. `broken` means that an unknown part is missing."""
+        """Return the line for printing. `broken` means that an unknown part of the line is missing."""
         if not self._cut:
             return self.text
         return f"{self.text} … and {'' if broken else f'{self._cut} characters '}more in this line"
@@ -82,7 +84,7 @@ class ScreenRow:
 
 
 class Screen:
-    """Unfinished drawing of one stream of one rank."""
+    """The unfinished rows of one stream of one rank."""
 
     def __init__(self) -> None:
         self.touched_ns = 0
@@ -127,7 +129,7 @@ class Screen:
         return lines
 
     def settle(self, now_ns: int) -> list[str]:
-        """Return rewritten lines that have become final with time."""
+        """Return rewritten lines that have become final after a delay."""
         held_ns = (_HELD_AGAIN_S if self._goes_up else HELD_S) * 1e9
         lines: list[str] = []
         while self._cursor > 0 and now_ns - self._rows[0].left_ns >= held_ns:
@@ -144,7 +146,7 @@ class Screen:
         return seen if seen != before else []
 
     def end(self, *, broken: bool = False) -> list[str]:
-        """Return all unfinished lines at the end of the output. `broken` means that the rest is missing."""
+        """Return all unfinished lines at the end of the output. `broken` means that later output is missing."""
         if self._pending:
             self._rows[self._cursor].write(self._pending)
         return [row.final(broken=broken) for row in self._rows if not row.blank]
@@ -184,7 +186,7 @@ class Screen:
         return self._commit(over if self._goes_up else self._cursor - 1)
 
     def _commit(self, count: int) -> list[str]:
-        """Remove rows from the top, but none below the cursor. Return their lines."""
+        """Remove `count` rows from the top, but no row below the cursor. Return the removed lines."""
         count = min(count, self._cursor)
         gone, self._rows = self._rows[:count], self._rows[count:]
         self._cursor -= count
@@ -192,7 +194,7 @@ class Screen:
 
 
 class Screens:
-    """Screens of all ranks with output since their last end, by rank and stream."""
+    """The screens of all ranks with unfinished output, by rank and stream."""
 
     def __init__(self) -> None:
         self.by_stream: dict[tuple[int, str], Screen] = {}
@@ -202,7 +204,7 @@ class Screens:
         return self.by_stream.setdefault((rank, stream), Screen()).feed(text, now_ns)
 
     def settle(self, now_ns: int) -> Iterator[tuple[int, str, list[str]]]:
-        """Yield the lines that have become final with time, by rank and stream."""
+        """Yield the lines that have become final after a delay, by rank and stream."""
         for (rank, stream), screen in self.by_stream.items():
             yield rank, stream, screen.settle(now_ns)
 
@@ -230,7 +232,7 @@ _RESETS = ("\x1b[m", RESET)
 
 
 def safe(line: str, *, tty: bool) -> str:
-    """Return a line of a rank's output that is safe to print. Without a terminal, return it unchanged."""
+    """Return a rank's line in a form that is safe to print. Without a terminal, return the line unchanged."""
     if not tty:
         return line
     colours: list[str] = []
@@ -249,7 +251,7 @@ def safe(line: str, *, tty: bool) -> str:
 
 
 def fit(line: str, columns: int) -> str:
-    """Return the start of a `safe` line that fits the columns. Colours take no columns."""
+    """Return the start of a `safe` line that fits the columns. Colours use no columns."""
     kept: list[str] = []
     used = 0
     for match in _PIECE.finditer(line.replace("\t", " ")):

@@ -1,9 +1,9 @@
 """Walks the objects of a call to find an object that cannot be pickled, or the largest objects.
 
-The walk follows the same objects as the pickler. For a function that is pickled by value, these are its closure, its
-referenced globals and its defaults. Other objects are items of containers, and the state from `__reduce_ex__`. The
-numbers of pickling attempts, objects and levels are limited. If the walk reaches a limit or user code raises, the
-result is the nearest known owner of the culprit, or a smaller size.
+The walk follows the same objects as the pickler. For a function that is pickled by value, the walk visits its closure,
+its referenced globals and its defaults. For other objects, the walk visits the items of containers and the state from
+`__reduce_ex__`. The walk limits the number of pickling attempts, objects and levels. If the walk reaches a limit or
+user code raises, it returns the nearest known owner of the culprit, or a smaller size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Part(NamedTuple):
     value: object
 
 
-# --- what cannot be pickled -------------------------------------------------------------------------------------------
+# --- objects that cannot be pickled -----------------------------------------------------------------------------------
 
 
 def explain_unpicklable(
@@ -51,7 +51,7 @@ def explain_unpicklable(
         way = search.culprit(root.value, ())
         if way is not None:
             return " -> ".join(label for label in (root.label, *way) if label)
-    return f"something in the call ({type(error).__name__})"
+    return f"an object in the call ({type(error).__name__})"
 
 
 class _Search:
@@ -61,7 +61,7 @@ class _Search:
         self._innocent: dict[int, object] = {}  # The references prevent Python from reusing an id.
 
     def culprit(self, value: object, above: tuple[object, ...]) -> list[str] | None:
-        """Return labels from `value` to the culprit, or None if `value` pickles or only its ancestors fail."""
+        """Return labels from `value` to the culprit. Return None if `value` itself can be pickled."""
         if id(value) in self._innocent or not self._fails([value]):
             return None
         if len(above) >= _DEPTH_MAX or self._is_refused(value):
@@ -132,7 +132,7 @@ def _type_name(value: object) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-# --- the walk ---------------------------------------------------------------------------------------------------------
+# --- object walk ------------------------------------------------------------------------------------------------------
 
 
 def _roots(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> Iterator[_Part]:
@@ -258,16 +258,13 @@ def _state_parts(state: object) -> Iterator[_Part]:
         yield _Part("its state", state)
 
 
-# --- what is large ----------------------------------------------------------------------------------------------------
+# --- large objects ----------------------------------------------------------------------------------------------------
 
 
 def largest_captured(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> list[tuple[str, int]]:
-    """Return a call's objects and the approximate bytes that each adds, largest first.
-
-    Each object counts once, at its first occurrence. Long containers are sampled.
-    """
+    """Return the objects of a call and the approximate bytes that each object adds, largest first."""
     scale = _Scale()
     found: list[tuple[str, int]] = []
     roots = _roots(function, args, kwargs)

@@ -34,13 +34,13 @@ class _Wire:
 def main(channel_fd: int, caller: int, index: str) -> NoReturn:
     """Serve one caller over the inherited channel until the caller exits."""
     if os.fork():
-        os._exit(0)  # The service becomes an orphan of init, so that a long-running caller does not keep a zombie.
+        os._exit(0)  # init adopts the service, so that a long-running caller does not keep a zombie.
     linux.set_name("sgpu-snapshots")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel.adopt(channel_fd)
     channel.sock.set_inheritable(False)
     process = -1
-    with contextlib.suppress(OSError):  # If the caller has already exited, the closed socket shows it.
+    with contextlib.suppress(OSError):  # If the caller has already exited, the service detects the closed socket.
         process = os.pidfd_open(caller)
     Service(_Wire(channel), Path(index)).serve(process)
     os._exit(0)

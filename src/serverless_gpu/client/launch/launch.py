@@ -5,9 +5,9 @@
 
 A session is launched in the same way, without a function.
 
-Failure cases: any error removes the run directory, because nothing else exists yet. If the environment has changed, the
-client withdraws the launch before user code starts and launches again with the current files. If the stored environment
-is damaged, the client captures it and launches the run again.
+Failure cases: after any error, the client removes the run directory. If the environment has changed, the client
+withdraws the launch before user code starts and launches again with the current files. If the stored environment is
+damaged, the client captures the environment again and launches a new run.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LendingSession(NamedTuple):
 
 
 class LaunchOrder(NamedTuple):
-    """A launch of a run, or of a session, which has an idle limit."""
+    """A launch of a run or of a session. Only a session has an idle limit."""
 
     spec: RunSpec
     called_ns: int
@@ -82,19 +82,19 @@ def launch(
     *,
     watch: bool = False,
 ) -> Run[R]:
-    """Start a run on this machine or through a server. An error starts nothing.
+    """Start a run on this machine or through a server. After an error, no run exists.
 
     `watch` is True if the caller waits for the run at once.
     """
     called_ns = SystemClock().boottime_ns()
     arguments = check_call(function, args, kwargs, spec)
-    if spec.hang_warning_s:  # The value is 0 for actors, because their ranks wait for calls.
+    if spec.hang_warning_s:  # `hang_warning_s` is 0 for actors, because the ranks of actors wait for calls.
         spec = msgspec.structs.replace(spec, hang_warning_s=hang_warning_s(os.environ.get(HANG_WARNING)))
     if spec.remote:
         if lender is not None:
             raise UsageError(
                 f"{spec.name} has remote=True, and session {lender.session} holds devices of this machine",
-                hint="call it outside the session, or leave remote out",
+                hint="call the function outside the session, or remove remote=True",
             )
         # Loaded by name, because only calls with a server need HTTP.
         remote = importlib.import_module(_REMOTE)
@@ -135,7 +135,7 @@ def launch_command(spec: RunSpec, *, watch: bool = False) -> Run[None]:
 
 
 def launch_session(handle: Callable[..., Handle], spec: RunSpec, idle_timeout_s: float) -> Handle:
-    """Request the devices of a session and return its handle, which may still wait for them."""
+    """Request the devices of a session and return its handle. The session may still wait for devices."""
     order = LaunchOrder(spec, SystemClock().boottime_ns(), idle_timeout_s=idle_timeout_s)
     return _place(handle, order, lambda directory: None)
 
@@ -161,7 +161,7 @@ def _try_place(
     home: Home,
     recognition: snapshot_environment.Recognition | None,
 ) -> Handle | None:
-    """Launch the run. Return None if the environment had changed and the launch was withdrawn."""
+    """Launch the run. Return None if the client withdrew the launch because the environment had changed."""
     channel, greeting = connect(home)
     try:
         message = make_message(order, home, greeting)
@@ -180,11 +180,12 @@ def _try_place(
                     secret_files.remove(directory)
                     home.remove_run(message.run_id)
                     return None
-                # If the supervisor has exited, the handle detects it and reports the ending.
+                # If the supervisor has exited, the handle detects the exit and reports the ending.
                 with contextlib.suppress(OSError):
                     protocol.send(channel, protocol.Confirm())
         except BaseException:
-            # Ctrl-C may come just after the launch was sent. In that case a supervisor reads the Cancel message.
+            # Ctrl-C may arrive just after the client sent the launch. In that case a supervisor reads the Cancel
+            # message.
             with contextlib.suppress(OSError):
                 protocol.send(channel, protocol.Cancel())
             secret_files.remove(directory)
@@ -206,7 +207,7 @@ def _try_place(
 
 
 def _relaunch(order: LaunchOrder, home: Home, message: protocol.Launch) -> LocalRun | None:
-    """Capture a damaged environment and launch its run again. Return None if the capture does not help."""
+    """Capture a damaged environment again and relaunch its run. Return None if the capture does not help."""
     recognition = snapshot_environment.Recognition(home)
     try:
         wanted = recognition.wanted()
@@ -249,7 +250,7 @@ def _in_environment(message: protocol.Launch, recognition: snapshot_environment.
         wanted = recognition.wanted(display)
     finally:
         display.finish()
-    # A session runs no user code, so it needs no check.
+    # A session runs no user code, so its environment needs no check.
     confirmed = recognition.verified or message.idle_timeout_s is not None
     return msgspec.structs.replace(message, environment=wanted, confirmed=confirmed)
 
@@ -266,8 +267,9 @@ def withdraw(channel: Channel) -> None:
 
 
 def prewarm(spec: RunSpec) -> None:
-    """Prepare a warm interpreter in the background. Errors are ignored here; the first run reports them."""
-    # Called in the main thread: up to Python 3.12, a call in a thread may show the caller incomplete values.
+    """Prepare a warm interpreter in the background. Ignore errors, because the first run reports them."""
+    # The main thread calls this function. Up to Python 3.12, a call in another thread may show the caller incomplete
+    # values.
     sysconfig.get_config_vars()
 
     def ask() -> None:
@@ -290,7 +292,7 @@ def prewarm(spec: RunSpec) -> None:
         except Exception:  # noqa: BLE001 - prewarming is optional
             pass
 
-    with contextlib.suppress(HardwareError):  # If no thread can start, the run starts cold.
+    with contextlib.suppress(HardwareError):  # If no thread can start, the run starts without a warm interpreter.
         start_thread(ask, "serverless-gpu-prewarm")
 
 
@@ -372,9 +374,9 @@ def _choose(
         return candidates(gpus=wanted.gpus, gpu_type=kind, devices=held, own=greeting.own_types)
     except HardwareError:
         raise InvalidValue(
-            f"{order.spec.name} asks for {wanted.gpus or 'all'} {kind}; session {order.lender.session} holds "
+            f"{order.spec.name} requests {wanted.gpus or 'all'} {kind}; session {order.lender.session} holds "
             f"{len(held)} {held[0].type}",
-            hint="open a session with these devices, or call it outside the session",
+            hint="open a session with these devices, or call the function outside the session",
         ) from None
 
 

@@ -3,7 +3,7 @@
     $SERVERLESS_GPU_HOME/secrets/HF_TOKEN (0600) ──▶ a copy in memory for each run, removed at its end
 
 The files have the same protection as the user's other files. Encryption would not help, because a reader of the files
-could also read a key stored beside them. A run through a server gets the server's secrets and none of these.
+could also read a key stored beside them. A run through a server gets the server's secrets and no local secrets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ DIRECTORY = "secrets"
 def with_secrets(home: Home, launch: protocol.Launch) -> protocol.Launch:
     """Write a launch's secrets to memory for its ranks, and return the launch. Raise SecretMissing."""
     spec = launch.spec
-    if not spec.secrets or launch.idle_timeout_s is not None:  # A session itself runs no user code.
+    # A session itself runs no user code and needs no secrets.
+    if not spec.secrets or launch.idle_timeout_s is not None:
         return launch
     values = {name: _read(home, name) for name in spec.secrets}
     for name in spec.secret_variables:

@@ -1,19 +1,20 @@
 """Checks a call before its run starts, and writes the call to its file.
 
-The checks report mistakes in the caller's process: unsuitable functions, wrong arguments, and captured objects that are
-very large or cannot be pickled. For an object that cannot be pickled, the error shows the path to it. Only pickling
-runs user code. A full disk raises `StorageError` and leaves no partial file.
+The checks run in the caller's process. They report unsuitable functions, wrong arguments, and captured objects that are
+very large or cannot be pickled. For an object that cannot be pickled, the error shows the path from the call to the
+object. Only pickling runs user code. A full disk raises `StorageError` and leaves no partial file.
 
-Objects that hold state of their own process are refused. Packages such as accelerate and Lightning set up such objects
-for one process. A copy in a rank reports that the rank is alone, so each rank would train its own model and the run
-would still succeed. The `TrainingArguments` of transformers are pickled without that state (`node/inside/payload.py`).
-That is impossible for the refused objects, because their data loaders, optimizers and strategies are prepared for one
-process. Used data modules of Lightning are pickled without their trainer, like Lightning modules.
+The checks refuse objects that hold state of their own process. Packages such as accelerate and Lightning create objects
+that are set up for one process. A copy of such an object makes each rank train its own model, and the run would still
+succeed. The client pickles the `TrainingArguments` of transformers without their process state
+(`node/inside/payload.py`). The refused objects cannot be pickled in this way, because their data loaders, optimizers
+and strategies are prepared for one process. The client pickles used data modules and modules of Lightning without their
+trainer.
 
-Before a Ray cluster starts, the checks refuse a missing or old Ray and references to other clusters. They also refuse a
-file or directory of the user named `ray`, because ranks would import it like the caller. The checks do not import Ray,
-because the import takes a second. The rank reports problems that these checks cannot find, such as missing metadata or
-a failing finder of the user.
+Before a Ray cluster starts, the checks refuse a missing or old Ray and references to other clusters. The checks also
+refuse a user's file or directory named `ray`, because ranks would import it instead of Ray. The checks do not import
+Ray, because the import takes a second. The rank reports problems that these checks cannot find, such as missing
+metadata or a failing finder of the user.
 """
 
 from __future__ import annotations
@@ -87,14 +88,14 @@ def check_function(function: object) -> None:
     if not callable(function):
         hint = "put the decorator below @classmethod or @property" if hasattr(function, "__get__") else ""
         raise NotDistributable(
-            f"{type(function).__qualname__!r} objects cannot be run on ranks: not callable", hint=hint
+            f"{type(function).__qualname__!r} objects cannot run on ranks: they are not callable", hint=hint
         )
     if any(cls.__module__ in _OF_RAY for cls in type(function).__mro__):
         plain = getattr(function, "_function", None) or getattr(function, "__ray_actor_class__", None)
         name = _name(function if plain is None else plain)
         raise NotDistributable(
             f"{name} is a Ray task or actor, which a driver starts with .remote(...)",
-            hint="remove @ray.remote, or decorate the driver function that starts it",
+            hint="remove @ray.remote, or decorate the driver function that calls .remote(...)",
         )
     body = _unwrap(function)
     if inspect.iscoroutinefunction(body):
@@ -234,7 +235,7 @@ def _problems(signature: inspect.Signature, args: Sequence[object], kwargs: Mapp
         f"missing {', '.join(missing)}" if missing else "",
         f"unexpected {', '.join(unknown)}" if unknown else "",
         f"{', '.join(twice)} given twice" if twice else "",
-        f"{surplus} positional too many" if surplus else "",
+        f"{surplus} positional argument{'' if surplus == 1 else 's'} too many" if surplus else "",
     ]
     return [problem for problem in told if problem]
 
@@ -248,8 +249,8 @@ def _argument_hint(signature: inspect.Signature, args: Sequence[object], kwargs:
     ranked = [name for name in names[: len(args)] if name in ("rank", "world_size")]
     if ranked:
         return (
-            f"{' and '.join(ranked)} took a positional argument; pass the other arguments by name, and each "
-            "rank fills it in"
+            f"{' and '.join(ranked)} got a positional argument; pass the other arguments by name, so that each "
+            f"rank can fill in {' and '.join(ranked)}"
         )
     return ""
 
@@ -265,7 +266,7 @@ def _size_warning(
 
 
 def _sources(function: Callable[..., object]) -> dict[str, list[str]]:
-    """Return source lines of code that is not in files: the function's own first, then the newest."""
+    """Return source lines of code that is not in files: first the function's own lines, then the newest."""
     code = getattr(_unwrap(function), "__code__", None)
     own = getattr(code, "co_filename", None)
     sources: dict[str, list[str]] = {}
@@ -316,8 +317,8 @@ def find_ray() -> RayInstallation:
 def ray_reference_reducer(spec: RunSpec) -> Reducer | None:
     """Return a reducer that refuses objects of the caller's own Ray cluster, or None.
 
-    Such a reference can be pickled but is useless in the driver. The owner of an object reference is missing there, and
-    an actor handle cannot be loaded.
+    Pickle accepts a reference of the caller's cluster, but the driver cannot use the reference. The driver's cluster
+    lacks the owner of an object reference and cannot load an actor handle.
     """
     ray = sys.modules.get("ray")
     found = (getattr(ray, "ObjectRef", None), getattr(getattr(ray, "actor", None), "ActorHandle", None))
@@ -351,8 +352,8 @@ def refusing_reducer(spec: RunSpec) -> Reducer | None:
     def refuse(value: object) -> Reduced:
         if isinstance(value, kinds):
             raise TypeError(
-                f"this {type(value).__name__} is set up for the process that made it; each rank that uses it "
-                "would train alone"
+                f"this {type(value).__name__} is set up for the process that created it; each rank that uses this "
+                "object would train its own model"
             )
         if isinstance(value, data_modules):
             reduced: Reduced = value.__reduce_ex__(5)

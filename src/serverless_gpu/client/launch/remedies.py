@@ -19,7 +19,7 @@ def explain(error: NoSuitableNode, syntax: Syntax) -> None:
     written = [_choice_text(choice, syntax) for choice in error.choices[:CHOICES_MAX]]
     wait = "wait=True" if syntax == "python" else "--wait"
     parts = [f"would work: {' · '.join(written)}"] if written else []
-    parts.append(f"{wait} queues the run until a node joins that could serve it")
+    parts.append(f"{wait} queues the run until a suitable node joins")
     error.hint = "; ".join(parts)
 
 

@@ -5,10 +5,10 @@
            ─ launched; meanwhile the service checks every file ─
            ◀─ changes ─ none: Confirm, user code starts · else: shown, captured, launched again
 
-Each process has one service per home, which its first use or a decorator starts. A forked child starts its own service.
-The client starts a killed service again, once for each question. The client raises the service's refusals as the same
-class. If the service is silent, the client prints a notice after 10 s and raises an error after 15 minutes. Ctrl-C
-abandons the question, and a capture that no other question needs.
+Each process has one service per home. The first call or a decorator starts the service. A forked child starts its own
+service. The client restarts a killed service once per question. If the service refuses a question, the client raises an
+exception of the same class. If the service sends no message, the client prints a notice after 10 s and raises an error
+after 15 minutes. Ctrl-C withdraws the question and ends a capture that no other question needs.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _Service:
     def answer(self, number: int, *, within_s: float) -> service_messages.Answer | None:
         """Return the next answer, or None after a timeout. Raise _ServiceEnded if the service has ended.
 
-        One waiting thread reads the answers for all threads.
+        One of the waiting threads reads the answers for all threads.
         """
         until_ns = _clock.boottime_ns() + round(within_s * 1e9)
         with self._turn:
@@ -134,7 +134,7 @@ class _Service:
         self._channel.close()
 
     def _read(self, within_s: float) -> None:
-        """Read one message if it arrives in time. Other threads may ask or get answers in the meantime."""
+        """Read one message if it arrives in time. Other threads may send questions or get answers meanwhile."""
         self._turn.release()
         received = None
         try:
@@ -197,7 +197,7 @@ class Recognition:
         self._put()
 
     def wanted(self, display: Display | None = None) -> EnvironmentRequest | None:
-        """Return this environment's stored snapshot, or None if it is unknown and must not be captured."""
+        """Return this environment's stored snapshot, or None if a capture is needed but not allowed."""
         if not self.verified:
             self._display = display
             self._snapshot = self._until_known(display)
@@ -210,7 +210,7 @@ class Recognition:
     def changes(self) -> tuple[str, ...]:
         """Return the differences from the snapshot after a check of every file.
 
-        After changes, `wanted` returns another snapshot, which the service has captured by then.
+        After changes, `wanted` returns the new snapshot that the service has captured.
         """
         while not self.verified:
             answer = self._next()
@@ -221,7 +221,7 @@ class Recognition:
                 self.close()
             elif isinstance(
                 answer, service_messages.UnknownEnvironment
-            ):  # The service died, and the client asked the question again.
+            ):  # The service died, and the client sent the question again.
                 return ("installed packages or the project's code",)
         return ()
 
@@ -270,7 +270,7 @@ class Recognition:
         return answer
 
     def _heard(self) -> service_messages.Answer:
-        """Return the next answer. Print a notice after a silence, and raise EnvironmentProblem after a limit."""
+        """Return the next answer. Print a notice after 10 s of silence. Raise EnvironmentProblem after 15 min."""
         waited_s = 0.0
         while True:
             with interruptible():
@@ -278,7 +278,7 @@ class Recognition:
             if answer is not None:
                 return answer
             waited_s += SILENT_S
-            where = f"the store {self._store.url} may not answer" if self._store.token else "a disk may not answer"
+            where = f"the store {self._store.url} may be unreachable" if self._store.token else "a disk may be blocked"
             if waited_s >= SILENT_S_MAX:
                 self.close()
                 raise EnvironmentProblem(
@@ -310,13 +310,13 @@ class Recognition:
 
 
 class _CaptureNotices:
-    """Shows a capture on an optional display: its changes once, its progress and its result."""
+    """Shows a capture on an optional display: the changes once, the progress and the result."""
 
     def __init__(self, display: Display | None) -> None:
         self._display = display
         self._shown = False
         self._found: service_messages.CapturedEnvironment | None = (
-            None  # Kept across a restart of the service, so that the changes are shown once.
+            None  # The value survives a restart of the service, so that the display shows the changes once.
         )
 
     def take(self, answer: service_messages.Answer) -> None:
@@ -347,7 +347,7 @@ def _own_store(home: Home) -> StoreLocation:
 
 
 def recognise(home: Home, store: StoreLocation | None = None) -> Recognition:
-    """Ask for this process's environment. `store` is None for the home's own store.
+    """Ask the service about this process's environment. `store` is None for the home's own store.
 
     Inside `shared_environment`, calls share one question.
     """
@@ -407,7 +407,7 @@ def found_text(found: service_messages.CapturedEnvironment) -> list[str]:
 
 
 def taken_text(taken: service_messages.CaptureDone, found: service_messages.CapturedEnvironment | None) -> str:
-    """Return the line shown after a capture: full sizes the first time, later additions only, or ""."""
+    """Return the line shown after a capture: full sizes the first time, only additions later, or ""."""
     address, took = taken.snapshot[:12], format_duration_ms(taken.ms)
     stored = format_bytes(taken.sent_bytes)
     if found is not None and not found.first:
@@ -415,7 +415,7 @@ def taken_text(taken: service_messages.CaptureDone, found: service_messages.Capt
             return ""
         new = f"{taken.sent_units} of {_units(taken.units)} new, {stored} stored" if taken.sent_units else "nothing new"
         return f"environment {address}: {new}, in {took}"
-    code = f", {format_bytes(taken.code_bytes)} of it the project's code" if taken.code_bytes else ""
+    code = f", including {format_bytes(taken.code_bytes)} of the project's code" if taken.code_bytes else ""
     sent = f"{taken.sent_units} new, {stored} stored" if taken.sent_units else "nothing new"
     size = f"{format_bytes(taken.size)} in {taken.files} files and {_units(taken.units)}"
     return f"environment {address}: {size}{code}; {sent}, in {took}"

@@ -1,7 +1,7 @@
 """Estimates the start of a run on a server with one request. The client submits and captures nothing.
 
-Failure cases: the client does not wait for an unreachable server, and an old server has no estimates. Both cases give
-"unknown" and the reason. A refusal by the server is raised.
+Failure cases: the client does not wait for an unreachable server, and an old server has no estimates. In both cases,
+the estimate is "unknown" and contains the reason. If the server refuses the run, the client raises the server's error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def estimate(spec: RunSpec) -> Estimate:
 
 
 def _fetch_estimate(server: RemoteServer, spec: RunSpec) -> Estimate:
-    server.version(patiently=False)  # The answer is cached, and `environment_of` needs it.
+    server.version(patiently=False)  # The client caches the version, which `environment_of` also needs.
     environment = environment_of(spec, server)
     travels = environment == "snapshot"
     payload = spec.payload if isinstance(spec.payload, Command) else Function()

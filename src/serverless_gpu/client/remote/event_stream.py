@@ -1,16 +1,16 @@
-"""The event stream of a run, which resumes after a break without gaps and without repeats.
+"""The event stream of a run. After a broken connection it resumes without gaps and repeats.
 
     thread: POST /runs, or GET /runs/{run}/events?after&offsets ──▶ cursor ──▶ queue ──▶ reader: the run's handle
             ▲── again: after a pause, from the cursor ──┘                     pipe: wakes the reader
 
-The thread only moves messages. Files and displays belong to the reader. The queue is bounded: if no thread reads the
-handle, the stream stops and the server keeps the messages. Each stream has its own connection, so that closing one
+The thread only transfers messages. The reader writes files and displays. The queue is bounded: if no thread reads the
+handle, the stream stops and the server stores the messages. Each stream has its own connection, so that closing one
 stream affects no other stream.
 
-The thread retries a broken connection, with one notice, for the seconds of `SERVERLESS_GPU_PATIENCE`. It passes a
-refusal to the reader. If the token expires after the server accepted the run, the thread waits for a new token
-(`RemoteServer.wait_for_token`). A proxy may cut streams repeatedly, because each stream makes progress. If the handle
-is dropped, the thread ends at the next comment, which the server sends every 10 s.
+The thread retries a broken connection, with one notice, for `SERVERLESS_GPU_PATIENCE` seconds. The thread passes a
+refusal by the server to the reader. If the token expires after the server accepted the run, the thread waits for a new
+token (`RemoteServer.wait_for_token`). A proxy may interrupt the stream repeatedly, because each new stream makes
+progress. If the caller drops the handle, the thread ends at the next comment, which the server sends every 10 s.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ E = TypeVar("E", bound=ServerProblem)
 
 
 class StreamCursor:
-    """The position in a stream. It sets the start of the next request and drops repeats."""
+    """The position in a stream, which sets the start of the next request and drops repeats."""
 
     def __init__(self) -> None:
         self.after = 0
@@ -154,7 +154,7 @@ class EventStream:
             poll.poll(None if left_s is None else left_s * 1000)
 
     def close(self) -> None:
-        """Stop reading. This method is safe at any time, also in a garbage collection."""
+        """Stop reading. This method is safe at any time, also during garbage collection."""
         with self._turn:
             if self._closed.is_set():
                 return
@@ -241,7 +241,8 @@ class EventStream:
             if (now_ns - away_ns) / 1e9 + pause_s > self._server.patience_s:
                 raise ServerUnavailable(
                     f"the server has not answered for {self._server.patience_s:.0f} s: {problem}",
-                    hint=f"the run goes on: attach with serverless_gpu.attach({self._run_id!r}) when the server "
+                    hint=f"the run continues: attach with serverless_gpu.attach({self._run_id!r}) when the server "
+                    ""
                     "answers again",
                 )
             if not told and now_ns - away_ns >= _TOLD_AFTER_S * 1e9:
@@ -254,7 +255,8 @@ class EventStream:
         """Return a refusal with the state of the run if the server had accepted the run."""
         if self._request is None and isinstance(error, NotAuthenticated | NotAllowed):
             still = (
-                f"run {self._run_id} goes on: stop it with `sgpu cancel {self._run_id}` and a token that has "
+                f"run {self._run_id} continues; to stop it, use `sgpu cancel {self._run_id}` with a token that "
+                "has "
                 "the permission"
             )
             return type(error)(error.message, hint="; ".join(filter(None, (error.hint, still))))

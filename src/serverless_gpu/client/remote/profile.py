@@ -62,7 +62,7 @@ def find_profile(home: Path, environ: Mapping[str, str]) -> ServerProfile:
     if url:
         if not token:
             raise ServerNotConfigured(
-                f"{SERVER} is set, and {TOKEN} is not", hint="set it to a token of the server: `sgpu token`"
+                f"{SERVER} is set, and {TOKEN} is not", hint=f"set {TOKEN} to a token of the server: `sgpu token`"
             )
         profile = ServerProfile(url=url, token=token)
     else:
@@ -81,9 +81,9 @@ def is_configured(home: Path, environ: Mapping[str, str]) -> bool:
 def reread(home: Path, known: ServerProfile, environ: Mapping[str, str]) -> ServerProfile:
     """Return the current address and token of a known server, or `known` if nothing has changed.
 
-    Both may change at once, for example after a restart on another port with new tokens. Both come from the same place,
-    so that the client sends a token only to the address stored with it. A different server or principal is ignored,
-    because the caller waits for this server as this principal.
+    Address and token may change together, for example after a restart on another port with new tokens. The client reads
+    both from the same source, so that it sends a token only to the matching address. The client ignores a different
+    server or principal, because the caller waits for this server as this principal.
     """
     try:
         there = find_profile(home, environ)
@@ -185,7 +185,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def remove_profile(home: Path) -> ServerProfile | None:
-    """Delete the stored server and return it, or return None without one."""
+    """Delete the stored server and return it. Return None if no server is stored."""
     path = home / FILE
     if not path.exists():
         return None

@@ -3,20 +3,20 @@
     EventStream ──StateMessage, LogMessage, Ended …──▶ RemoteRun ──Snapshot, Output, Stopped …──▶ Run
                                                          └─ copies of the run's files, fetched on demand
 
-A run may have several attempts in sequence. The files are those of the last attempt. For a run on several nodes, the
-server may send the ending twice: first the known part, then the complete ending. If a node never comes back, the server
-itself sets the ending.
+A run may have several attempts in sequence. The copied files belong to the last attempt. For a run on several nodes,
+the server may send the ending twice: first the known part, then the complete ending. If a node does not reconnect, the
+server sets the ending of the run.
 
-`attach` finds a run by its id from any machine that has a token for the run. It loads only the caller's own results,
-because loading runs code. Another principal's results need `allow_pickle_from="bob"`.
+`attach` finds a run by its id from any machine that has a token for the run. `attach` loads only the caller's own
+results, because loading a result runs code. Results of another principal require `allow_pickle_from="bob"`.
 
-The copies on the caller's disk have the layout of a run directory. Local and remote outcomes are therefore read in the
-same way:
+The copies on the caller's disk have the layout of a run directory. The client therefore reads local and remote outcomes
+in the same way:
 
     $SERVERLESS_GPU_HOME/remote/<run>/<fence>/    spec.json · stopped.json · receipt.json · results/ · failures/
 
 The client fetches small files at the run's end, and large files in pieces at their first use. It writes each file
-atomically. The client never writes names outside a run's files.
+atomically. The client writes only files whose names belong to a run.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ class RemoteRun(RunSource):
             code=NotFound.code,
             message=f"the server at {self._server.profile.url} accepted run {self.run_id} but no longer has it: "
             "its database was restored or rolled back, or you have lost access to the run",
-            hint="it is unknown whether the run took place: check for its output, and submit it again without any",
+            hint="it is unknown whether the run started: check for its output, and submit the run again if no "
+            "output exists",
         )
 
     def _look(self) -> bool:
@@ -184,7 +185,7 @@ class RemoteRun(RunSource):
         if self._stopped is None:
             raise ServerProblem(
                 f"the server ended the stream of run {self.run_id} before the run had ended",
-                hint=f"call serverless_gpu.attach({self.run_id!r}) to ask the server again",
+                hint=f"call serverless_gpu.attach({self.run_id!r}) to query the server again",
             )
         return self._stopped
 
@@ -287,18 +288,18 @@ class RemoteRun(RunSource):
             self._pending.append(protocol.Tracked(run_id="", url=url))
 
     def _tell(self, state: State, sentence: str) -> None:
-        """Queue the state and its message. The display prints messages for a waiting user and shows others."""
-        if (state, sentence) == self._told:  # A repeat comes from a state request or a new connection.
+        """Queue the state and its message. The display prints only messages that a waiting user needs."""
+        if (state, sentence) == self._told:  # A state request or a new connection may repeat the message.
             return
         if state is not self._told[0] or not sentence:
-            # The next message has the reason for the wait and its start.
+            # The next message contains the reason and the start of the wait.
             waiting = sentence if state is not State.QUEUED else ""
             self._pending.append(
                 protocol.AttemptSnapshot(run_id=self.run_id, fence=self._fence, state=state, pid=0, waiting=waiting)
             )
         if sentence:
             queued_ns = self._queued_ns if state is State.QUEUED else None
-            # Messages that matter to a waiting caller are printed. Other messages are only shown.
+            # The display prints messages that matter to a waiting caller. The display shows other messages as progress.
             passing = state not in _SAID_IN and not sentence.startswith(NOT_SENT)
             self._pending.append(protocol.WaitingNote(sentence=sentence, passing=passing, queued_ns=queued_ns))
         self._told = (state, sentence)
@@ -349,7 +350,7 @@ class RemoteRun(RunSource):
 
 
 def _sentence(said: RunView | StateMessage, run_id: str) -> str:
-    """Return a run's message. The message of a wait is composed here, in local time."""
+    """Return a run's message. The client composes the message of a wait in local time."""
     wait = None if said.waiting is None else wait_of(said.waiting, run_id)
     return said.sentence if wait is None else wait_messages.sentence(wait, format_soon)
 
@@ -366,7 +367,7 @@ def _stopped_message(message: EndedMessage) -> protocol.Stopped:
 
 
 def attach(home: Home, run_id: str, trusted: Collection[str]) -> Run[object] | None:
-    """Return a server's run, or None without a server. Results of `trusted` principals load, too."""
+    """Return a server's run, or None without a server. Results of `trusted` principals may be loaded, too."""
     if not is_configured(home.root, os.environ):
         return None
     server = server_of(home.root, os.environ)

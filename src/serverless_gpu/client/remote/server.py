@@ -1,9 +1,9 @@
 """The client's interface to a server: routes as methods, and one connection pool per process.
 
 A call waits for an unreachable server for ten minutes, or the seconds in `SERVERLESS_GPU_PATIENCE`, with one notice.
-Streams have their own connections (`event_stream.py`), because they may be many and long. Closing one stream must not
-affect the others. If a token expires during a wait, the client waits for another token (`wait_for_token`). A new
-request with an expired token fails at once.
+Streams have their own connections (`event_stream.py`), because a process may have many long streams. Closing one stream
+must not affect the others. If a token expires during a wait, the client waits for another token (`wait_for_token`). A
+new request with an expired token fails at once.
 
 A forked child opens its own connections. If the server does not answer or refuses the token, the client reads the
 address and the token again. The server may have restarted on another port or with other tokens.
@@ -107,13 +107,13 @@ class RemoteServer:
                 other = f"store a new token with `sgpu login {self.profile.url}` in a terminal"
                 if self._environ.get(TOKEN):
                     other = f"set {TOKEN} of this process to a new token"
-                say(f"{ended.message}: {other}; the client waits for the new token, and the run goes on")
+                say(f"{ended.message}: {other}; the client waits for the new token, and the run continues")
             if closed.wait(min(_TOKEN_LOOK_S, self.patience_s)):
                 return False
         return True
 
     def with_valid_token(self, ask: Callable[[], T]) -> T:
-        """Return the server's answer. Wait for a new token if the current one expires."""
+        """Return the server's answer. Wait for a new token if the current token expires."""
         while True:
             used = self.profile.token
             try:
@@ -126,7 +126,7 @@ class RemoteServer:
         return Connection(self.profile.url, self.profile.token, ca=self.profile.ca)
 
     def store(self) -> StoreLocation:
-        """Return the location of environments for runs of this server."""
+        """Return the server's store of captured environments."""
         return StoreLocation(f"sgpu+{self.profile.url.rstrip('/')}", self.profile.token, self.profile.ca)
 
     def version(self, *, patiently: bool = True) -> Version:

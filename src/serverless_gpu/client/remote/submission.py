@@ -4,18 +4,18 @@
                                                                               its answer is the stream ┘
 
 This module is the counterpart of `launch.py`. The client writes the run's identifier to disk before it sends the
-request, and a repeated request has the same identifier. A lost answer therefore has no effect. A refusal leaves no
-files. An unanswered request may have become a run, so the client keeps its identifier and prints it. Ctrl-C during the
-request cancels the run that the request may have started. If the environment changes during the check, the client
-checks it again.
+request, and a repeated request has the same identifier. A lost answer therefore has no effect. If the server refuses
+the run, the client leaves no files. An unanswered request may have started a run, so the client stores and prints its
+identifier. Ctrl-C during the request cancels the run that the request may have started. If the environment changes
+during the check, the client checks it again.
 
 The client uploads a large payload in parts that are named by their content, so that a broken upload resumes:
 
     call.pkl ──▶ parts of 16 MiB, BLAKE3 each ──▶ ask for missing parts ──▶ send these ──▶ BlobReference
 
-The client retries each part for the seconds of `SERVERLESS_GPU_PATIENCE`. It sends a damaged part once more.
+The client retries each part for `SERVERLESS_GPU_PATIENCE` seconds. The client sends a damaged part once more.
 
-The pool and the usage policy come from the code, or from variables at the time of the call:
+The pool and the usage policy come from the code, or from environment variables at the time of the call:
 
     pool=  >  policy= (the server knows its pool)  >  SGPU_POOL  >  DATABRICKS_REMOTE_GPU_POOL_ID
                                                                  >  DATABRICKS_USE_RESERVED_GPU_POOL=true: the only one
@@ -150,7 +150,7 @@ def is_of_this_machine(home: Home, spec: RunSpec) -> bool:
 
 
 def environment_of(spec: RunSpec, server: RemoteServer) -> Environment:
-    """Return the ranks' environment: live only if the server is `sgpu up` of this machine alone.
+    """Return "live" only for a server that `sgpu up` started for this machine alone, else "snapshot".
 
     If other machines can join the server, a live environment would exclude the run from most of the pool.
     """
@@ -164,7 +164,7 @@ def _is_beside(server: RemoteServer) -> bool:
 
 
 def _snapshot(home: Home, server: RemoteServer, spec: RunSpec, root: Path) -> str:
-    """Return the address of this environment on the server, equal to the local files."""
+    """Return the address of the snapshot on the server that matches the local files."""
     recognition = snapshot_environment.recognise(home, server.store())
     display = snapshot_environment.capture_display(quiet=spec.quiet, logs=root)
     try:
@@ -183,7 +183,7 @@ def _request(server: RemoteServer, root: Path, run_id: str, spec: RunSpec, snaps
     context = msgspec.structs.replace(context, environ=travelling)
     path, call = root / "call.pkl", None
     if not isinstance(spec.payload, Function):
-        pass  # A program is sent as its arguments.
+        pass  # For a program, the spec contains the arguments.
     elif path.stat().st_size <= INLINE_BYTES_MAX:
         call = path.read_bytes()
     else:
@@ -218,7 +218,7 @@ def _submit(server: RemoteServer, request: RunRequest, root: Path, *, watch: boo
         if _stop_submitted(server, request.id):
             shutil.rmtree(root, ignore_errors=True)
         else:
-            TerminalDisplay(quiet=False).say(f"{_UNKNOWN.format(request.id)}; end it with `sgpu cancel {request.id}`")
+            TerminalDisplay(quiet=False).say(f"{_UNKNOWN.format(request.id)}; stop it with `sgpu cancel {request.id}`")
         raise
     except ServerlessGpuError as error:
         if not isinstance(error, ServerUnavailable) and type(error) is not ServerProblem:
@@ -254,7 +254,7 @@ def _stop_submitted(server: RemoteServer, run_id: str) -> bool:
             server.stop(run_id, StopReason.CANCEL, patiently=False)
         except AlreadyFinished:
             return True
-        except NotFound:  # The request has not arrived, or not yet.
+        except NotFound:  # The server does not know the run, but the request may still arrive.
             if clock.boottime_ns() > until_ns:
                 return True
             pause.wait(_STOP_PAUSE_S)
@@ -311,7 +311,7 @@ class PoolChoice(NamedTuple):
     policy: str | None = None  # Policy from `SGPU_POLICY` if the code sets none, or None.
 
     def applied(self, spec: RunSpec) -> RunSpec:
-        """Return a run spec with the choice."""
+        """Return the run spec with this pool and this policy."""
         return msgspec.structs.replace(spec, pool=self.pool, policy=spec.policy or self.policy)
 
     def told(self, error: InvalidValue) -> InvalidValue:
@@ -353,11 +353,11 @@ def _only_reserved(pools: Iterable[PoolView]) -> str:
         return names[0]
     if not names:
         raise InvalidValue(
-            f"{USE_RESERVED} asks for a reserved pool, but the server has none",
+            f"{USE_RESERVED} requests a reserved pool, but the server has none",
             hint="unset it to use on-demand devices, or ask an operator to create a pool with `sgpu pool set NAME "
             "--reserved`",
         )
     raise InvalidValue(
-        f"{USE_RESERVED} asks for a reserved pool, but the server has {len(names)}: {', '.join(names[:20])}",
+        f"{USE_RESERVED} requests a reserved pool, but the server has {len(names)}: {', '.join(names[:20])}",
         hint=f"choose one with pool= or {POOL_ID}",
     )

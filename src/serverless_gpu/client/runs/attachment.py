@@ -1,11 +1,10 @@
 """Attaches to a run by its id.
 
-A running local run is found through its supervisor's socket, an ended one through its directory, and any other run
-through the server.
+The client finds a running local run through the socket of its supervisor, and an ended local run through its directory.
+The client finds any other run through the server.
 
-Each failure case raises an error. The run may still wait in the agent's queue, without a supervisor. Its supervisor may
-be unreachable because this process uses another /tmp or another SERVERLESS_GPU_SOCKETS. Its directory may have been
-deleted.
+Each failure case raises an error. A queued run has no supervisor yet. A supervisor is unreachable if this process uses
+another /tmp or another SERVERLESS_GPU_SOCKETS. The directory of an old run may have been deleted.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from serverless_gpu.node.base.lock_files import is_held
 from serverless_gpu.node.inside.channel import Channel
 
 SNAPSHOT_S = 2.0
-_APPEAR_S = 2.0  # Time for a newly launched run to get its supervisor.
+_APPEAR_S = 2.0  # Seconds for a newly launched run to get its supervisor.
 _LOOK_S = 0.01
 
 
@@ -54,7 +53,7 @@ def attach(run_id: str, allow_pickle_from: str | Collection[str] = ()) -> Run[ob
     if not all(isinstance(name, str) for name in trusted):
         raise InvalidOption(f"allow_pickle_from takes names of principals, not {allow_pickle_from!r}")
     home = find_home(os.environ)
-    # The identifier becomes part of a path, so only a valid identifier is looked up.
+    # The identifier becomes part of a path, so `attach` looks up only valid identifiers.
     is_identifier = run_id.isascii() and run_id.isalnum()
     record = read_run(home.runs, run_id) if is_identifier else None
     elsewhere = ""
@@ -88,7 +87,7 @@ def _attach_here(home: Home, record: RunRecord) -> Run[object]:
         if not run._hear(SNAPSHOT_S) and record.live:
             run._state = State(record.state)  # The supervisor is busy, so the state comes from the run's files.
         if run._refused is not None:
-            raise AgentUnavailable(f"{run._refused.message}; the run goes on", hint=run._refused.hint)
+            raise AgentUnavailable(f"{run._refused.message}; the run continues", hint=run._refused.hint)
     return run
 
 
@@ -115,6 +114,6 @@ def _refuse_unreachable(home: Home, run_id: str, directory: Path) -> None:
         message = f"run {run_id} is still queued behind {len(status.attempts)} other runs of this home"
         raise AgentUnavailable(message, hint="attach after it has started; `sgpu status` shows the queue")
     if is_held(directory / "supervisor.lock"):
-        message = f"run {run_id} goes on, but this process cannot reach its supervisor"
+        message = f"run {run_id} continues, but this process cannot reach its supervisor"
         hint = f"use the same SERVERLESS_GPU_SOCKETS and /tmp as the run; its outcome will be in {directory}"
         raise AgentUnavailable(message, hint=hint)

@@ -4,8 +4,8 @@
                        │ one daemon thread per process, which ends after the last run
                        └──▶ Future.set_result(run.results()) or set_exception(...)
 
-A forked child inherits the futures but not the thread, so its code must ask the run handles. If another thread reads
-the messages of a run, the waiter checks the run every second.
+A forked child inherits the futures but not the thread, so code in the child must use the run handles. If another thread
+reads the messages of a run, the waiter checks the run every second.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def future_of(run: Run[R]) -> Future[list[R]]:
 
 
 async def results_of(run: Run[R]) -> list[R]:
-    """Return a run's results without blocking the event loop. A cancelled task leaves the run alone."""
+    """Return a run's results without blocking the event loop. A cancelled task does not stop the run."""
     try:
         return await asyncio.wrap_future(run.future())
     except asyncio.CancelledError:

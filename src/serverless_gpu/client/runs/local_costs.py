@@ -4,7 +4,7 @@
                           receipt.json: used if facts or the price are missing (an earlier version, a full disk)
 
 A running attempt counts up to now, because its supervisor would have recorded the release of its devices. An unreadable
-file counts as absent. The use of a killed supervisor ends with its last fact.
+file counts as absent. If the supervisor was killed, the use ends with its last fact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MS_NS = 1_000_000
 
 
 def cost_here(run: Path, clock: Clock) -> Cost:
-    """Return a run's use and cost so far, from its directory."""
+    """Return a run's use and cost so far from the run directory."""
     directories = attempt_directories(run)
     used = [attempt_used(directory, clock) for directory in directories]
     is_over = bool(used) and used[-1].is_final
@@ -36,7 +36,7 @@ def cost_here(run: Path, clock: Clock) -> Cost:
 
 
 def attempt_used(directory: Path, clock: Clock) -> AttemptUse:
-    """Return an attempt's use, from its directory."""
+    """Return an attempt's device use from the attempt's directory."""
     receipt, live = read_receipt(directory), is_live(directory)
     gpu_type, tariff = read_price(directory)
     facts = first_facts(directory)
@@ -54,7 +54,7 @@ def attempt_used(directory: Path, clock: Clock) -> AttemptUse:
         currency=(tariff or UNPRICED).currency,
         gpu_type=gpu_type,
         queued_ms=_waited_ms(directory, facts, receipt),
-        is_final=receipt is not None or not live,  # The receipt is the last file, after which its supervisor exits.
+        is_final=receipt is not None or not live,  # The supervisor writes the receipt as its last file and then exits.
     )
 
 

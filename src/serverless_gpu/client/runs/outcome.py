@@ -1,11 +1,11 @@
 """Turns the ending of a run into its results or into one exception that explains the ending.
 
-This module reads a run directory. Only the calling process, or an attached process of the same user, unpickles its
-files.
+This module reads a run directory. Only the calling process, or an attached process of the same user, unpickles the
+files of a run.
 
-An `Exception` of user code is raised with its own type, and the remote traceback is its cause. An exception that would
-end the caller's process (`SystemExit`, `KeyboardInterrupt`, cancellation) becomes an error of this package. The same
-applies to a class that this process cannot load.
+The caller gets an `Exception` of user code with its own type and the remote traceback as its cause. An exception that
+would end the caller's process (`SystemExit`, `KeyboardInterrupt`, cancellation) becomes an error of this package. An
+exception whose class this process cannot load also becomes an error of this package.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def carries_tail(stopped: Stopped) -> bool:
 
 
 def untold_tails(stopped: Stopped, *, with_tail: bool = True) -> dict[int, str]:
-    """Return the last output by rank. `with_tail` omits the rank whose exception carries the output."""
+    """Return the last output by rank. `with_tail` omits the rank whose exception contains the output."""
     told = stopped.cause.rank if with_tail and stopped.cause is not None and carries_tail(stopped) else None
     return {rank: tail for rank, tail in stopped.tails.items() if rank != told}
 
@@ -189,7 +189,7 @@ def ending_text(stopped: Stopped, directory: Path, run_id: str, spec: RunSpec | 
 
 
 def _failed_origin(stopped: Stopped, origin: Origin) -> Origin:
-    """Return the origin of the files. For a run on several nodes, it names the failed node."""
+    """Return the origin of the files. For a run on several nodes, the origin names the failed node."""
     node = _node(stopped)
     return origin._replace(node=node) if node else origin
 
@@ -315,7 +315,7 @@ def _explain_hang(error: CollectiveHang, hang: Hang, directory: Path) -> None:
 
 
 def _explain_loss(error: RunError, record: dict[str, object]) -> None:
-    """Add the lost part of a Ray cluster, and the exception of user code with its position."""
+    """Add notes: the lost part of a Ray cluster, and the exception of user code with its traceback."""
     notes = record.get("notes")
     lost = [] if isinstance(error, EngineHeadLost) else [record.get("message")]
     for text in (*lost, *(notes if isinstance(notes, list) else []), record.get("traceback")):
@@ -371,7 +371,7 @@ def _hint_elsewhere(reason: Reason, run_id: str, origin: Origin, rank: int | Non
 
 
 def _limit(reason: Reason, spec: RunSpec) -> str:
-    """Return the limit that a run has reached, with its owner if not the user, or ""."""
+    """Return the limit that a run has reached, with the principal who set the limit, or ""."""
     by = spec.limited_by
     idle_s = idleness.limit_s(spec)
     if reason is Reason.IDLE and idle_s:
@@ -395,7 +395,7 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, spec: RunSpec 
     if limit:
         return f"{meaning}{limit}"
     if stopped.state not in (State.FAILED, State.LOST):
-        # Messages of ranks after the stop do not explain the stop. A message of the server does.
+        # A message of the server explains the stop. Messages that ranks sent after the stop do not.
         is_why = stopped.cause is not None and stopped.cause.rank is None and detail.startswith(meaning)
         return detail if is_why else meaning
     if stopped.reason is Reason.COLLECTIVE_HANG and detail:
@@ -428,7 +428,7 @@ def _message(stopped: Stopped, rank: int | None, directory: Path, spec: RunSpec 
 
 
 def _result_message(reason: Reason, who: str, detail: str, record: dict[str, object]) -> str:
-    """Return the message for a value that was not returned. A full disk may have lost its record."""
+    """Return the message for a lost result. A full disk may have lost the record of the cause."""
     finished = f"{who} finished, but its result"
     if reason is Reason.RESULT_STORAGE:
         return f"{finished} could not be written: {detail}"
@@ -496,15 +496,15 @@ def without_own_frames(error: BaseException) -> BaseException:
 class NotebookTraceback:
     """Renders an error for IPython with the caller's frames and the remote traceback.
 
-    Frames of this package are left out. IPython omits frames with `__tracebackhide__`, but always shows the last frame,
-    which raised.
+    The traceback omits frames of this package. IPython omits frames with `__tracebackhide__`, but always shows the last
+    frame, which raised.
     """
 
     def __init__(self, error: BaseException | None = None) -> None:
         self._error = error
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Allows the error to be pickled. Another process shows it with the default renderer.
+        # Another process shows the unpickled error with the default renderer.
         return (NotebookTraceback, ())
 
     def __call__(self) -> list[str]:
@@ -562,7 +562,7 @@ def rebuild_exception(
     else:
         error = _load(description, pickled_path, rank, run_id)
     text = _printable(str(description.get("traceback") or ""))
-    # An exception class may refuse assignment, as frozen dataclasses do. `object.__setattr__` bypasses this.
+    # An exception class may refuse assignment, as frozen dataclasses do. `object.__setattr__` bypasses the refusal.
     object.__setattr__(error, "__cause__", RemoteTraceback(text))
     add_note(error, _printable(f"rank {rank} on host {host}, run {run_id}; log: {log_path}"))
     if (description.get("module"), description.get("type")) == _DEBUGGER_LEFT:

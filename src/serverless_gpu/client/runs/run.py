@@ -1,11 +1,11 @@
 """The handle of one run: wait, results, cancel, receipt, logs.
 
-Each call on a handle advances the handle in the caller's thread. The handle gets messages and files from a `RunSource`:
-a supervisor of this machine, or a server. Both keep their messages until the handle reads them. An unused handle
-therefore uses no CPU time and loses only live output, which is also in the logs.
+Each method of a handle processes new messages in the caller's thread. The handle gets messages and files from a
+`RunSource`: a supervisor of this machine, or a server. The source stores messages until the handle reads them. An
+unused handle therefore uses no CPU time and loses only live output, which is also in the logs.
 
 If the stored environment of a run is damaged, the run has not started. The client then captures the environment again
-and launches a new run. From that moment the handle refers to the new run.
+and launches a new run. The handle then refers to the new run.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ own_sessions: set[str] = set()
 """Identifiers of the sessions that are open in this process."""
 R = TypeVar("R")
 _FUTURES = "serverless_gpu.client.runs.futures"  # Loaded at first use, because a call does not need this module.
-# Behind a damaged snapshot there may be damaged units, and behind damaged units there may be damaged packs.
+# The repair of a damaged snapshot may reveal damaged units. The repair of the units may reveal damaged packs.
 _RELAUNCHES = 3
 _STARTED = "serverless_gpu.client.runs.started_runs"
 _RECEIPT_AFTER_FAILURE_S = 0.05
 Relaunch = Callable[[], RunSource | None]
-"""Captures the environment again and launches a new run. Returns None if that does not help."""
+"""Captures the environment again and launches a new run. Returns None if a new capture does not help."""
 
 
 def with_session_advice(sentence: str) -> str:
-    """Return the reason for a wait, with advice for a caller that blocks itself."""
+    """Return the reason for a wait, with advice if a session of this process causes the wait."""
     if any(f"session {session} " in sentence for session in own_sessions):
         return f"{sentence}; that session is open in this process: call session.distributed(...), or close it"
     return sentence
@@ -90,9 +90,10 @@ class Run(Generic[R]):
         self._left = False
 
     def _keep(self, source: RunSource) -> None:
-        """Attach to a source. A garbage-collected handle closes the source and leaves the run alone."""
+        """Attach to a source. A garbage-collected handle closes the source and does not stop the run."""
         self._source = source
-        # `__del__` is not used: in a reference cycle, such as a traceback creates, the socket could be finalized first.
+        # This class does not use `__del__`. In a reference cycle, such as a traceback creates, Python could finalize
+        # the socket first.
         weakref.finalize(self, source.close)
 
     @property
@@ -156,7 +157,7 @@ class Run(Generic[R]):
             timeout: maximum number of seconds to wait, or None.
 
         Raises:
-            TimeoutError: the run did not end in time. It continues.
+            TimeoutError: the run did not end in time and continues.
             RunError: the run did not succeed.
             Exception: the exception that user code raised, with its own type.
         """
@@ -177,7 +178,7 @@ class Run(Generic[R]):
             timeout: maximum number of seconds to wait, or None.
 
         Raises:
-            TimeoutError: the run did not end in time. It continues.
+            TimeoutError: the run did not end in time and continues.
         """
         self._refuse_session()
         if not self.wait(timeout):
@@ -198,7 +199,7 @@ class Run(Generic[R]):
     def __await__(self) -> Generator[object, None, list[R]]:
         """Wait in an event loop, and return or raise like `results`.
 
-        A cancelled task leaves the run alone.
+        A cancelled task does not stop the run.
         """
         self._refuse_session()
         waiting: Generator[object, None, list[R]] = load(_FUTURES).results_of(self).__await__()
@@ -234,21 +235,21 @@ class Run(Generic[R]):
             raise InvalidValue(message, hint="get results from the runs of the session; `sgpu runs` lists them")
 
     def fileno(self) -> int:
-        """Return a descriptor for `select` and `asyncio` that is readable when the run has news, or -1."""
+        """Return a descriptor for `select` and `asyncio`, readable when the run has new messages, or -1."""
         return self._source.fileno()
 
     def cancel(self) -> None:
-        """Request the end of the run. This does nothing after the end.
+        """Request the cancellation of the run. A call after the end of the run does nothing.
 
         Raises:
             ServerUnavailable: the server does not answer, so the run continues.
         """
-        # Without the lock, because another thread may hold it while that thread waits for the run.
+        # `cancel` does not acquire the lock, because a thread that waits for the run may hold the lock.
         if self._stopped is None:
             self._source.stop(StopReason.CANCEL)
 
     def preempt(self) -> None:
-        """Request preemption of the run, as a server does. The ranks get the reason and may save.
+        """Request preemption of the run, as a server does. The ranks get the reason and can save checkpoints.
 
         A run of a server with ``resume=True`` continues as a new attempt. Any other run ends with the reason
         ``preempted``.
@@ -260,7 +261,7 @@ class Run(Generic[R]):
             self._source.stop(StopReason.PREEMPT)
 
     def receipt(self, timeout: float | None = None) -> Receipt:
-        """Return the receipt of the run after its GPUs were verified and handed back.
+        """Wait until the run's GPUs are verified and released, and return the run's receipt.
 
         Raises:
             TimeoutError: the receipt did not exist in time.
@@ -276,12 +277,12 @@ class Run(Generic[R]):
         return self._receipt
 
     def receipts(self, timeout: float | None = None) -> dict[str, Receipt]:
-        """Return the receipt of each node by its name. `receipt` returns their sum and raises the same errors."""
+        """Return the receipt of each node by node name. `receipt` returns the sum and raises the same errors."""
         self.receipt(timeout)
         return self._source.receipts()
 
     def cost(self) -> Cost:
-        """Return the use and cost of all attempts so far. `print` shows them as a sentence.
+        """Return the use and cost of all attempts so far. `print` shows the cost as a sentence.
 
         Raises:
             ServerProblem: the run's server does not answer, or its version is too old.
@@ -289,13 +290,13 @@ class Run(Generic[R]):
         return self._source.cost()
 
     def tracked(self) -> TrackedRun | None:
-        """Return the MLflow run of this run, or None. It may appear shortly after the first line of user code."""
+        """Return the MLflow run of this run, or None. The MLflow run may appear only after user code starts."""
         self.status()
         link = self._receipt.tracked if self._receipt is not None else ""
         return self._tracked or from_directory(self.directory) or from_link(link)
 
     def logs(self, rank: int = 0, stream: str = "stdout") -> str:
-        """Return the output of a rank so far. At most 1 GiB is kept.
+        """Return the output of a rank so far. The log stores at most 1 GiB.
 
         Args:
             rank: global rank.
@@ -338,8 +339,8 @@ class Run(Generic[R]):
         """Show the run until its end. Return the error that ended the run, or None if the results exist.
 
         Args:
-            only_looks: True if the caller only views the run. Ctrl-C then leaves the run alone, whatever its options
-                say.
+            only_looks: True if the caller only views the run. Ctrl-C then does not stop the run, regardless of its
+                options.
             raises: True if the caller raises the returned error, which shows its notes. Otherwise this method prints
                 the last output of the failed rank if it was not shown live.
 
@@ -384,14 +385,14 @@ class Run(Generic[R]):
         if self._spec.on_interrupt == "detach":
             display.state(self._state.value, "this client detached")
             display.finish()
-            display.say(f"run {self.id} goes on; find it again with serverless_gpu.attach({self.id!r})")
+            display.say(f"run {self.id} continues; find it again with serverless_gpu.attach({self.id!r})")
             return
         started_ns = SystemClock().boottime_ns()
         try:
             display.finish()
             display.say(
                 f"cancelling; {second_interrupt_text()} to leave at once"
-            )  # Printed first, because the stop request may wait for an absent server.
+            )  # Printed first, because the stop request may wait for an unreachable server.
             self.cancel()
             self._hear_until(lambda: self._receipt is not None or not self._source.is_open, None)
         except KeyboardInterrupt:
@@ -401,7 +402,7 @@ class Run(Generic[R]):
                 self._source.stop(StopReason.CANCEL, patiently=False)  # The first stop request may not have been sent.
             except ServerProblem:
                 display.say(
-                    f"stopped waiting; the server does not answer, and run {self.id} goes on: cancel it "
+                    f"stopped waiting; the server does not answer, and run {self.id} continues: cancel it "
                     f"with `sgpu cancel {self.id}`"
                 )
             else:
@@ -424,7 +425,7 @@ class Run(Generic[R]):
         return make_exception(stopped, self.directory, self.id, self._spec, self._source.origin, with_tail=with_tail)
 
     def _abandoned(self, *, interrupted: bool) -> bool:
-        """Return True if the caller stops waiting: after two Ctrl-C, or one (`interrupted`) that detaches."""
+        """Return True if the caller stops waiting: after a second Ctrl-C, or a first one that detaches."""
         return self._left or (interrupted and self._spec.on_interrupt == "detach")
 
     def _say_that_it_goes_on(self) -> None:
@@ -432,7 +433,7 @@ class Run(Generic[R]):
         self._note_end()
         while_session = " until its session ends" if self.session else ""
         TerminalDisplay(quiet=self._spec.quiet).say(
-            f"run {self.id} goes on{while_session}; stop it with cancel() of its handle or `sgpu cancel`"
+            f"run {self.id} continues{while_session}; stop it with cancel() of its handle or `sgpu cancel`"
         )
 
     def _ended(self, timeout: float | None) -> bool:
@@ -465,7 +466,7 @@ class Run(Generic[R]):
         return True
 
     def _hear(self, timeout_s: float | None) -> bool:
-        """Take one message if it arrives in time. Return True if a message arrived."""
+        """Process one message if it arrives in time. Return True if a message arrived."""
         if not self._source.is_open:
             return False
         try:
@@ -489,7 +490,7 @@ class Run(Generic[R]):
 
     def _take(self, message: protocol.AnyMessage | ConnectionNote) -> None:
         match message:
-            # This note is printed even without a display, because the caller waits.
+            # The client prints this note even without a display, because the caller waits.
             case ConnectionNote(sentence=sentence):
                 (self._display or TerminalDisplay(quiet=self._spec.quiet)).say(sentence)
             case protocol.AttemptSnapshot(state=state, waiting=waiting, tracked=tracked):
@@ -527,7 +528,8 @@ class Run(Generic[R]):
                 self._note_end()
             case protocol.Finished(receipt=receipt):
                 self._receipt = receipt
-                if self._stopped is None:  # Ctrl-C came between the receipt of the Stopped message and its processing.
+                # Ctrl-C arrived between the receipt of the Stopped message and its processing.
+                if self._stopped is None:
                     self._stopped = self._source.ending()
                     self._state = self._stopped.state
                     self._note_end()
@@ -540,7 +542,7 @@ class Run(Generic[R]):
                 pass
 
     def _note_started(self) -> None:
-        """Register the run, so that the exit of this process names it if it is still running."""
+        """Register the run. At exit, this process names registered runs that have not ended."""
         if not self._spec.quiet:
             is_remote = self._spec.remote
             self._started = load(_STARTED).note_started(self.id, self.directory, is_remote=is_remote)

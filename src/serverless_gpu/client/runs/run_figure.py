@@ -5,9 +5,9 @@
     more         two heat maps, a row for each device   ┘
 
 Only figure modules import Matplotlib, and callers load these modules by name. The modules use Matplotlib's objects and
-not `pyplot`, because the caller owns the state of `pyplot`. All colours are set here, so that a dark notebook or the
-caller's style has no effect. Without samples, the figure contains a message. Names with control characters or ``$`` are
-shown without math mode.
+not `pyplot`, because the caller owns the state of `pyplot`. The module sets all colours, so that a dark notebook or the
+caller's style has no effect. Without samples, the figure contains a message. The figure shows names without control
+characters and does not interpret ``$`` as math mode.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The list of runs of one `.map()` call, and an iterator over runs in the order of their ends."""
+"""The list of runs of one `.map()` call, and an iterator that yields runs in order of completion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serverless_gpu.errors import InvalidOption
 from serverless_gpu.model.spec import patience
 
 R = TypeVar("R")
-_LOOK_S = 1.0  # Poll interval, because another thread that waits for a run may have read its final message.
+_LOOK_S = 1.0  # Poll interval in seconds. Another thread that waits for a run may have read the run's final message.
 
 
 class RunList(list[Run[R]]):
@@ -40,7 +40,7 @@ class RunList(list[Run[R]]):
                 error in the order of the items. The other runs continue in both cases.
 
         Raises:
-            TimeoutError: a run did not end in time. It continues.
+            TimeoutError: a run did not end in time and continues.
             RunError: a run did not succeed.
             Exception: the exception that user code raised, with its own type.
         """
@@ -66,7 +66,7 @@ class RunList(list[Run[R]]):
             timeout: maximum number of seconds to wait for all runs, or None.
 
         Raises:
-            TimeoutError: some runs did not end in time. They continue.
+            TimeoutError: some runs did not end in time and continue.
         """
         return as_completed(self, timeout)
 
@@ -85,7 +85,7 @@ def as_completed(runs: Iterable[Run[R]], timeout: float | None = None) -> Iterat
 
     Raises:
         InvalidOption: an element of `runs` is not a run.
-        TimeoutError: some runs did not end in time. They continue.
+        TimeoutError: some runs did not end in time and continue.
         KeyboardInterrupt: the user pressed Ctrl-C. The runs continue.
     """
     given: Iterable[object] = runs
@@ -115,7 +115,7 @@ def _as_completed(pending: list[Run[R]], timeout: float | None) -> Iterator[Run[
                 _wait_for_any(pending, left_s)
             except KeyboardInterrupt:
                 TerminalDisplay(quiet=False).say(
-                    f"{len(pending)} of {total} runs go on; stop one with cancel() of its handle"
+                    f"{len(pending)} of {total} runs continue; to stop a run, call cancel() of its handle"
                 )
                 raise KeyboardInterrupt from None
 

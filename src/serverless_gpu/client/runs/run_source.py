@@ -52,8 +52,8 @@ class RunSource(abc.ABC):
 
     run_id: str
     directory: Path  # Directory of the last attempt's files or of their copies.
-    world_size: int | None  # 0 for a session, None while unknown.
-    origin: Origin = Origin()  # Machine of the files, and the owner if results are untrusted.
+    world_size: int | None  # Number of ranks: 0 for a session, None while unknown.
+    origin: Origin = Origin()  # Machine of the files, and the owner of the run if its results are untrusted.
 
     @property
     @abc.abstractmethod
@@ -79,7 +79,7 @@ class RunSource(abc.ABC):
 
     @abc.abstractmethod
     def stop(self, why: StopReason, *, patiently: bool = True) -> None:
-        """Request the run's stop, if it has not ended. `patiently` waits for an absent server."""
+        """Request the stop of a run that has not ended. `patiently` waits for an unreachable server."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -120,7 +120,7 @@ class RunSource(abc.ABC):
 
 
 class LocalRun(RunSource):
-    """A run of this machine. `channel` is None after its end.
+    """A run of this machine. `channel` is None after the end of the run.
 
     `again` sends the launch again if the agent dies before a supervisor accepts the run.
     """
@@ -152,7 +152,7 @@ class LocalRun(RunSource):
         return -1 if self.channel is None else self.channel.fileno()
 
     def receive(self, timeout_s: float | None) -> protocol.AnyMessage | None:
-        """Return the supervisor's next message, or None after its last. Send a lost launch again."""
+        """Return the supervisor's next message, or None after the last message. Send a lost launch again."""
         while self.channel is not None:
             self.channel.sock.settimeout(timeout_s)
             try:
@@ -185,14 +185,14 @@ class LocalRun(RunSource):
             self.channel = None
 
     def ending(self) -> protocol.Stopped:
-        """Return the ending from the run directory. Record the ending first if the supervisor died."""
+        """Return the ending from the run directory. If the supervisor died, record the ending first."""
         stopped = read_ending(self.directory)
         if stopped is None and self._settle():
             stopped = read_ending(self.directory)
         return stopped or supervisor_lost()
 
     def receipt(self) -> Receipt | None:
-        """Return the receipt from the run directory. Record it first if the supervisor died."""
+        """Return the receipt from the run directory. If the supervisor died, record the receipt first."""
         receipt = read_receipt(self.directory)
         if receipt is None and self._settle():
             receipt = read_receipt(self.directory)
@@ -227,7 +227,7 @@ class LocalRun(RunSource):
         ]
 
     def _settle(self) -> bool:
-        """Record the ending of a run whose supervisor died. Return False if none ran or one is running."""
+        """Record the ending of a run whose supervisor died. Return False if no supervisor died."""
         settled: bool = load(_LOSS).settle_here(self.directory, SystemClock(), seen_ns=self._lost_ns)
         return settled
 

@@ -1,8 +1,9 @@
 """Names the unfinished runs of this process on stderr when the process exits.
 
 A script that drops the handles of `.map()` and returns leaves runs behind that hold devices. `submit` and `map` record
-each run here, and the handle of a run records its end. At exit, the interpreter checks the state of the other runs. If
-the server does not answer within a second, the line says that these runs may continue. A forked child prints nothing.
+each run here, and the handle of a run records its end. At exit, this module checks the state of the remaining runs. If
+the server does not answer within a second, the printed line states that these runs may continue. A forked child prints
+nothing.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ def note_started(run_id: str, directory: Path, *, is_remote: bool) -> StartedRun
 
 
 def unfinished_text(run_ids: list[str], unknown: list[str]) -> str:
-    """Return the line for running runs and for runs in an unknown state, or "" without any."""
+    """Return the line for running runs and for runs in an unknown state, or "" without such runs."""
     if not run_ids and not unknown:
         return ""
     ids = run_ids + unknown
     named = ", ".join(ids[:_NAMED_MAX]) + (f" and {len(ids) - _NAMED_MAX} more" if len(ids) > _NAMED_MAX else "")
-    verb = "may go on" if unknown else "goes on" if len(ids) == 1 else "go on"
+    verb = "may continue" if unknown else "continues" if len(ids) == 1 else "continue"
     runs = "1 run" if len(ids) == 1 else f"{len(ids)} runs"
     return f"{runs} of this program {verb}: {named}; sgpu attach RUN shows one, sgpu cancel RUN stops it"
 

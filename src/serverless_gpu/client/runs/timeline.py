@@ -31,8 +31,8 @@ POINTS_MAX = 1_500
 COLUMNS_MAX = 600
 _GIB = 1 << 30
 _FIRST_S = 1.0  # Duration in seconds of the first sample, as in receipts.
-# A gap is a step of more than this multiple of the step before. Sample intervals grow with a run's age, at most twofold
-# at once.
+# A gap is a step longer than this multiple of the previous step. Sample intervals grow with a run's age, at most by a
+# factor of two per step.
 _HOLE = 4.0
 _GPU = re.compile(r"system/node_(\d+)/gpu_(\d+)_(utilization_percentage|memory_usage_megabytes)")
 _RANK = re.compile(r"system/node_(\d+)/rank_(\d+)_(cpu_utilization_percentage|memory_usage_megabytes)")
@@ -150,8 +150,8 @@ def unit_of(seconds: float) -> tuple[float, str]:
 
 
 def spread(places: Sequence[float], gap: float, end: float) -> list[float]:
-    """Return ordered positions at least a gap apart and none after the end. Groups keep their middle."""
-    groups: list[tuple[float, int]] = []  # Middle of each group and its number of members.
+    """Return ordered positions that are at least a gap apart and not after the end. Groups stay centred."""
+    groups: list[tuple[float, int]] = []  # The centre of each group and the number of its members.
     for place in places:
         middle, members = place, 1
         while groups and groups[-1][0] + gap * (groups[-1][1] + members) / 2 > middle:

@@ -1,4 +1,4 @@
-"""Probes this machine. Each probe has a time limit and returns facts, or the reason why it has none.
+"""Probes this machine. Each probe has a time limit and returns facts, or the reason why it failed.
 
     threads     home · runs · agent, cgroups · server · pool · tracking · kernel · limits · network  (a disk may hang)
     processes   NVML · mounts · installed packages · package imports              (these may crash or hang)
@@ -52,7 +52,7 @@ T = TypeVar("T")
 def gather(environ: Mapping[str, str], limit_s: float) -> MachineFacts:
     """Run all probes and return their facts.
 
-    `limit_s` limits each probe; `environ` has the caller's variables.
+    `limit_s` is the time limit of each probe in seconds. `environ` has the caller's environment variables.
     """
     looks: dict[str, Callable[[], object]] = {
         "imports": lambda: look_at_imports(limit_s),
@@ -69,7 +69,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> MachineFacts:
         "limits": look_at_limits,
         "network": look_at_network,
     }
-    # The threads get more time than the processes, which enforce their own limit and return better reasons.
+    # Threads get more time than probe processes, which enforce their own limit and return better reasons.
     seen = _told_once(side_by_side(looks, limit_s + 0.5))
 
     def area(name: str, kind: type[T]) -> T | UnknownFact:
@@ -104,7 +104,7 @@ def gather(environ: Mapping[str, str], limit_s: float) -> MachineFacts:
 
 
 def _told_once(seen: Mapping[str, object]) -> Mapping[str, object]:
-    """Replace repeated reasons. If there is no home, only the check of the home gives the reason."""
+    """Replace repeated reasons: without a home, only the check of the home gives the full reason."""
     home = seen["home"]
     if not isinstance(home, HomeFacts) or home.root or not home.problem:
         return seen

@@ -32,7 +32,7 @@ _GONE_S = 1.0
 def side_by_side(looks: Mapping[str, Callable[[], T]], limit_s: float) -> dict[str, T | UnknownFact]:
     """Return the result of each probe, or `UnknownFact` if it failed or timed out.
 
-    Each probe runs in its own daemon thread. The limit is for all of them together.
+    Each probe runs in its own daemon thread. One time limit applies to all probes together.
     """
     clock = SystemClock()
     deadline_ns = clock.boottime_ns() + int(limit_s * 1e9)
@@ -76,7 +76,7 @@ class ChildEnded(msgspec.Struct, frozen=True):
 
     @property
     def why(self) -> str:
-        """Return a description of the process's end."""
+        """Describe the end of the process for people."""
         if self.code is None:
             return "it took too long"
         if self.code < 0:
@@ -85,9 +85,9 @@ class ChildEnded(msgspec.Struct, frozen=True):
 
 
 def look(start: Callable[[int, int], subprocess.Popen[bytes]], limit_s: float) -> ChildEnded:
-    """Start a process, read its answer, and kill it at a time limit. Raise OSError if it cannot start.
+    """Start a process, read its answer, and kill it at the time limit. Raise OSError if the start fails.
 
-    `start` receives a descriptor for the answer and one for the log. It starts the process in a new session.
+    `start` receives two descriptors, for the answer and for the log. It must start the process in a new session.
     """
     deadline_ns = SystemClock().boottime_ns() + int(limit_s * 1e9)
     reading, sending = os.pipe()
@@ -121,12 +121,12 @@ def _read_until(fd: int, deadline_ns: int) -> tuple[bytes, bool]:
 
 
 def _end(process: subprocess.Popen[bytes], in_time: bool) -> int | None:
-    """Return the exit code. Kill a process that does not exit, and abandon it if it survives that."""
+    """Return a process's exit code. After the time limit, kill the process and return None."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         if in_time:
             return process.wait(_GONE_S)
     with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)  # The new session allows the probe to kill the children too.
+        os.killpg(process.pid, signal.SIGKILL)  # The process leads a session, so the signal also ends its children.
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_GONE_S)
     return None

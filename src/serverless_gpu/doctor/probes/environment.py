@@ -1,8 +1,8 @@
 """Probes the interpreter's packages and their imports, in separate processes.
 
 The programs (`packages.py`, `import_program.py`) use only the standard library. They get the caller's variables, but
-not the working directory on the module path. So they report a caller's file that has the name of a module, but never
-run it. They answer with Python literals, one per line, because that needs almost no imports.
+not the working directory on the module path. So the programs report a caller's file that has the name of a module,
+but never run that file. They print Python literals, one per line, because literals need almost no imports.
 """
 
 from __future__ import annotations
@@ -60,19 +60,22 @@ def _import_all(names: Sequence[str], limit_s: float) -> ImportFacts:
         left_s = (deadline_ns - clock.boottime_ns()) / 1e9
         if left_s < _WORTHWHILE_S:
             break
-        ended = _run("import_program.py", left, left_s, "/")  # The zygote imports in the same directory.
+        ended = _run("import_program.py", left, left_s, "/")  # The zygote also imports packages in the directory `/`.
         seen = read_imports(list(_records(ended)), ended)
         modules |= seen.modules
         facts = ImportFacts(torch=facts.torch or seen.torch, openmp=(*facts.openmp, *seen.openmp))
         if not seen.modules:
             modules |= {name: Imported(outcome="untried", error=ended.why, written=ended.written) for name in left}
         left = [name for name in left if name not in modules]
-    modules |= {name: Imported(outcome="untried", error=f"no time was left of {limit_s:g} s") for name in left}
+    modules |= {
+        name: Imported(outcome="untried", error=f"the time limit of {limit_s:g} s was reached before the import")
+        for name in left
+    }
     return msgspec.structs.replace(facts, modules={name: modules[name] for name in names})
 
 
 def read_imports(records: Sequence[tuple[object, ...]], ended: ChildEnded) -> ImportFacts:
-    """Return the reported outcomes. Derive the outcome of an unfinished import from the exit."""
+    """Return the reported outcomes. Derive the outcome of an unfinished import from the exit of its process."""
     modules: dict[str, Imported] = {}
     begun = ""
     torch: TorchFacts | None = None
@@ -116,7 +119,7 @@ def _records(ended: ChildEnded) -> Iterator[tuple[object, ...]]:
     for line in ended.answer.decode("ascii", "replace").splitlines():
         try:
             record = ast.literal_eval(line)
-        except (ValueError, SyntaxError):  # The end of the process cut off this line.
+        except (ValueError, SyntaxError):  # The process ended before it had written the whole line.
             continue
         if isinstance(record, tuple):
             yield record

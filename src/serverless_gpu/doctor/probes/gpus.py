@@ -34,7 +34,9 @@ _PCI = Path("/sys/bus/pci/devices")
 
 
 def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | UnknownFact:
-    """Return the NVIDIA GPUs and their holders, according to NVML and the kernel. `limit_s` limits NVML."""
+    """Return the NVIDIA GPUs and their holders, according to NVML and the kernel. `limit_s` is the time limit for
+    NVML.
+    """
     home = ""
     with contextlib.suppress(StorageError):
         home = str(find_home(environ).root)
@@ -68,7 +70,7 @@ def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | Unkno
 def _held(directory: Path) -> dict[str, str]:
     """Return the run that holds each device.
 
-    This takes each lock for a moment. A run that fails to take a lock meanwhile tries again.
+    The function acquires each device lock briefly. A run that cannot acquire the lock meanwhile tries again.
     """
     held: dict[str, str] = {}
     for path in sorted(directory.glob("*.lock")):
@@ -137,7 +139,7 @@ def _health(pynvml: Any, uuid: str) -> GpuHealth:
     capability = _asked(pynvml, lambda: pynvml.nvmlDeviceGetCudaComputeCapability(handle))
     remapped = _asked(
         pynvml, lambda: pynvml.nvmlDeviceGetRemappedRows(handle)
-    )  # The values are corrected, uncorrected, pending, failed.
+    )  # NVML returns the counts of corrected, uncorrected, pending and failed remappings.
     return GpuHealth(
         capability=None if capability is None else (capability[0], capability[1]),
         uncorrected_errors=_asked(pynvml, lambda: pynvml.nvmlDeviceGetTotalEccErrors(handle, *kinds)),
@@ -147,7 +149,7 @@ def _health(pynvml: Any, uuid: str) -> GpuHealth:
 
 
 def _asked(pynvml: Any, ask: Callable[[], Any], *, fails: bool = False) -> Any:
-    """Return NVML's answer or None. With `fails`, return True if the query raises an error."""
+    """Return NVML's answer, or None after an error. With `fails`, return True if the query raises an error."""
     try:
         answer = ask()
     except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError):

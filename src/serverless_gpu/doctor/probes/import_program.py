@@ -2,7 +2,7 @@
 
     begin <name> · end <name> <outcome> <error> <what it wrote>      a "begin" without an "end" is a crash or a hang
 
-The program first imports only `os` and `sys`, because it could not see a failed import of an already loaded module.
+The program itself imports only `os` and `sys`, because the import of a loaded module cannot fail.
 """
 
 import os
@@ -12,7 +12,7 @@ _WRITTEN_BYTES = 4_000
 
 
 def main() -> None:
-    """Import the modules in the arguments. Then report torch's devices and the OpenMP runtimes."""
+    """Import the modules that the arguments name. Then report torch's devices and the OpenMP runtimes."""
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     for name in sys.argv[2:]:
@@ -78,7 +78,7 @@ def _openmp() -> list[str]:
 
 
 def _written_since(start: int) -> str:
-    """Return the end of the output to stderr since `start`. The stream is a file."""
+    """Return the last part of the process's output to stderr after offset `start`. Stderr is a file."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()

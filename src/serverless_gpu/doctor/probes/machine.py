@@ -1,7 +1,7 @@
 """Probes the machine: home, run directories, limits, network, mounts, and the agent of the home.
 
 The probes start and change nothing, with two exceptions. A process with its own namespace tries to mount an
-environment. If no agent runs, the probe looks for cgroups like an agent and removes the cgroup that this creates.
+environment. If no agent runs, the probe creates a cgroup as an agent does, and removes the cgroup again.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def look_at_runs(environ: Mapping[str, str]) -> RunsFacts:
     try:
         policy = read_configuration(home).retention
     except ServerlessGpuError:
-        policy = Policy()  # The check of the configuration reports the mistake.
+        policy = Policy()  # The configuration check reports the invalid file.
     ids = run_ids(home.runs)
     receipts = (read_run(home.runs, run_id).receipt for run_id in ids)
     last = next((receipt for receipt in receipts if receipt is not None), None)
@@ -149,7 +149,7 @@ def look_at_network() -> NetworkFacts:
 
 
 def look_at_agent(environ: Mapping[str, str]) -> tuple[AgentFacts, CgroupFacts | UnknownFact]:
-    """Return the agent's status, and the cgroups that it uses or would use.
+    """Return the agent's status, and the cgroups that an agent uses or would use.
 
     Raises:
         StorageError: there is no home, or the directory of its sockets is not usable.
@@ -200,7 +200,7 @@ def main(fd: int, home: str) -> None:
 
 
 def filesystem_of(path: str, mounts: str) -> str:
-    """Return the kernel's name for the file system of an absolute path without links, or "".
+    """Return the file system type of an absolute path without symbolic links, or "".
 
     `mounts` is the text of `/proc/self/mountinfo`.
     """
@@ -218,7 +218,7 @@ def filesystem_of(path: str, mounts: str) -> str:
 
 
 def _write_problem(root: Path) -> StorageError | None:
-    """Return the reason why a write here fails. Only a real write reveals a full disk or a quota."""
+    """Return the reason why a write to a directory fails. Only a real write reveals a quota."""
     try:
         with tempfile.NamedTemporaryFile(dir=root, prefix=".doctor-") as file:
             file.write(b"\0" * _PROBE_BYTES)
@@ -299,7 +299,7 @@ def _cgroups_from_here(environ: Mapping[str, str]) -> CgroupFacts:
 
 
 def _others(sockets: Path) -> dict[str, str]:
-    """Return the agents of other versions or protocols for this home. Each holds a lock."""
+    """Return the agents of other versions or protocols for this home. Each such agent holds a lock."""
     found: dict[str, str] = {}
     for path in sorted(sockets.glob("agent-*.lock")):
         pid = _holder(path)

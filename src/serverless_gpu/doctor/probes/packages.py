@@ -36,7 +36,7 @@ _KNOWN = (*_FAMILY, "pyarrow", "opencv-python", "datasets", "huggingface-hub", "
 
 
 def main() -> None:
-    """Write one record to the descriptor in the argument."""
+    """Write a record of all facts to the descriptor that the argument names."""
     broken, problem = _broken()
     said = {
         "executable": sys.executable,
@@ -104,7 +104,7 @@ def _modules_in(place: str) -> list[tuple[str, str]]:
 
 
 def _broken() -> tuple[list[dict[str, str]], str]:
-    """Return unmet requirements of torch and related packages, or the reason if they cannot be compared."""
+    """Return unmet requirements of torch and related packages, or why the check is impossible."""
     for module in ("packaging.requirements", "pip._vendor.packaging.requirements"):
         try:
             requirements = __import__(module, fromlist=["Requirement"])

@@ -79,7 +79,7 @@ def look_at_server(environ: Mapping[str, str]) -> ServerFacts:
 
 
 def _asked(facts: ServerFacts, profile: ServerProfile) -> ServerFacts:
-    """Send one request after the other until one of them fails."""
+    """Request the server's facts one by one until a request fails."""
     state, base = load("serverless_gpu.wire.server_status"), load("serverless_gpu.wire.base")
     access, fleet = load("serverless_gpu.wire.access"), load("serverless_gpu.wire.nodes")
     connection = load("serverless_gpu.wire.connection").Connection(profile.url, profile.token, ca=profile.ca)
@@ -337,7 +337,7 @@ def _server(server: MlflowServer) -> TrackingServer:
 
 
 def _away(uri: str) -> str:
-    """Return the reason if a server does not answer, or ""."""
+    """Return the reason why a server does not answer, or ""."""
     try:
         with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_ANSWER_S):
             return ""

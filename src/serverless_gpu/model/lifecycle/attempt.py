@@ -204,7 +204,7 @@ MEANINGS: Mapping[Reason, Meaning] = {
         State.LOST,
         False,
         False,
-        "the server was restored from a backup and cannot know whether the run started after the backup",
+        "the server was restored from a backup and cannot know whether the run started afterwards",
     ),
     Reason.SECRET_MISSING: Meaning(State.FAILED, False, False, "a secret that the run needs does not exist any more"),
     Reason.GPU_LOST: Meaning(State.FAILED, False, False, "a GPU of the run failed"),

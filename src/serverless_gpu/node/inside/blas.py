@@ -1,9 +1,10 @@
 """Thread counts of the OpenBLAS copies that numpy and scipy bundle.
 
-OpenBLAS reads its environment variables when Python loads it. Later, only OpenBLAS's own functions change the thread
-count. Such a function also starts all threads of the library, and each thread spins for about 30 ms. In ranks that
-share two cores, these threads were the largest cost of a short call. Before the threads start, one exported variable
-holds the count. `set_threads` sets this variable, and calls the function only where the variable has no effect.
+OpenBLAS reads its environment variables when Python loads the library. Later, only OpenBLAS's own functions change the
+thread count. A call of this function also starts all threads of the library, and each thread spins for about 30 ms. In
+ranks that share two cores, these threads were the largest cost of a short call. Before the threads start, one exported
+variable holds the count. `set_threads` sets this variable, and calls the function only where the variable has no
+effect.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import NamedTuple
 
 _AFFIXES = (("scipy_openblas_", "64_"), ("openblas_", "64_"), ("scipy_openblas_", ""), ("openblas_", ""))
 _COUNT = "blas_cpu_number"
-_THREADS_OF_ITS_OWN = 1  # `get_parallel` returns 1 for OpenBLAS's own threads. OpenMP builds keep a second count.
+# `get_parallel` returns 1 for builds with OpenBLAS's own threads. OpenMP builds keep a second count.
+_THREADS_OF_ITS_OWN = 1
 
 
 class Library(NamedTuple):
-    """One loaded copy of OpenBLAS: its functions, and its count where a rank may set the variable."""
+    """One loaded copy of OpenBLAS: its functions, and its exported count if a rank may set the count."""
 
     read: Callable[[], int]
     change: Callable[[int], object]
@@ -45,7 +47,7 @@ def find() -> None:
 
 
 def set_threads(count: int) -> None:
-    """Make each copy use `count` threads from its next parallel operation on."""
+    """Make each copy of OpenBLAS use `count` threads from its next parallel operation on."""
     for library in libraries:
         before = library.read()
         if library.variable is not None and count < before:

@@ -1,11 +1,11 @@
-"""Files of calls (function, arguments, source lines of notebook cells); runs a cell as a function.
+"""Reads and writes call files (function, arguments, cell sources); runs a cell as a function.
 
 The caller pickles a function of an importable module by name. A rank then runs the function that its own import of the
 module defines. The caller pickles a function of `__main__`, a notebook or another function by value. The caller uses a
 name only if the name resolves to the same function.
 
-Failure cases: The rank cannot import the module, and the import's own error passes through. The module has changed
-(`FunctionMoved`). Errors of `payload` pass through.
+Failure cases: If the rank cannot import the module, the caller gets the import's own error. If the module has no such
+function, `load_call` raises `FunctionMoved`. `load_call` also raises the errors of `payload`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RankCall(NamedTuple):
 
 
 class FunctionMoved(ImportError):
-    """The rank imported the function's module, but the function is no longer at its name."""
+    """The rank imported the function's module, but the module has no function of that name."""
 
 
 class _Reference(NamedTuple):
@@ -68,7 +68,7 @@ def measure_call(
     sources: Mapping[str, Sequence[str]],
     reducer: payload.Reducer | None = None,
 ) -> int:
-    """Return about how many bytes `dump_call` would write, or raise the errors of `dump_call`."""
+    """Return the approximate size of the file that `dump_call` would write, or raise its errors."""
     return payload.measure(_fields(function, args, kwargs, sources), reducer)
 
 
@@ -105,7 +105,7 @@ def load_call(path: str) -> RankCall:
 def distributed_cell(
     body: CodeType, last: CodeType | None, notebook: FunctionType, rank: int, world_size: int
 ) -> object:
-    """Run the code of a notebook cell as the notebook would; return the value of `last`.
+    """Run the code of a notebook cell as the notebook would; return the value of the expression `last`.
 
     The names of the cell, `rank` and `world_size` join the globals of `notebook`. The caller pickles `notebook`, a
     function, with these globals.
@@ -132,7 +132,7 @@ def fill_rank(
     rank: int,
     world_size: int,
 ) -> dict[str, object]:
-    """Return `kwargs` plus `rank` and `world_size`, if the function takes them and the caller gave none."""
+    """Return `kwargs`, plus `rank` and `world_size` if the function accepts them and they are not given."""
     filled = dict(kwargs)
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -158,7 +158,7 @@ def _reference(function: Callable[..., object]) -> _Reference | None:
         return None
     try:
         found = _walk(module, function.__qualname__)
-    except AttributeError:  # the name contains "<locals>", or the user deleted or rebound it
+    except AttributeError:  # The name contains "<locals>", or the user deleted or rebound the name.
         return None
     if not any(step is function for step in _chain(found)):
         return None

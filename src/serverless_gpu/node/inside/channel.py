@@ -37,7 +37,7 @@ class Channel:
     def send(self, body: bytes, fds: tuple[int, ...] = ()) -> None:
         """Send one message; raise OSError when the peer is gone or the body is over the limit.
 
-        BlockingIOError means that the buffer of a non-blocking socket is full and nothing was sent.
+        BlockingIOError means that the buffer of a non-blocking socket is full and the kernel sent nothing.
         """
         if len(body) > BODY_BYTES_MAX:
             raise OSError(f"a message of {len(body)} bytes is over the limit of {BODY_BYTES_MAX}")
@@ -98,7 +98,7 @@ class Channel:
 
 
 def pair() -> tuple[Channel, Channel]:
-    """Return two connected channels."""
+    """Return the two connected channels of a new socket pair."""
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return Channel(left), Channel(right)
 

@@ -1,9 +1,9 @@
-"""Chooses the checkpoints to continue from: those of the newest earlier attempt that saved any.
+"""Chooses the checkpoints to continue from: those of the newest earlier attempt that saved one.
 
-<checkpoints>/<run>/<n>/ holds the checkpoints of attempt n. The directory is empty or missing if that attempt stopped
-before it saved any. Earlier attempts have ended for certain, so every rank finds the same directory. Several nodes may
-each see another directory. The nodes agree beforehand on the newest attempt whose checkpoints all nodes see. A name
-that begins with a dot or ends in `.tmp` is an unfinished checkpoint and does not count.
+<checkpoints>/<run>/<n>/ holds the checkpoints of attempt n. The directory is empty or missing if attempt n stopped
+before it saved a checkpoint. Earlier attempts have certainly ended, so every rank finds the same directory. Several
+nodes may see different directories. The nodes agree beforehand on the newest attempt whose checkpoints all nodes see. A
+name that begins with a dot or ends in `.tmp` is an unfinished checkpoint and does not count.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ AGREED = "SGPU_RESUME_FENCE"
 
 
 def newest_before(directory: str, agreed: str | None = None) -> str | None:
-    """Return the directory of the newest earlier attempt that saved something, or None.
+    """Return the directory of the newest earlier attempt that saved a checkpoint, or None.
 
     `agreed` is the attempt from which all nodes of a gang continue; "0" means none. On a single node, `agreed` is None.
     """
@@ -27,7 +27,7 @@ def newest_before(directory: str, agreed: str | None = None) -> str | None:
 
 
 def saved_before(directory: str) -> list[int]:
-    """Return the numbers of the earlier attempts that saved something, newest first."""
+    """Return the numbers of the earlier attempts that saved a checkpoint, newest first."""
     run, own = os.path.split(os.path.normpath(directory))
     earlier = [fence for name in _names(run) if 0 < (fence := _number(name)) < _number(own)]
     return [
@@ -36,7 +36,7 @@ def saved_before(directory: str) -> list[int]:
 
 
 def newest_up_to(directory: str) -> int:
-    """Return the number of the newest attempt that saved something, including this one; 0 for none."""
+    """Return the number of the newest attempt up to this one that saved a checkpoint, or 0."""
     if any(map(_is_whole, _names(directory))):
         return _number(os.path.basename(os.path.normpath(directory)))
     return max(saved_before(directory), default=0)
@@ -57,5 +57,6 @@ def _names(directory: str) -> list[str]:
         return []
 
 
-if __name__ == "__main__":  # The node's uplink runs this in a process that may hang with the file system.
+# The node's uplink runs this module in a separate process, because a network file system may hang.
+if __name__ == "__main__":
     sys.stdout.write(str(newest_up_to(sys.argv[1])))

@@ -1,13 +1,14 @@
-"""Runs a program as a rank: a child in its own process group, whose end is the rank's end.
+"""Runs a program as a rank: as a child process in its own process group, until the program ends.
 
     stem ──SIGTERM──▶ rank ──SIGTERM to the group──▶ sh ──▶ python train.py …
       ◀── end of the program: same exit code, same signal ──┘
 
-The rank does not become its program by exec, because a script's shell dies of SIGTERM at once. The program below the
-shell also gets the signal. The rank waits for that program, which has the run's grace to save and to end.
+The rank does not replace itself with the program by exec, because the shell of a script dies of SIGTERM at once. The
+program below the shell also gets the signal. The rank waits until that program has saved its state and has ended, for
+at most the run's grace period.
 
 Failure cases: If the program is missing or not executable, the rank prints a line on stderr. The rank's exit code is
-then 127 or 126, as in a shell. Processes that the program leaves behind end with the run.
+then 127 or 126, as in a shell. The stem ends processes that the program leaves behind.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def run(argv: list[str], report: protocol.Report) -> int:
     relay.begin(child.pid)
     code = child.wait()
     if relay.asked:
-        # Wait until the process group is empty. The supervisor's grace bounds the wait.
+        # Wait until the process group is empty. The supervisor ends this wait after the run's grace period.
         with contextlib.suppress(OSError):
             while True:
                 os.killpg(child.pid, 0)
@@ -81,12 +82,12 @@ def _start(argv: list[str]) -> subprocess.Popen[bytes]:
     except OSError as error:
         if error.errno != errno.ENOEXEC:
             raise
-    # The shell runs a script that has no interpreter line, as shells do.
+    # As a shell does, run a script without an interpreter line with /bin/sh.
     return subprocess.Popen(["/bin/sh", shutil.which(argv[0]) or argv[0], *argv[1:]], process_group=0)
 
 
 def end_of(number: int) -> int:
-    """End by the signal that ended the child, so that this process's parent sees the same status."""
+    """End this process by the signal of its child, so that this process's parent sees the same status."""
     with contextlib.suppress(OSError, ValueError):  # Python cannot set a handler for SIGKILL, and SIGKILL needs none.
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

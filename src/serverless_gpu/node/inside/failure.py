@@ -1,8 +1,8 @@
-"""Describes a rank's exception, and pickles the exception if the caller can surely load the pickle.
+"""Describes a rank's exception, and pickles the exception if the caller can load the pickle.
 
 Failure cases: User code may fail while this module examines its exception (`__str__`, `__reduce__`, `__init__`,
-`__notes__`), even with `SystemExit`. Such a failure must not replace or hide the user's own error. The description then
-becomes plainer, and the pickle is left out.
+`__notes__`), even with `SystemExit`. The failure of such a method must not replace or hide the user's own error. This
+module then writes a shorter description and no pickle.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ _PEER_TEXT = re.compile(
 _GPU_OOM_TYPES = {"torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError", "torch._C.OutOfMemoryError"}
 _JOINED_TWICE = "initialize the default process group twice"
 _JOINED_NOTE = (
-    "the call carries TrainingArguments, which joined the process group before the function began: remove "
-    "init_process_group from the function, or create the TrainingArguments in the function after it"
+    "the call carries TrainingArguments, which joined the process group before the function began. Remove "
+    "init_process_group from the function, or create the TrainingArguments in the function after "
+    "init_process_group"
 )
 _MADE_NOTE = (
-    "the call has init=, so this rank joined the process group before the function began: remove "
+    "the call has init=, so this rank joined the process group before the function began. Remove "
     "init_process_group from the function, or init= from the decorator"
 )
 _NO_GROUP = "Default process group has not been initialized"
 _NO_GROUP_NOTE = (
-    'make the process group first: write init="gloo" (or init="nccl" on GPUs) in @distributed(...), or call '
+    'create the process group first: write init="gloo" (or init="nccl" on GPUs) in @distributed(...), or call '
     "torch.distributed.init_process_group() in the function"
 )
 _NO_CUDA = re.compile(
@@ -280,7 +281,7 @@ def _copy_note(error: OSError, copies: Mapping[str, str]) -> str:
             theirs = os.path.join(directory, inside)
             if error.errno == errno.ENOENT:
                 return (
-                    f"ranks run a captured copy of {directory}, without files that git or .sgpuignore exclude. "
+                    f"ranks run a captured copy of {directory}, without files that git or .sgpuignore excludes. "
                     f"The original of this file would be {theirs}. Use that path, or include the file with a line "
                     "!name in .sgpuignore"
                 )
@@ -295,11 +296,11 @@ def _copy_note(error: OSError, copies: Mapping[str, str]) -> str:
 
 
 def pickle_exception(error: BaseException) -> bytes | None:
-    """Return `error` as bytes if they surely load as the same exception, else None.
+    """Return `error` pickled, or None if the pickle does not load as the same exception.
 
-    This function loads the bytes once as a test. If Python cannot create the type from its `args`, the pickler omits
-    the constructors of the exception and of exceptions inside it. A `BaseException` outside `Exception` is left out,
-    because it would end the caller's process.
+    This function loads the pickle once as a test. If Python cannot create the type from its `args`, the pickler omits
+    the constructors of the exception and of exceptions inside it. The result for a `BaseException` outside `Exception`
+    is None, because loading it would end the caller's process.
     """
     if not isinstance(error, Exception):
         return None
@@ -315,7 +316,7 @@ def pickle_exception(error: BaseException) -> bytes | None:
 
 
 def load_exception(path: str) -> BaseException:
-    """Load an exception that `pickle_exception` wrote; raise the errors of its classes on loading."""
+    """Load an exception that `pickle_exception` wrote; raise any error of its classes."""
     error = payload.load(path)
     if not isinstance(error, BaseException):
         raise TypeError(f"{path} holds a {type(error).__qualname__}, not an exception")
@@ -335,7 +336,7 @@ def _reduce_bare(value: object) -> payload.Reduced:
 
 
 def _builtin_base(cls: type[BaseException]) -> type[BaseException]:
-    """Return the C class that decides the layout of `cls` and can create it, such as OSError."""
+    """Return the built-in base class of `cls` that creates its instances, such as OSError."""
     base: type[BaseException] = cls
     while base.__flags__ & 1 << 9:  # Py_TPFLAGS_HEAPTYPE marks the classes of class statements.
         base = base.__base__  # type: ignore[assignment]  # the bases of an exception class are exception classes, or object
@@ -358,7 +359,7 @@ def _set_bare_state(error: BaseException, state: dict[str, object]) -> None:
 
 
 def _is_same(one: object, other: object, depth: int = 0) -> bool:
-    """Return whether `other` can replace `one`; values compared by identity need only the same type."""
+    """Return True if `other` can replace `one`; values compared by identity need only the same type."""
     if type(one) is not type(other) or depth > _COMPARE_DEPTH_MAX:
         return False
     if isinstance(one, BaseException) and isinstance(other, BaseException):
@@ -369,6 +370,6 @@ def _is_same(one: object, other: object, depth: int = 0) -> bool:
     if type(one).__eq__ is object.__eq__:
         return True
     equal: object = one == other
-    # Comparing arrays gives an array, not a bool. A NaN is not equal to itself. A dict of objects without `__eq__` is
+    # Comparing arrays returns an array, not a bool. A NaN is not equal to itself. A dict of objects without `__eq__` is
     # not equal to its copy.
     return equal is True or not isinstance(equal, bool) or _ADDRESS.sub("", repr(one)) == _ADDRESS.sub("", repr(other))

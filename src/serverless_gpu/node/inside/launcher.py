@@ -4,12 +4,12 @@
 
 An interpreter runs the user's code (`.pth` files, `sitecustomize`) before the first line of the zygote. A process that
 has run no user code therefore sets up the containment. Orphans of the user's start-up code become children of the
-zygote. The launcher reads its plan from a memory file, because every process can list arguments and environment
+zygote. The launcher reads its plan from a memory file, because other processes can read its arguments and environment
 variables.
 
 Failure cases:
 
-* The kernel refuses a cgroup. The agent then searches for descendants instead.
+* The kernel refuses a cgroup. The agent then kills the descendants of the zygote instead.
 * A zygote for several runs gets no user namespace. The agent then starts runs cold.
 * A mount fails or the interpreter is missing. The launcher ends with a traceback in the agent's log.
 """
@@ -48,7 +48,7 @@ def main(plan_fd: int, channel_fd: int) -> None:
 
 
 def enter_cgroups(cgroups: list[str]) -> list[str]:
-    """Move into cgroups; return those that the kernel accepted."""
+    """Move this process into cgroups; return the cgroups that the kernel accepted."""
     entered: list[str] = []
     for path in cgroups:
         with contextlib.suppress(OSError), open(f"{path}/cgroup.procs", "w", encoding="ascii") as file:

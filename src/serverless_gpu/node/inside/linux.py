@@ -4,8 +4,8 @@ This module works on Linux only.
 
 Landlock (`keep_signals_in`) lets a rank signal only its own descendants. Without Landlock, `ray stop` in a rank would
 end every Ray process of the same user. Ray pools of several machines run as that user too. From Linux 6.12 on, Landlock
-confines signals and debuggers to a domain. SIGTERM from the supervisor, outside the domain, still arrives. Files,
-sockets and mounts stay as they are.
+confines signals and debuggers to a domain. SIGTERM from the supervisor, outside the domain, still arrives. Landlock
+does not restrict files, sockets or mounts here.
 
     root                        enters the domain
     in a user namespace         enters the domain and gives up setuid programs, which have no effect there
@@ -31,13 +31,13 @@ _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _FALLOC_FL_KEEP_SIZE = 1
 _DESCRIPTORS_MAX = 1 << 20
-_OOM_SCORE = 500  # The kernel ends the rank that grew before the processes that supervise it.
+_OOM_SCORE = 500  # Make the kernel's OOM killer end a rank before the processes that supervise the rank.
 # Only root may lower the OOM score. For other users, the higher score of the ranks must suffice.
 _OOM_SCORE_PROTECTED = -900
 _OOM_SCORE_FILE = "/proc/self/oom_score_adj"
 
 
-# The zygote loads libc once. A rank that loaded it again would lose a millisecond.
+# The zygote loads libc once. Loading libc again in each rank would take a millisecond.
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -48,14 +48,14 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies; exit if the parent is already gone."""
+    """Make the kernel kill this process when its parent dies; exit if the parent has already died."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies; exit if the parent is already gone.
+    """Make the kernel kill this process when its parent dies; exit if the parent has already died.
 
     `parent` is a pidfd, so the parent may be in another pid namespace.
     """
@@ -193,7 +193,7 @@ class _Ruleset(ctypes.Structure):
 
 
 def keep_signals_in() -> str:
-    """Keep this process and its descendants from signalling other processes; return "" or the reason."""
+    """Confine signals of this process and its descendants; return "" or the reason of a failure."""
     why = landlock_refusal()
     if why:
         return why
@@ -210,7 +210,7 @@ def keep_signals_in() -> str:
 
 
 def landlock_refusal() -> str:
-    """Return the reason that this process cannot enter a Landlock signal domain, or ""."""
+    """Return "", or the reason why this process cannot enter a Landlock signal domain."""
     abi = _libc.syscall(_CREATE_RULESET, None, 0, _LANDLOCK_VERSION)
     if abi < SIGNALS_SINCE_ABI:
         return "Linux 6.12 or newer is needed, with Landlock"

@@ -8,23 +8,24 @@
               └ the process drops its capabilities in the user namespace
 
 User namespaces: The kernel lets a process write the memory of other processes with the same uid. A process in a user
-namespace cannot write the memory of processes in parent or sibling namespaces. Files, signals and mounts stay as they
-are. Root maps all its ids and stays root inside the namespace. Other users map their own uid and gid. For these users,
-files of other owners show the overflow uid 65534, and setuid programs have no effect.
+namespace cannot write the memory of processes in parent or sibling namespaces. User namespaces do not change access to
+files, signals or mounts. Root maps all its ids and stays root inside the namespace. Other users map their own uid and
+gid. For these users, files of other owners show the overflow uid 65534, and setuid programs have no effect.
 
 Mounts: Only processes that are forked or executed after `enter_mounts` see the mounts. The mounts end with the last of
 these processes. A later `enter_mounts`, also in a child, can mount over the same place. A mount is a mapping decoded
 from JSON: ``at`` (mount point), ``layers`` (names, top layer first) and ``directory`` (location of the names). The
-kernel takes all layer names of an overlay on one page of 4 KB. Layer names are therefore short, and most are links.
+kernel accepts at most 4 KB of layer names for one overlay. Layer names are therefore short, and most layers are
+symbolic links.
 
-Failure cases: Each failure is an OSError that names step and place, or a returned reason.
+Failure cases: Functions raise an OSError that names the step and the path, or return the reason of a failure.
 
 * User namespaces are switched off (EPERM) or used up (ENOSPC).
 * The process has more than one thread (EINVAL).
 * A layer is gone (ENOENT).
 * An overlay has too many layers (ENAMETOOLONG, raised before the system call).
 
-A failure can leave the process partly inside its namespaces. The process must then end, or use nothing of the
+A failure can leave the process partly inside its namespaces. The process must then end, or use no file of the
 environment.
 """
 
@@ -46,7 +47,7 @@ _REASON_BYTES_MAX = 4096
 
 
 def become_member(parent: socket.socket) -> None:
-    """Move this process into its own user namespace, together with a parent that calls `admit`.
+    """Move this process into its own user namespace; its parent must call `admit`.
 
     Raises OSError when the kernel refuses, or when the parent refuses or ends.
     """
@@ -102,9 +103,9 @@ def enter_user_namespace() -> None:
 
 
 def probe_user_namespace() -> str:
-    """Return the reason that this process cannot have its own user namespace, or "".
+    """Return "", or the reason why this process cannot have its own user namespace.
 
-    A short-lived child makes the attempt, so this process does not change.
+    A short-lived child tries to create a namespace, so this process does not change.
     """
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -170,7 +171,7 @@ def enter_mounts(mounts: Sequence[Mount]) -> None:
     """Mount overlays, outer overlays first, for this process and its descendants; raise OSError.
 
     Root needs no user namespace and keeps its rights. Root of a container without CAP_SYS_ADMIN gets a user namespace
-    that keeps every id. Other users keep their ids and gain no rights. The current directory stays.
+    that keeps every id. Other users keep their ids and gain no rights. The current directory does not change.
     """
     wanted = [_mount_options(mount) for mount in mounts]  # Invalid mounts raise an error before anything changes.
     libc = ctypes.CDLL(None, use_errno=True)
@@ -193,7 +194,7 @@ def enter_mounts(mounts: Sequence[Mount]) -> None:
 
 
 def unshare_namespaces(flags: int) -> None:
-    """Create namespaces (CLONE_NEW… flags), in a user namespace if mounting needs one.
+    """Create namespaces (CLONE_NEW… flags), within a new user namespace if mounting requires it.
 
     Raises OSError when the kernel refuses.
     """
@@ -207,8 +208,8 @@ def unshare_namespaces(flags: int) -> None:
 def mount_proc() -> None:
     """Mount the /proc of this pid namespace for this process and its descendants; drop capabilities.
 
-    Raises OSError when the kernel refuses. The kernel refuses where parts of the present /proc are hidden, as in most
-    containers.
+    Raises OSError when the kernel refuses. The kernel refuses the mount where parts of the existing /proc are hidden,
+    as in most containers.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.unshare(_CLONE_NEWNS), "a mount namespace cannot be made")
@@ -220,7 +221,7 @@ def mount_proc() -> None:
 
 
 def probe_mounts(directory: str = "") -> str:
-    """Return the reason that this process cannot mount overlays, or ""; leave nothing behind.
+    """Return "", or the reason why this process cannot mount overlays; leave no files behind.
 
     `directory` is on the file system to test; "" selects the file system of temporary files.
     """

@@ -1,13 +1,14 @@
-"""Files of pickled Python values, in the only module that unpickles.
+"""Reads and writes files of pickled Python values; no other module unpickles.
 
 A file holds a magic string, one JSON line, the pickle stream and the out-of-band buffers. The JSON line is `{python,
 cloudpickle, stream, buffers}`, where `stream` and `buffers` are sizes in bytes. Each buffer starts at the next multiple
 of 64. Arrays and CPU tensors are buffers. `dump` writes buffers from their own memory, and `load` maps them as private
-pages, so neither side copies them.
+pages, so neither side copies the buffers.
 
-The writer and the reader of a pickle know this package by different names. Each process therefore has one vendored
-cloudpickle module, `_sgpu_cloudpickle`, and pickle streams use this name. Functions of this package that a stream
-refers to are `portable`. These functions belong to the module `_sgpu_portable`, whatever the name of this file is.
+The writer and the reader of a pickle may import this package under different names. Each process therefore has one
+vendored cloudpickle module, `_sgpu_cloudpickle`, and pickle streams use this name. Functions of this package that a
+stream refers to are `portable`. These functions belong to the module `_sgpu_portable`, independent of the import name
+of this package.
 
 Failure cases:
 
@@ -16,8 +17,8 @@ Failure cases:
 * The file is cut short or not a payload (`PayloadDamaged`).
 * The disk is full (`PayloadNotWritten`), and no file remains.
 
-The pickler's own errors pass through. torch cannot resize a loaded tensor beyond its storage, as with any tensor on
-foreign memory.
+The pickler's own errors pass through. torch cannot resize a loaded tensor beyond its storage, because torch did not
+allocate the memory.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ _ARGUMENTS = ("transformers.training_args", "TrainingArguments")
 # `_setup_devices` is a cached property that creates the entries of `_OF_ONE_PROCESS`.
 _set_up = operator.attrgetter("_setup_devices")
 _late: list[weakref.ref[object]] = []
-# Attributes of `TrainingArguments` that identify the process that created them. Another process must not take them
-# over.
+# Attributes of `TrainingArguments` that identify the process that created them. Other processes must not
+# use these attributes.
 _OF_ONE_PROCESS = frozenset({"_setup_devices", "__cached__setup_devices", "_n_gpu", "distributed_state"})
 
 
@@ -70,7 +71,7 @@ class PayloadError(Exception):
 
 
 class PayloadTooLarge(PayloadError):
-    """The value is over the size limit in bytes; nothing was written."""
+    """The value is over the size limit in bytes, so no file was written."""
 
     def __init__(self, size: int, limit: int) -> None:
         super().__init__(size, limit)
@@ -86,7 +87,7 @@ class PayloadNotWritten(PayloadError, OSError):
 
 
 class PayloadMismatch(PayloadError):
-    """This process cannot read the pickles of the Python or cloudpickle that made the payload."""
+    """Another version of Python or cloudpickle wrote the payload, and this process cannot load its pickle."""
 
 
 class PayloadDamaged(PayloadError):
@@ -146,7 +147,7 @@ def _read_by_class_body(code: CodeType) -> Iterator[str]:
             is_straight = False
 
 
-vars(_cloudpickle)["_extract_code_globals"] = _code_globals  # cloudpickle's own function ignores the bodies of classes.
+vars(_cloudpickle)["_extract_code_globals"] = _code_globals  # cloudpickle's own function ignores class bodies.
 
 if TYPE_CHECKING:
     from _pickle import _ReducedType
@@ -215,7 +216,7 @@ def dumps(value: object, *, limit: int | None = None, reducer: Reducer | None = 
 
 
 def measure(value: object, reducer: Reducer | None = None) -> int:
-    """Return about how many bytes `dump` would write, without keeping them."""
+    """Return the approximate number of bytes that `dump` would write, without storing the bytes."""
     sink = _Sink(limit=0)
     _Pickler(sink, reducer).dump(value)
     return sink.size
@@ -237,7 +238,7 @@ class _Sink:
         return view.nbytes
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
-        """Take a buffer out of band, or return True to leave it in the stream, as `buffer_callback` requires."""
+        """Store a buffer out of band; return True if the pickler must store the buffer in the stream."""
         view = buffer.raw()  # The pickler itself refuses a buffer with gaps.
         if view.nbytes < _BUFFER_SIZE_MIN:
             return True
@@ -302,7 +303,7 @@ def _with_slots(kind: type, reduced: Reduced) -> Reduced:
     Without this, instances in the rank would also have a dictionary, and the caller could not load returned instances.
     """
     slots = kind.__dict__.get("__slots__")
-    if not isinstance(slots, (str, tuple, list, dict)):  # no slots, or a used-up iterator
+    if not isinstance(slots, (str, tuple, list, dict)):  # The class has no slots, or an exhausted iterator of slots.
         return reduced
     if isinstance(reduced, tuple) and reduced[0] is _cloudpickle._make_skeleton_class:
         made_by, name, bases, namespace, *_ = cast("_ClassArguments", reduced[1])
@@ -343,12 +344,12 @@ def _storage_memory(storage: _UntypedStorage) -> Buffer | None:
     if storage.nbytes() == 0:
         return bytearray()
     address = storage.data_ptr()
-    if address == 0:  # a storage without memory, such as a fake tensor's
+    if address == 0:  # The storage has no memory, like that of a fake tensor.
         return None
     # torch does not require numpy, so this function uses ctypes.
     memory = (ctypes.c_char * storage.nbytes()).from_address(address)
-    # The storage may be temporary, made while the pickler reduced its owner. The attribute keeps the storage until the
-    # memory is written.
+    # The storage may be temporary, made while the pickler reduced its owner. The attribute keeps the storage alive
+    # until the memory is written.
     memory._storage = storage  # type: ignore[attr-defined]  # ctypes instances accept attributes
     return memory
 
@@ -464,7 +465,7 @@ def _reduce_arguments(value: object) -> Reduced:
 
 @portable
 def _training_arguments(make: Callable[..., object], args: tuple[object, ...]) -> object:
-    """Return arguments that find their device and process group on first use."""
+    """Return `TrainingArguments` that find their device and process group on first use."""
     made = make(*args)
     for kind in type(made).__mro__:
         if (kind.__module__, kind.__name__) == _ARGUMENTS and "distributed_state" not in vars(kind):
@@ -552,9 +553,11 @@ def _read_header(file: IO[bytes], size: int, name: str) -> _Header:
         raise PayloadDamaged(f"{name} has an unreadable header: {error}") from error
     here = tuple(sys.version_info[:2])
     if python != here:
-        raise PayloadMismatch(f"function made with Python {_dotted(python)}, this rank runs {_dotted(here)}")
+        raise PayloadMismatch(f"the call was pickled with Python {_dotted(python)}, but this rank runs {_dotted(here)}")
     if cloudpickle.split(".")[:2] != _CLOUDPICKLE_VERSION.split(".")[:2]:
-        raise PayloadMismatch(f"function made with cloudpickle {cloudpickle}, this rank runs {_CLOUDPICKLE_VERSION}")
+        raise PayloadMismatch(
+            f"the call was pickled with cloudpickle {cloudpickle}, but this rank runs {_CLOUDPICKLE_VERSION}"
+        )
     if header.end() != size:
         raise PayloadDamaged(
             f"{name} has {size} bytes, but its header says {header.end()}: the file was cut short or changed"
@@ -567,7 +570,7 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Leaves classes unchanged that this process already has.
+    """An unpickler that does not change classes which this process already has.
 
     A class of `__main__` comes back from a rank with its definition. The unpickler recognizes the class as the caller's
     own. Otherwise the rank's definition would overwrite the class, and its methods would see the rank's globals.
@@ -597,8 +600,8 @@ def _set_class_state(known: dict[int, type], cls: type, state: object) -> type:
 def _rebuild_tensor_v3(storage: object, *rest: object) -> object:
     """Rebuild a tensor of one of the newer dtypes, such as uint16.
 
-    torch pickles these tensors with an untyped storage, but its reader expects a wrapped one. torch itself wraps the
-    storage only in `torch.save`.
+    torch pickles these tensors with an untyped storage, but its reader expects a wrapped storage. torch itself wraps
+    the storage only in `torch.save`.
     """
     import torch
 

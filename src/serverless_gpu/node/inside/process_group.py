@@ -1,4 +1,4 @@
-"""torch's process group around a rank's function: gate, join, leave and a check for lone training.
+"""Joins and leaves torch's process group around a rank's function; detects ranks that train alone.
 
     pass_gate() ──▶ join() ──▶ function(*args) ──▶ store the result ──▶ others have returned ──▶ leave()
                     init="nccl" or "gloo" only     trained_alone()
@@ -6,7 +6,7 @@
 The gate prevents a retry in torch. In `init_process_group`, rank 0 listens on MASTER_PORT and the other ranks connect
 to it. torch retries a refused connection only after about half a second. Without the gate, one launch in fifty took 500
 ms instead of 30 ms. The node's other ranks therefore wait at a pipe until rank 0 has entered. They then wait until the
-port listens, at most 20 ms. Ranks on other nodes cannot see the port and wait only at the pipe.
+port listens, at most 20 ms. Ranks on other nodes cannot check the port and wait only at the pipe.
 
 Failure cases:
 
@@ -38,7 +38,7 @@ _MEETING = ("mpi4py.MPI", "ray", "horovod.torch", "torch_xla.core.xla_model", "h
 
 
 def pass_gate(gate: int | None, local_rank: int, local_world_size: int, *, has_store: bool) -> None:
-    """Return when this rank may enter the function; `has_store` says that rank 0 is on this node.
+    """Wait until this rank may enter the function; `has_store` means that rank 0 is on this node.
 
     `gate` is a pipe. The node's first rank has the writing end, and the other ranks have the reading end. A `gate` of
     None means no wait.
@@ -48,7 +48,7 @@ def pass_gate(gate: int | None, local_rank: int, local_world_size: int, *, has_s
     if local_rank == 0:
         os.write(gate, protocol.now_ns().to_bytes(8, "big") * (local_world_size - 1))
     else:
-        # The read returns nothing when the first rank is gone. A wait would then be useless.
+        # The read returns no bytes when the first rank has ended. A wait for the port would then be useless.
         entered = os.read(gate, 8)
         if entered and has_store and "torch" in sys.modules:
             until_ns, port = int.from_bytes(entered, "big") + _GATE_WAIT_NS, int(os.environ.get("MASTER_PORT", "0"))
@@ -58,23 +58,23 @@ def pass_gate(gate: int | None, local_rank: int, local_world_size: int, *, has_s
 
 
 def _listening(port: int) -> bool:
-    """Return whether a port listens, without a connection, which would disturb the store.
+    """Return True if a process listens on a port; a test connection would disturb torch's store.
 
-    The supervisor keeps the port bound. With SO_REUSEADDR, a process can bind such a port again while the port does not
-    listen.
+    The supervisor keeps the port bound. With SO_REUSEADDR, a process can bind the port again while no process listens
+    on it.
     """
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as sock:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(("::", port))
-    except OSError:  # Without IPv6 the check cannot work, so ranks do not wait.
+    except OSError:  # Without IPv6, this check cannot work, so ranks do not wait for the port.
         return True
     return False
 
 
 def join() -> bool:
-    """Join the process group that the call asks for; return whether this rank created it."""
+    """Join the process group that the call requests; return True if this function created the group."""
     backend = os.environ.get(PROCESS_GROUP_VARIABLE)
     if not backend:
         return False
@@ -84,7 +84,7 @@ def join() -> bool:
     except ImportError as error:
         error.add_note(_NO_TORCH)
         raise
-    if dist.is_initialized():  # An imported module of the call has created the group.
+    if dist.is_initialized():  # A module that the call imports has created the group.
         return False
     if backend == "nccl":
         # Otherwise all ranks of a node would share the first GPU.
@@ -94,7 +94,7 @@ def join() -> bool:
 
 
 def leave() -> None:
-    """Destroy the process group, unless the function already did."""
+    """Destroy the process group, unless the user's function has already destroyed the group."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
         with contextlib.suppress(Exception):  # The result is stored, so a lost peer changes nothing.
@@ -102,11 +102,11 @@ def leave() -> None:
 
 
 def trained_alone(world_size: int) -> bool:
-    """Return whether this rank of several has trained without ever meeting another rank.
+    """Return True if this rank of a gang has trained without communicating with another rank.
 
-    A rank has trained if torch created an optimizer in it. A rank has met others if it ever joined a process group of
-    torch or loaded a library of `_MEETING`. The check reads only traces that torch leaves, and observes nothing while
-    user code runs. The check ignores programs and ranks that train nothing.
+    A rank has trained if torch created an optimizer in its process. A rank has communicated if it ever joined a process
+    group of torch or loaded a library of `_MEETING`. The check reads only torch's own state after the function has
+    returned, so user code runs without instrumentation. The check ignores programs and ranks that train nothing.
     """
     if world_size < 2 or os.environ.get(ALONE_NOTE_SWITCH, "1") == "0":
         return False

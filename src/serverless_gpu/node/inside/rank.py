@@ -1,4 +1,4 @@
-"""One rank: takes on the caller's context, calls the function and stores the outcome.
+"""Runs one rank: applies the caller's context, calls the function and stores the outcome.
 
 The same `execute` runs in a rank forked from a zygote, in a cold rank, and under `torchrun <run directory>/_air.py`.
 
@@ -13,7 +13,7 @@ The rank stores an outcome durably in the run directory before it reports the ou
 but does not tear down the interpreter. SIGTERM keeps its default action until user code registers for the checkpoint
 contract (`serverless_gpu/runtime.py`). A Python-level handler would not run inside a blocked collective.
 
-Failure cases: A result has its own failure kind if it cannot be pickled, is over the limit or does not fit on the disk.
+Failure cases: A result that cannot be pickled, is over the limit or does not fit on the disk has its own failure kind.
 The failure record then says that the user's function finished.
 """
 
@@ -63,13 +63,14 @@ from .process_group import pass_gate, trained_alone
 from .raycluster import task
 from .raycluster.share import read_share
 
-_STAY_S = 5.0  # A rank other than 0 waits this long for its peers after it returned.
-_SETTLE_FAILED_S = 1.0  # Seconds for the last metric points after a failure, while the end of the other ranks waits.
+_STAY_S = 5.0  # Seconds that a rank other than 0 waits for its peers after its function has returned.
+# Seconds for the last metric points of a failed rank; the supervisor learns of the failure only afterwards.
+_SETTLE_FAILED_S = 1.0
 _SPARE = 4  # Descriptors that the rank reserves for the files of its outcome.
 _spare: list[int] = []
-_FRAMES_MAX = 100  # The limit that faulthandler uses.
+_FRAMES_MAX = 100  # Maximum number of frames in a stack, as in faulthandler.
 _REPR_CHARACTERS_MAX = 10_000
-_MESSAGE_CHARACTERS_MAX = 4_000  # Limit for a message in the event. The file holds the whole message.
+_MESSAGE_CHARACTERS_MAX = 4_000  # Limit for a message in the event. The failure's file holds the whole message.
 
 
 class RankOutput(NamedTuple):
@@ -223,7 +224,7 @@ def execute(place: RankOutput, report: protocol.Report) -> int:
 
 
 def _free_spare() -> None:
-    """Close the spare descriptors for the outcome's files; user code may have used up all others."""
+    """Close the reserved descriptors, because user code may have used up all other descriptors."""
     while _spare:
         os.close(_spare.pop())
 
@@ -294,7 +295,7 @@ def _store_failure(
 
 
 def _is_stored(data: bytes, path: str, unstored: dict[str, str]) -> bool:
-    """Write a file, or keep its data in `unstored` for the report; return whether either worked."""
+    """Write a file, or put its data into `unstored` for the report; return True if either worked."""
     try:
         write_whole(path, [memoryview(data)])
     except PayloadNotWritten:
@@ -317,7 +318,7 @@ def _finish() -> None:
 
 
 def _rehearse() -> None:
-    """Run the code of every call once, so that the kernel copies its pages before a call waits."""
+    """Run the code path of every call once, so that its page faults occur before a call arrives."""
     loads(dumps((_rehearse, {"": b""})))
     protocol.decode(protocol.encode({"": 0}))
     os.environ.update(os.environ.copy())
@@ -328,7 +329,7 @@ def _take_output(stdout: int, stderr: int) -> None:
     for fd, target in ((null, 0), (stdout, 1), (stderr, 2)):
         os.dup2(fd, target)
         os.close(fd)
-    # The streams write through, as with PYTHONUNBUFFERED=1, so that a crash loses no printed output.
+    # The streams do not buffer, as with PYTHONUNBUFFERED=1, so that a crash loses no printed output.
     for name, fd in (("stdout", 1), ("stderr", 2)):
         raw = open(fd, "wb", 0, closefd=False)  # noqa: SIM115 - stays open until the process ends
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
@@ -340,10 +341,10 @@ def _offer_stacks() -> int:
     """Make two signals write this process's Python stack to a memfd; return the memfd, or -1.
 
     While the main thread runs Python, a Python handler answers. While the main thread is in a call, such as a blocked
-    collective, only faulthandler (C) can answer. The supervisor asks faulthandler only second, because faulthandler may
-    read frames while Python changes them. Such reads have ended processes of Python 3.11 by SIGSEGV. Either handler
-    writes the stack of the main thread alone. After either handler, the kernel continues most interrupted calls. Python
-    itself repeats poll, select, nanosleep and similar calls, but not `signal.pause()`.
+    collective, only faulthandler (C) can answer. The supervisor uses faulthandler only if the Python handler does not
+    answer, because faulthandler may read frames while Python changes them. Such reads have crashed Python 3.11 with
+    SIGSEGV. Both handlers write only the stack of the main thread. After a handler returns, the kernel continues most
+    interrupted calls. Python itself repeats poll, select, nanosleep and similar calls, but not `signal.pause()`.
     """
     try:
         fd = os.memfd_create(protocol.STACK_FILE, os.MFD_CLOEXEC)
@@ -365,7 +366,7 @@ def _offer_stacks() -> int:
 
 
 def _written(frame: types.FrameType | None) -> bytes:
-    """Return a stack in faulthandler's format."""
+    """Return a Python stack in faulthandler's format."""
     lines = ["Stack (most recent call first):"]
     while frame is not None and len(lines) <= _FRAMES_MAX:
         code = frame.f_code
@@ -378,7 +379,7 @@ def _written(frame: types.FrameType | None) -> bytes:
 
 @contextlib.contextmanager
 def _stack_on_signal(place: RankOutput):  # type: ignore[no-untyped-def]  # the stub's generator type would require an import of typing at run time
-    """Keep the Python stack in a file if a signal ends this rank; keep no file otherwise."""
+    """Write the Python stack to a file if a signal ends this rank; otherwise remove the file."""
     path = os.path.join(place.directory, "failures", f"{place.rank}.stack")
     try:
         file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - faulthandler keeps the descriptor until the process ends
@@ -394,13 +395,13 @@ def _stack_on_signal(place: RankOutput):  # type: ignore[no-untyped-def]  # the 
 
 
 def _take_context(message: protocol.Message) -> None:
-    """Take on the caller's context; raise OSError when the working directory is gone."""
+    """Apply the caller's context to this process; raise OSError when the working directory is gone."""
     os.environ.clear()
     os.environ.update(_environment(message))
     time.tzset()
     before = locale.setlocale(locale.LC_CTYPE)
     with contextlib.suppress(locale.Error):  # This machine lacks the caller's locale.
-        if locale.setlocale(locale.LC_CTYPE, "") in ("C", "POSIX"):  # Python replaces these locales by UTF-8.
+        if locale.setlocale(locale.LC_CTYPE, "") in ("C", "POSIX"):  # Python itself replaces these locales with UTF-8.
             locale.setlocale(locale.LC_CTYPE, before)
     os.umask(protocol.integer(message, "umask"))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -423,7 +424,7 @@ def _forget(callers: object) -> None:
     """Forget modules of this runtime that the caller imports from another file.
 
     The runtime keeps its own references to these modules. The agent does not use an interpreter that preloaded a module
-    of such a name. Preloaded modules would still refer to the zygote's copy.
+    with the same name. Preloaded modules would still refer to the zygote's copy.
     """
     for name, file in callers.items() if isinstance(callers, dict) else ():
         loaded = getattr(sys.modules.get(name), "__file__", None)

@@ -1,4 +1,4 @@
-"""Runs one rank under `torchrun <run directory>/_air.py`: the same call by hand, with printed results."""
+"""Repeats a run's call as one rank under `torchrun <run directory>/_air.py`, and prints the result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main(directory: str, *, world_size: int) -> int:
         def report(event: protocol.Message) -> None:
             if event["event"] == "returned":
                 value = load(os.path.join(scratch, "results", f"{rank}.pkl"))
-                # A single write does not mix with the output of other ranks.
+                # The operating system does not mix a single write with the output of other ranks.
                 sys.stdout.write(f"rank {rank} returned {value!r}\n")
                 sys.stdout.flush()
             elif event["event"] == "failed":

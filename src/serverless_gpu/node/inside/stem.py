@@ -6,18 +6,18 @@
 
 The stem moves into its own cgroup while it stands by, because the move takes 5-20 ms. The stem is the subreaper of its
 ranks. The kernel therefore makes every orphaned descendant a child of the stem, even after a double fork, `setsid` or
-an emptied environment. Such orphans end with the run. The stem also forks standby ranks, as many as the last run had.
-Without standby, the fork and its page faults would cost a rank 5-10 ms. When the work arrives, the stem forks the
-missing ranks and ends surplus ones.
+an emptied environment. Such orphans end with the run. The stem also forks as many standby ranks as the last run had
+ranks. Without standby, the fork and its page faults would cost a rank 5-10 ms. When the work arrives, the stem forks
+the missing ranks and ends surplus ranks.
 
 Failure cases:
 
-* The supervisor dies (end of file). The stem ends all descendants, removes the directory of the run's Ray
-  cluster and exits.
+* The supervisor dies (end of file). The stem ends all descendants, removes the directory of the run's Ray cluster and
+  exits.
 * A rank dies. The stem reports the wait status as soon as it reaps the rank.
 * The stem cannot mount the environment. The stem reports the problem and exits.
-* The stem dies. The kernel ends the ranks (PR_SET_PDEATHSIG), and the supervisor ends their children by
-  emptying the cgroup.
+* The stem dies. The kernel ends the ranks (PR_SET_PDEATHSIG), and the supervisor ends their children by emptying the
+  cgroup.
 """
 
 from __future__ import annotations
@@ -90,11 +90,7 @@ class _Stem:
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def mount(self, plan: object) -> bool:
-        """Mount another environment over the zygote's for this process and its forks; report a failure.
-
-        Modules that the zygote has loaded stay loaded. The agent chooses only environments that contain the same copies
-        of these modules.
-        """
+        """Mount another environment over the zygote's, for this process and its forks; report a failure."""
         if not isinstance(plan, list) or not plan:
             return True
         try:
@@ -115,7 +111,7 @@ class _Stem:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
         for _ in range(standby):
-            # Fork one by one, because each child closes the channels of its elder siblings.
+            # Fork one rank at a time, because each rank closes the channels of the ranks forked before it.
             self.children.append(self._fork())
         self._say({"event": "standby", "version": protocol.VERSION, "pid": os.getpid(), "cgroups": self.cgroups})
         poll = select.poll()
@@ -163,10 +159,7 @@ class _Stem:
         return True
 
     def _start_ranks(self, go: protocol.Message) -> None:
-        """Send each rank its number; the node's other ranks wait until the first has entered the function.
-
-        Torch retries a refused connection to rank 0's store only after half a second.
-        """
+        """Send each rank its number; the other ranks wait until the first rank has entered the function."""
         while len(self.children) < len(self.work):
             # Fork before creating the pipes, so that no rank inherits an end that another rank receives.
             self.children.append(self._fork())
@@ -239,7 +232,7 @@ class _Stem:
                     self._say(event)
 
     def _empty(self) -> bool:
-        """End and reap every descendant; return True when the kernel reports no child left."""
+        """End and reap every descendant; return True when the kernel reports no remaining child."""
         pause = select.poll()
         for _ in range(_EMPTYING_TRIES_MAX):
             linux.kill_descendants(os.getpid())

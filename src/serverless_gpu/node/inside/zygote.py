@@ -4,14 +4,14 @@
                              └─ fork ─▶ stem ─ fork ─▶ ranks
 
 A fork saves the import of torch: `import torch` takes a second, and a fork of a process with torch takes 3 ms. The
-zygote keeps these rules, which make the fork safe:
+zygote follows these rules, which make the fork safe:
 
 * **The zygote never runs a parallel region.** The thread pool of the OpenMP runtime does not survive a fork. A child
   that enters a parallel region after its parent did would wait forever for missing threads.
 * **The zygote never touches CUDA.** A process cannot use a CUDA context after a fork.
-* **The zygote has exactly one thread when it forks a stem.** Another thread could hold a lock, such as malloc's or
-  the importer's. The child would then wait for that lock forever. The OpenBLAS of numpy starts threads on import and
-  ends them in its own fork handler. The zygote therefore makes one trial fork and then counts its threads.
+* **The zygote has exactly one thread when it forks a stem.** Another thread could hold a lock, such as malloc's or the
+  importer's. The child would then wait for that lock forever. The OpenBLAS of numpy starts threads on import and ends
+  them in its own fork handler. The zygote therefore makes one trial fork and then counts its threads.
 * **Imports leave no other process behind.** The user's start-up code (`.pth` files, `sitecustomize`) runs in the
   zygote, and its child processes would belong to no run.
 * **Every rank reseeds its random generators** (`rank.py`). A copied generator would give all ranks the same numbers.
@@ -28,8 +28,8 @@ supervisors. The agent ends all other remaining descendants of the zygote (`node
 
 Failure cases:
 
-* A module cannot be imported, the trial fork leaves threads or processes, or a stem gets no user namespace. The
-  zygote reports each case, and the agent then starts runs cold.
+* A module cannot be imported, the trial fork leaves threads or processes, or a stem gets no user namespace. The zygote
+  reports each case, and the agent then starts runs cold.
 * The agent has another protocol version. The zygote ends with exit code 4.
 """
 
@@ -79,12 +79,14 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
     for finalizer in list(getattr(weakref.finalize, "_registry", {})):
         # The zygote owns these objects. torch's finalizers would cost each rank 25 ms at exit.
         finalizer.atexit = False
-    # Each rank clears the importer cache too. Clearing it here copies no page, while a rank would copy a thousand.
+    # Each rank clears the importer cache too. Clearing the cache here copies no page, but a rank that clears a full
+    # cache would copy a thousand pages.
     sys.path_importer_cache.clear()
     gc.enable()
     gc.freeze()  # The collector does not write to frozen objects, so children keep sharing their pages.
     threads = os.listdir("/proc/self/task")
-    if len(threads) != 1 and preload:  # Without preload, this process is itself the cold start, the last resort.
+    # Without preloaded modules, this process serves a cold start, which has no fallback.
+    if len(threads) != 1 and preload:
         found = ", ".join(_name_of(f"/proc/self/task/{thread}") for thread in threads)
         channel.send(protocol.encode({"event": "cold", "reason": f"preloading leaves threads behind ({found})"}))
         return
@@ -100,8 +102,8 @@ def main(channel_fd: int, version: int, preload: list[str]) -> None:
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     found_files = {name: file for name, file in files.items() if isinstance(file, str)}
     ready = {
-        "modules": sorted(set(found_files.values())),  # The agent watches these files for changes.
-        # A caller may import other copies of these packages.
+        "modules": sorted(set(found_files.values())),  # The agent watches the files of the loaded modules for changes.
+        # The caller may import other copies of these packages than the zygote.
         "packages": {name: file for name, file in found_files.items() if "." not in name},
         "names": names,
         "libraries": mapped_libraries(),
@@ -152,7 +154,8 @@ def _answer(channel: Channel, own_fds: tuple[int, ...]) -> bool:
         return False
     request = protocol.decode(received[0])
     if request.get("op") == "hold":
-        return True  # An environment is in use while a process holds the descriptor. Stems inherit the descriptor.
+        # The agent keeps an environment while a process holds this descriptor. Stems inherit the descriptor.
+        return True
     if request.get("op") == "stem":
         _fork_stem(channel, request, own_fds)
     for fd in received[1]:
@@ -210,8 +213,8 @@ def mapped_libraries(maps: str = "/proc/self/maps") -> list[str] | None:
 def huge_page_ranges(maps: str = "/proc/self/maps") -> list[int]:
     """Return the addresses of writable anonymous memory that can become one huge page each.
 
-    Copying page tables takes most of the time of forking a process with torch. Each call has three such forks. A
-    process that writes to a huge page still copies only 4 KiB of it.
+    Copying page tables takes most of the time of a fork with torch loaded. Each call needs three such forks. A process
+    that writes to a huge page still copies only 4 KiB of it.
     """
     found: list[int] = []
     with contextlib.suppress(OSError), open(maps, encoding="utf-8", errors="surrogateescape") as file:

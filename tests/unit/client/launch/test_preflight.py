@@ -88,7 +88,7 @@ def test_callables_of_every_kind_are_taken(function: object) -> None:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (7, "'int' objects cannot be run on ranks: not callable"),
+        (7, "'int' objects cannot run on ranks: they are not callable"),
         (Callables.__dict__["of_class"], "below @classmethod"),
         (coroutine, "coroutine is an async function"),
         (functools.partial(functools.partial(coroutine)), "coroutine is an async function"),
@@ -129,8 +129,8 @@ def test_arguments_that_fit_are_taken(args: tuple[object, ...], kwargs: dict[str
     [
         ((), {}, ["missing lr, epochs"]),
         ((), {"lr": 1.0, "epoch": 3}, ["missing epochs; unexpected epoch", "hint: did you mean epochs?"]),
-        ((0.1,), {"epochs": 1}, ["missing lr", "hint: rank took a positional argument"]),
-        ((0, 2, 0.1, 5), {"epochs": 1}, ["1 positional too many"]),
+        ((0.1,), {"epochs": 1}, ["missing lr", "hint: rank got a positional argument"]),
+        ((0, 2, 0.1, 5), {"epochs": 1}, ["1 positional arguments too many"]),
         ((0, 2, 0.1), {"epochs": 1, "lr": 1.0}, ["lr given twice"]),
     ],
 )

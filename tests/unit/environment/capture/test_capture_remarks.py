@@ -85,7 +85,7 @@ def test_the_first_capture_says_all_and_later_ones_what_is_new() -> None:
     assert found_text(changed) == [golden("environment.remarks.environment-changed-six"), "a remark"]
     said = taken_text(TAKEN, first)
     assert said.startswith(
-        "environment aaaaaaaaaaaa: 3.0 MB in 20 files and 4 units, 1.0 MB of it the project's code; "
+        "environment aaaaaaaaaaaa: 3.0 MB in 20 files and 4 units, including 1.0 MB of the project's code; "
     )
     assert taken_text(TAKEN, changed) == golden("environment.remarks.environment-aaaaaaaaaaaa-units")
 

@@ -453,7 +453,7 @@ def test_F44_the_jobs_run_is_started_by_ranks_although_its_server_is_just_being_
     assert hook.MlflowHook.patiently(attached, lambda: start(0.0)) == "run"
     later = now[0] + 5
     assert hook.MlflowHook.patiently(attached, lambda: start(later)) == "run", "another outage is another"
-    assert capsys.readouterr().err.count("start_run tries again") == 1
+    assert capsys.readouterr().err.count("start_run retries") == 1
 
 
 def test_F44_what_is_held_is_bounded_the_newest_of_it_is_kept() -> None:

@@ -58,12 +58,12 @@ def install(directory: str, rank: int) -> None:
     """Connect MLflow to the job's run when user code imports MLflow."""
     job = MlflowJob(directory, rank)
     sys.meta_path.insert(0, Finder(job))
-    if _MLFLOW in sys.modules:  # The zygote has imported MLflow. User code must not wait before its first line.
+    if _MLFLOW in sys.modules:  # The zygote has already imported MLflow. User code must not wait before its first line.
         attach(job, sys.modules[_MLFLOW], wait_s=0.0)
 
 
 def settle(limit_s: float = SETTLE_S) -> None:
-    """Wait at most `limit_s` for asynchronous logging before this process ends; report lost points."""
+    """Wait at most `limit_s` seconds for asynchronous logging at process exit; report lost points."""
     # A user's signal handler may raise here. The exception must not change the run's outcome.
     with contextlib.suppress(BaseException):
         for attached in _attached:
@@ -80,7 +80,7 @@ class Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of a module to patch, with a loader that reports the import; None for others."""
+        """Return the spec of a module to patch, with a loader that patches it; None for other modules."""
         if (fullname != _MLFLOW and fullname not in _LIGHTNING) or fullname in self._looking:
             return None
         self._looking.add(fullname)
@@ -95,7 +95,7 @@ class Finder:
         return spec
 
     def _listen(self, loader: Any, fullname: str) -> None:
-        """Patch a module once its loader executes it; a finder's caller may not import the module."""
+        """Patch a module when its loader executes the module; a caller of `find_spec` may not import it."""
         awaited: set[str] = vars(loader).setdefault("_sgpu_awaited", set())
         awaited.add(fullname)
         if "exec_module" in vars(loader):
@@ -130,7 +130,8 @@ def attach(job: MlflowJob, module: types.ModuleType, wait_s: float = WAIT_S) -> 
     except Exception as error:  # noqa: BLE001 - the import of an unknown MLflow must not fail
         version = getattr(module, "__version__", "?")
         job.say_once(
-            "changed", f"this package does not know MLflow {version}, so ranks may create their own runs: {error!r}"
+            "changed",
+            f"cannot connect MLflow {version} to the job's run, so ranks may create their own runs: {error!r}",
         )
 
 
@@ -150,7 +151,7 @@ class MlflowHook:
         self._started = False  # True once this process has started any run.
 
     def take_names(self) -> None:
-        """Replace MLflow's functions where user code and MLflow itself look them up."""
+        """Replace MLflow's functions in the modules where user code and MLflow look them up."""
         for name, ours in (("start_run", self.start_run), ("last_active_run", self._last_active_run)):
             original = getattr(self.fluent, name)
             function = wrapped(original, ours)
@@ -166,8 +167,8 @@ class MlflowHook:
         """Make MLflow wait for the job's run before it creates a database in the working directory."""
         service: Any = importlib.import_module("mlflow.tracking._tracking_service.utils")
         original = getattr(service, "_get_default_tracking_uri", None)
-        # Earlier versions of MLflow lack this function. Their import has already waited, unless the zygote imported
-        # them.
+        # Earlier versions of MLflow lack this function. Their import has already waited for the job's run, unless
+        # the zygote imported MLflow.
         if original is not None:
 
             def default() -> str:
@@ -186,14 +187,14 @@ class MlflowHook:
             default.default = True
             os.register_at_fork(after_in_child=functools.partial(setattr, default, "default", False))
         if self.job.run_id and os.environ.get(EXPERIMENT_NAME) and os.environ.get(EXPERIMENT) == self._experiment_id():
-            # Without an answer of the server, assume that name and number of the experiment agree.
+            # If the server does not answer, assume that the experiment's name and id belong together.
             with contextlib.suppress(Exception):
                 self.job.renamed(self.client().get_experiment(self._experiment_id()).name)
 
     def settle(self, limit_s: float) -> None:
         """Wait for asynchronous logging; report points and values that MLflow did not receive."""
         if not self.job.run_id and not self._started:
-            return  # A request for MLflow's store would create one in the working directory.
+            return  # Access to MLflow's store would create a database in the working directory.
         deadline = time.monotonic() + limit_s
         if not self._flush(limit_s) or not self.writes.wait(deadline - time.monotonic()):
             self.writes.give_up()
@@ -215,14 +216,15 @@ class MlflowHook:
                 finish()
 
         thread = threading.Thread(target=work, name="sgpu-mlflow-flush", daemon=True)
-        with contextlib.suppress(RuntimeError):  # The interpreter is ending, or the process can start no thread.
+        # The interpreter is shutting down, or the process cannot start a thread.
+        with contextlib.suppress(RuntimeError):
             thread.start()
             thread.join(limit_s)
             return not thread.is_alive()
         return False
 
     def start_run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start the job's run if the call means it; start other runs, and runs below it, as MLflow does."""
+        """Start the job's run if the call means that run; start any other run as MLflow does."""
         self._started = True
         names = ("run_id", "experiment_id", "run_name", "nested", "parent_run_id")
         asked = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -235,8 +237,8 @@ class MlflowHook:
                     kwargs[name] = value
             with self._without_variables():
                 return original(*args, **kwargs)
-        # MLflow also removes MLFLOW_RUN_ID when it resumes a run. Other readers of the variable would start the run
-        # again.
+        # MLflow also removes MLFLOW_RUN_ID when it resumes a run. Otherwise other readers of the variable would
+        # start the run again.
         os.environ.pop(RUN, None)
         if len(args) <= len(names):
             kwargs["log_system_metrics"] = False  # The node measures system metrics once for all of its ranks.
@@ -265,9 +267,7 @@ class MlflowHook:
                 if self._patience_until == math.inf:
                     # All calls share one deadline. Otherwise each call would wait for the full time.
                     self._patience_until = deadline
-                self.job.say_once(
-                    "start", f"MLflow does not answer; start_run tries again for up to {_PATIENCE_S:.0f} s"
-                )
+                self.job.say_once("start", f"MLflow does not answer; start_run retries for up to {_PATIENCE_S:.0f} s")
                 time.sleep(_TRY_S)
 
     def _means_job(self, asked: dict[str, Any]) -> bool:
@@ -280,7 +280,7 @@ class MlflowHook:
             return False
 
     def _is_meant(self, asked: dict[str, Any]) -> bool:
-        """Return whether a `start_run` without an identifier means the job's run or a run below it."""
+        """Return True if a `start_run` without an id means the job's run or a run below the job's run."""
         job = self.job
         if (
             not job.resolve_in_use()
@@ -300,7 +300,7 @@ class MlflowHook:
         return self._our_server() and self._our_experiment(asked.get("experiment_id"))
 
     def _probe(self) -> None:
-        """Raise MLflow's error if its server does not answer; repeat the error for a while without asking."""
+        """Raise MLflow's error if its server does not answer; repeat a recent error without a request."""
         at, error = self._probed
         if time.monotonic() - at < _PROBE_S:
             raise error
@@ -332,7 +332,7 @@ class MlflowHook:
         """Keep MLflow from resuming the job's run when the call means another run."""
         ours = {RUN: self.job.run_id}
         if self.job.run_id and not self._our_server():
-            ours[EXPERIMENT] = self.job.experiment_id  # An experiment's number is valid only on its own server.
+            ours[EXPERIMENT] = self.job.experiment_id  # An experiment id is valid only on its own server.
         hidden = {name: value for name, value in ours.items() if value and os.environ.get(name) == value}
         for name in hidden:
             del os.environ[name]
@@ -352,7 +352,7 @@ class MlflowHook:
         self, original: Callable[..., Any], client: Any, run_id: str, *args: Any, **kwargs: Any
     ) -> None:
         if run_id == self.job.run_id and run_id:
-            # Do not wait for the server here. Each of the user's runs would wait that long while the server is away.
+            # Do not wait for held writes here. Each `end_run` of user code would wait for an unreachable server.
             self._flush(SETTLE_S)
         else:
             original(client, run_id, *args, **kwargs)
@@ -383,7 +383,7 @@ def _init_lightning(job: MlflowJob, original: Callable[..., None], logger: Any, 
         args, kwargs = (), {**asked, "run_id": job.run_id, "tracking_uri": job.uri or None}
     original(logger, *args, **kwargs)
     if ours and job.rank == 0:
-        with contextlib.suppress(Exception):  # A logger with a given run sets neither tags nor name.
+        with contextlib.suppress(Exception):  # A logger with a given run sets neither tags nor a run name.
             for key, value in (asked.get("tags") or {}).items():
                 logger._mlflow_client.set_tag(job.run_id, key, value)
             if asked.get("run_name"):
@@ -391,7 +391,7 @@ def _init_lightning(job: MlflowJob, original: Callable[..., None], logger: Any, 
 
 
 def _lightning_means(job: MlflowJob, asked: dict[str, Any]) -> bool:
-    """Return whether a logger's arguments mean the job's run."""
+    """Return True if a Lightning logger's arguments mean the job's run."""
     if not job.resolve(WAIT_S) or job.changed(URI):
         return False
     if asked.get("tracking_uri") and str(asked["tracking_uri"]).rstrip("/") != job.uri.rstrip("/"):

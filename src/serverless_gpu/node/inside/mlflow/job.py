@@ -1,4 +1,4 @@
-"""The job's MLflow run, as a rank learns about it.
+"""Finds the job's MLflow run for a rank.
 
     monitor ──▶ <attempt>/tracking.json ──▶ MlflowJob.resolve ──▶ MLFLOW_TRACKING_URI, _RUN_ID, _EXPERIMENT_ID
     supervisor ── the same variables, if it knows them in time ────────┘
@@ -7,11 +7,11 @@ The monitor may not know the run yet when a rank starts. An import of MLflow the
 The import waits only while a monitor writes the file and MLflow may still answer. The rank reports a noticeable wait.
 Variables that user code has changed meanwhile keep their values.
 
-Failure cases: If the tracking server does not answer the node ("away"), the import does not wait. If the monitor is
-gone, the file never comes. The rank reports either case once. If the caller has named a server, MLflow keeps its
-configuration, and every later `start_run` checks again. Once that server answers, the rank asks the node to find the
-run (`ask`). Without a named server, MLflow would create one database in the working directory for all ranks. Each rank
-then gets its own database beside the attempt instead, and keeps using it.
+Failure cases: If the tracking server does not answer the node ("away"), the import does not wait. If the monitor has
+ended, no process writes the file. The rank reports each of these cases once. If the caller has named a server, MLflow
+keeps its configuration, and every later `start_run` checks again. Once that server answers, the rank asks the node to
+find the run (`ask`). Without a named server, MLflow would create one database in the working directory for all ranks.
+The hook therefore gives each rank its own database in the attempt's directory until the rank ends.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MlflowJob:
         self._before = {name: os.environ.get(name) for name in (URI, RUN, EXPERIMENT, EXPERIMENT_NAME)}
 
     def resolve(self, wait_s: float = 0.0) -> bool:
-        """Return whether the job's run is known, and apply its variables; wait for a run in creation."""
+        """Return True if the job's run is known, and set its variables; wait up to `wait_s` for the run."""
         if self.run_id:
             return True
         given = self._look(wait_s)
@@ -69,19 +69,19 @@ class MlflowJob:
         return bool(self.run_id)
 
     def resolve_in_use(self) -> bool:
-        """Return whether the job's run is known, now that user code uses MLflow; the first call waits."""
+        """Return True if the job's run is known; the first call of user code waits for the run."""
         return self.resolve(0.0 if self._has_waited else WAIT_S)
 
     @property
     def is_away(self) -> bool:
-        """Return whether the tracking server that the caller named did not answer the node."""
+        """Return True if the node could not reach the tracking server that the caller named."""
         is_server = (self._before[URI] or "").startswith(("http://", "https://"))
         return not self.run_id and self._state == "away" and is_server and not self.changed(URI)
 
     def ask(self) -> bool:
         """Ask the node to find the job's run after its server answered; return whether the run is known."""
         if time.monotonic() < self._ask_again:
-            return False  # A recent request of this rank did not help.
+            return False  # A recent request of this rank did not find the run.
         with contextlib.suppress(OSError):
             os.close(os.open(f"{self.directory}/{ASKED}", os.O_CREAT | os.O_WRONLY, 0o600))
         limit = time.monotonic() + BACK_S
@@ -95,7 +95,7 @@ class MlflowJob:
         return os.environ.get(name) != self._before[name]
 
     def renamed(self, name: str) -> None:
-        """Set the experiment's name to that of its number; a caller may have set two experiments."""
+        """Set the experiment's name to the name of the run's experiment; the caller may have set another."""
         if not self.changed(EXPERIMENT_NAME):
             self._before[EXPERIMENT_NAME] = os.environ[EXPERIMENT_NAME] = name
 
@@ -112,7 +112,7 @@ class MlflowJob:
             sys.stderr.write(f"serverless-gpu: {sentence}\n")
 
     def _do_without(self) -> None:
-        """Report that the run is not known, and the consequences."""
+        """Report that the run is not known, and where this rank's MLflow data goes instead."""
         why = f": {self._sentence}" if self._sentence else ""
         unknown = f"the MLflow run of this job is not known{why}; "
         apart = self._apart()
@@ -120,8 +120,8 @@ class MlflowJob:
             unknown += f"this rank logs to {apart} instead"
         elif self.is_away:
             unknown += (
-                "until it answers, each of your own MLflow calls waits for its timeout and may raise, while the "
-                "node keeps its records and sends them later"
+                "until the server answers, each of your own MLflow calls waits for its timeout and may raise an "
+                "error. The node stores its records and sends them later"
             )
         else:
             unknown += "MLflow keeps its configuration"
@@ -130,8 +130,7 @@ class MlflowJob:
     def _apart(self) -> str:
         """Give this rank its own MLflow database, unless the user configured another; return its URI.
 
-        A number of a run or an experiment also counts as configuration. The caller's MLflow has that number in its
-        default database.
+        A configured run id or experiment id also counts. The caller's MLflow has this id in its default database.
         """
         if any(self._before[name] or self.changed(name) for name in (URI, RUN, EXPERIMENT)):
             return ""
@@ -162,7 +161,7 @@ class MlflowJob:
                 return None
             if waited_s >= _FELT_S:
                 why = self._sentence or "MLflow has not answered yet"
-                self.say_once("waiting", f"{why}; `import mlflow` waits for it, up to {wait_s:.0f} s")
+                self.say_once("waiting", f"{why}; `import mlflow` waits up to {wait_s:.0f} s for the run")
             time.sleep(_LOOK_S)
 
     def _read(self) -> dict[str, object]:
@@ -174,7 +173,7 @@ class MlflowJob:
         return said if isinstance(said, dict) else {}
 
     def _awaited(self) -> bool:
-        """Return whether a monitor still updates the file; an old file is abandoned, not pending."""
+        """Return True while a monitor updates the file; a monitor that has ended leaves an old file."""
         try:
             written = os.stat(f"{self.directory}/{FILE}").st_mtime
         except OSError:
@@ -186,14 +185,14 @@ class MlflowJob:
         self.experiment_id = given.get(EXPERIMENT) or self._before[EXPERIMENT] or ""
         self.run_id = given.get(RUN) or self._before[RUN] or ""
         if self.changed(URI):
-            return  # User code uses another server, which does not know this run.
+            return  # User code uses another server, which does not have this run.
         for name in (URI, RUN, EXPERIMENT):
             if given.get(name) and not self.changed(name):
                 self._before[name] = os.environ[name] = given[name]
 
 
 def _now_in(directory: str, otherwise: float) -> float:
-    """Return the time of a directory's file system; a network's clock may be ahead of this machine's."""
+    """Return the current time of a directory's file system; a network file system has its own clock."""
     try:
         fd = os.open(directory, os.O_TMPFILE | os.O_WRONLY, 0o600)
     except OSError:  # The file system does not support O_TMPFILE.

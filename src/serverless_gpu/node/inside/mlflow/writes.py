@@ -3,18 +3,17 @@
     log_metric, log_params … ─▶ MLflow's client ─▶ RestStore.log_batch, log_metric, log_param ─▶ server
                                                           └ Writes: only for the job's run
 
-* **Different parameters in ranks:** MLflow refuses a second value of a parameter. The first value keeps the
-  key. `Writes` stores the value of another rank as `<key>.rank<r>`, with one notice. A rank that contradicts
-  itself within one `start_run` gets MLflow's own error.
-* **Refused values:** Asynchronous logging puts the calls of one second into one batch. MLflow accepts or
-  refuses a batch as a whole. `Writes` sends a refused batch in halves, so that MLflow refuses only the bad
-  values.
-* **Limit of points:** MLflow accepts ten million points per run, and the node needs two million of them.
-  `Writes` counts the points of all ranks of a node in files of the attempts' directories. At four fifths of the
-  limit, a rank prints a warning. `Writes` drops points over the limit, with a notice.
-* **A server that does not answer:** Asynchronous logging does not wait for the server. `HeldWrites` holds a
-  bounded number of writes in memory and sends them once the server answers. MLflow's own queue would need a
-  timeout for each write. Synchronous calls have only their own timeout.
+* **Different parameters in ranks:** MLflow refuses a second value of a parameter. MLflow keeps the first value under
+  the parameter's key. `Writes` stores the value of another rank as `<key>.rank<r>`, with one notice. A rank that logs
+  two values of one parameter after one `start_run` gets MLflow's own error.
+* **Refused values:** Asynchronous logging puts the calls of one second into one batch. MLflow accepts or refuses a
+  batch as a whole. `Writes` sends a refused batch in halves, so that MLflow refuses only the bad values.
+* **Limit of points:** MLflow accepts ten million points per run, and the node needs two million of them. `Writes`
+  counts the points of all ranks of a node in files of the attempts' directories. At four fifths of the limit, a rank
+  prints a warning. `Writes` drops points over the limit, with a notice.
+* **A server that does not answer:** Asynchronous logging does not wait for the server. `HeldWrites` holds a bounded
+  number of writes in memory and sends them once the server answers. MLflow's own queue would need a timeout for each
+  write. A synchronous call waits only for its own timeout.
 
     keep ─▶ the newest `HELD_MAX` points and values ─▶ a thread: oldest batch first, one try per second ─▶ MLflow
                                                                                   settle: wait ─▶ give_up
@@ -22,8 +21,8 @@
 MLflow does not depend on the order of points, because points carry their step and time. A batch that arrives twice
 changes nothing. `HeldWrites` counts the points that it drops.
 
-Failure cases: If no thread can start, `HeldWrites` holds the writes until `wait` and then gives up. If the process
-forks, the child starts with an empty queue. The parent sends the writes that it holds.
+Failure cases: If no thread can start, `HeldWrites` holds the writes in memory. The rank drops these writes when it
+ends. If the process forks, the child starts with an empty queue. The parent sends the writes that it holds.
 """
 
 from __future__ import annotations
@@ -39,24 +38,24 @@ from typing import Any, NamedTuple
 from .job import MlflowJob
 
 HELD_MAX = 100_000
-"""Most points and values that one rank holds, 40 MB at most."""
+"""Maximum number of points and values that one rank holds, about 40 MB."""
 _AGAIN_S = 1.0
 
 
 POINTS_MAX = 8_000_000
 WARN_AT = 0.8
-_LOOK_EVERY = 10_000  # A rank reads the counts of the other ranks after this many own points.
+_LOOK_EVERY = 10_000  # Points that a rank logs before it reads the counts of the other ranks again.
 _OWN_KEYS_MAX = 10_000
 _KEY_MAX = 250
-_NAMES_MAX = 10  # Most alternative names for one parameter of a rank.
-_CUT_FROM = 500  # The server may have cut a value of this length.
-_TRIES_MAX = 64  # Most writes to find the bad values of one batch.
+_NAMES_MAX = 10  # Maximum number of alternative names for one parameter of a rank.
+_CUT_FROM = 500  # The MLflow server may have truncated a value of this many characters.
+_TRIES_MAX = 64  # Maximum number of writes to find the invalid values of one batch.
 _BACKGROUND = "MLflowBatchLoggingWorkerPool"
 _POINTS = "points"
 
 
 class Items(NamedTuple):
-    """The contents of a batch."""
+    """The metrics, parameters and tags of one batch."""
 
     metrics: Sequence[Any]
     params: Sequence[Any]
@@ -68,7 +67,7 @@ class Items(NamedTuple):
         return sum(len(kind) for kind in self)
 
     def halves(self) -> list[Items]:
-        """Split by kind, or halve the only kind; return an empty list if neither is possible."""
+        """Split the batch by kind, or in half if it has one kind; return [] for a single entry."""
         kinds = [number for number, kind in enumerate(self) if kind]
         if len(kinds) > 1:
             return [_NOTHING._replace(**{self._fields[number]: self[number]}) for number in kinds]
@@ -83,7 +82,7 @@ _NOTHING = Items((), (), ())
 
 
 class PointCount:
-    """Counts the points of a run that this node knows, and enforces a limit."""
+    """Counts the points that this node's ranks logged to a run, and enforces a limit."""
 
     def __init__(self, job: MlflowJob, limit: int = POINTS_MAX) -> None:
         self._job = job
@@ -100,9 +99,9 @@ class PointCount:
         self._lock = threading.Lock()  # A forked child has no thread that could release the parent's lock.
 
     def admit(self, count: int) -> bool:
-        """Return whether `count` more points may be written; count them if so."""
+        """Return True and count the points if the run may receive `count` more points."""
         with self._lock:
-            if self._pid != os.getpid():  # After a fork, the file of the parent contains the parent's points.
+            if self._pid != os.getpid():  # After a fork, the parent's file contains the parent's points.
                 self._pid, self._own = os.getpid(), 0
             if not self._own:
                 self._others = self._of_others("")
@@ -146,10 +145,10 @@ class PointCount:
 
 
 class Writes:
-    """Stands between MLflow's client and its REST store for the job's run.
+    """Intercepts the writes of MLflow's client to the job's run.
 
-    `refused` is MLflow's exception type. Such an error with the code of a bad request is an answer of the server. Other
-    errors of this type mean that the server did not answer.
+    `refused` is MLflow's exception type. An exception of this type with the code of a bad request is an answer of the
+    server. With any other code, the exception means that the server did not answer.
     """
 
     def __init__(self, job: MlflowJob, refused: type[Exception]) -> None:
@@ -159,7 +158,9 @@ class Writes:
         self._lock = threading.Lock()
         self._own: dict[str, str] = {}  # Parameters that this process logged since its last start_run.
         self._held = HeldWrites(
-            lambda: job.say_once("back", "MLflow answers again and has received what ranks logged meanwhile")
+            lambda: job.say_once(
+                "back", "MLflow answers again and has received the data that ranks logged in the meantime"
+            )
         )
         os.register_at_fork(after_in_child=self._unlock)
 
@@ -167,7 +168,7 @@ class Writes:
         self._lock = threading.Lock()  # A forked child has no thread that could release the parent's lock.
 
     def patch(self, store: type) -> None:
-        """Wrap a store's write methods, except for methods that the store does not have."""
+        """Wrap the write methods that a store has."""
         for name, ours in (("log_batch", self._batch), ("log_metric", self._metric), ("log_param", self._param)):
             original = getattr(store, name, None)
             if original is not None:
@@ -179,15 +180,15 @@ class Writes:
             self._own.clear()
 
     def give_up(self) -> None:
-        """Drop the held writes, and hold no later ones."""
+        """Drop the held writes and all later failed writes."""
         self._held.give_up()
 
     def wait(self, limit_s: float) -> bool:
-        """Wait for a server that does not answer; return whether all logged data has arrived."""
+        """Wait until MLflow has received all held writes; return False after `limit_s` seconds."""
         return self._held.wait(limit_s)
 
     def lost(self) -> int:
-        """Return how many points and values were dropped because the server did not answer."""
+        """Return the number of points and values that were dropped because MLflow did not answer."""
         return self._held.lost
 
     def _batch(
@@ -303,7 +304,7 @@ class Writes:
         return answer
 
     def _renamed(self, store: Any, params: Sequence[Any]) -> list[Any] | None:
-        """Return parameters under free names, or None if the server had another reason to refuse."""
+        """Return the parameters under unused names, or None if MLflow refused them for another reason."""
         there: dict[str, str] = store.get_run(self._job.run_id).data.params
         result, differing = [], []
         for param in params:
@@ -322,7 +323,8 @@ class Writes:
         self._job.say_once(
             "params",
             f"ranks log different values of the parameter {key!r}. MLflow keeps the value of rank "
-            f"{self._job.rank} as {key}.rank{self._job.rank}. Other parameters that differ get such names too",
+            f"{self._job.rank} as {key}.rank{self._job.rank}. Other parameters that differ get names of the same "
+            "form",
         )
         return result
 
@@ -336,7 +338,7 @@ class Writes:
 
 
 def wrapped(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of `original`, which calls `ours` with `original` as the first argument."""
+    """Return a wrapper of `original` that calls `ours` with `original` as the first argument."""
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -346,7 +348,7 @@ def wrapped(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
 
 
 def is_answer(error: Exception) -> bool:
-    """Return whether the server refused a request; MLflow raises the same type for a missing answer."""
+    """Return True if the server refused a request; a missing answer raises the same exception type."""
     return _is_about_values(error) or getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
 
 
@@ -374,7 +376,7 @@ class HeldWrites:
 
     def __init__(self, on_back: Callable[[], None], limit: int = HELD_MAX, again_s: float = _AGAIN_S) -> None:
         self._on_back = on_back
-        self._limit = limit  # Most points and values to hold.
+        self._limit = limit  # Maximum number of points and values to hold.
         self._again_s = again_s  # Seconds between two tries.
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
@@ -398,7 +400,7 @@ class HeldWrites:
         return self._lost
 
     def keep(self, batch: Batch) -> None:
-        """Hold a batch that did not arrive, or that must wait for such a batch."""
+        """Queue a batch that MLflow did not receive, or that must wait for an earlier batch."""
         with self._changed:
             if self._given_up:
                 self._lost += batch.size
@@ -411,18 +413,18 @@ class HeldWrites:
                 self._lost += dropped.size
             if self._thread is None:
                 thread = threading.Thread(target=self._replay, name="sgpu-mlflow-held", daemon=True)
-                # The interpreter is ending, or the process can start no thread.
+                # The interpreter is shutting down, or the process cannot start a thread.
                 with contextlib.suppress(RuntimeError):
                     thread.start()
                     self._thread = thread
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until the queue is empty; return False after `limit_s`."""
+        """Wait until the queue is empty; return False after `limit_s` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None and not self._batches, limit_s)
 
     def give_up(self) -> None:
-        """Drop the held batches and all later ones."""
+        """Drop the held batches and all later batches."""
         with self._changed:
             self._given_up = True
             self._lost += self._held
@@ -438,7 +440,7 @@ class HeldWrites:
                 return
 
     def _sent(self) -> bool:
-        """Send held batches while MLflow answers; return True if the queue is empty or given up."""
+        """Send held batches while MLflow answers; return True once the queue is empty."""
         while True:
             with self._changed:
                 if not self._batches:
@@ -451,7 +453,7 @@ class HeldWrites:
             has_arrived = batch.send()
             with self._changed:
                 if self._given_up:
-                    continue  # `give_up` has already counted this batch.
+                    continue  # `give_up` has already counted this batch as dropped.
                 if not has_arrived:
                     self._batches.appendleft(batch)
                     return False

@@ -1,4 +1,4 @@
-"""Membership of the run's Ray cluster: the records of node 0 and the part of every other node.
+"""Tracks the nodes of a run's Ray cluster on node 0, and runs the part of every other node.
 
     RunCluster, node 0
       this node: ray start, gcs_server, raylet ── pidfds ───┐
@@ -11,14 +11,14 @@
 
 Failure cases:
 
-* Several nodes or processes are lost. Node 0 reports only the first loss, because the others follow from it.
-* A stranger connects to the link. `link.py` refuses the connection, and nothing is lost.
-* Ray does not start on node n, or ends there. Node n sends a message to node 0, and both nodes report the
-  failure.
-* The node task of node 0 is gone or never came. Node n reports a failure that names the machine of node 0.
-* Ray ends on node n because the head's Ray ends while "done" is on its way. Node n waits `_SETTLE_S` for
-  "done".
-* SIGTERM arrives. The node task ends this node's Ray and then ends by the signal.
+* Several nodes or processes are lost. Node 0 reports only the first loss, because the later losses follow from the
+  first.
+* A process without the secret connects to the link. `link.py` closes the connection, and the cluster continues.
+* Ray does not start on node n, or ends there. Node n sends a message to node 0, and both nodes report the failure.
+* The node task of node 0 has ended or never started. Node n reports a failure that names the machine of node 0.
+* Ray ends on node n because the head's Ray has ended, before node n receives "done". Node n waits `_SETTLE_S` seconds
+  for "done".
+* SIGTERM arrives. The node task ends this node's Ray and then itself by the signal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .share import ClusterShare
 
 
 class RunCluster:
-    """Tracks all nodes of the run's cluster on node 0; `kept` is the later directory of this node's logs."""
+    """Tracks all nodes of the run's cluster on node 0; this node's logs go to `kept` after the attempt."""
 
     def __init__(self, share: ClusterShare, kept: str) -> None:
         self._share = share
@@ -111,17 +111,17 @@ def lost_engine(share: ClusterShare, engine: RayProcesses, name: str, kept: str)
     return f"{text}\n{words}" if words else text
 
 
-_REACH_S = 300.0  # Seconds to reach node 0, whose machine may start later and import Ray from a slow disk.
+_REACH_S = 300.0  # Seconds to reach node 0, which may start later than this node and import Ray from a slow disk.
 _LOOK_S = 0.1  # Interval between two tries to reach node 0.
 _SETTLE_S = 1.0
 
 
 class _Stopped(BaseException):
-    """SIGTERM has arrived."""
+    """Raised when SIGTERM has arrived."""
 
 
 class TaskNode(NamedTuple):
-    """A node task's view of its node; `kept` is the later directory of the logs of this node's Ray."""
+    """A node task's view of its node; the logs of its Ray go to `kept` after the attempt."""
 
     share: ClusterShare
     family: Family
@@ -132,8 +132,8 @@ class TaskNode(NamedTuple):
 def until_stopped(act: Callable[[], str]) -> str | None:
     """Return the result of `act`, or None when SIGTERM interrupted `act` with a `BaseException`.
 
-    Afterwards this process ignores SIGTERM, because the remaining work is bounded. A SIGTERM at that time is normal.
-    When one node reports a lost cluster, the other nodes get SIGTERM while they report the loss too.
+    Afterwards this process ignores SIGTERM, because the remaining work is bounded. A SIGTERM during this work is
+    normal. When one node reports a lost cluster, the other nodes get SIGTERM while they report the loss too.
     """
     try:
         signal.signal(signal.SIGTERM, _on_sigterm)
@@ -146,7 +146,7 @@ def until_stopped(act: Callable[[], str]) -> str | None:
 
 
 def take_part(node: TaskNode, say: Callable[[str], None], record: Callable[[Ports, Callable[[], None]], None]) -> str:
-    """Run this node's part of the cluster until the driver has ended; return a message of a loss, or "".
+    """Run this node's part of the cluster until the driver has ended; return "" or the loss's message.
 
     `record` starts the recording of Ray's metrics once Ray is up. The recording process first calls the second argument
     of `record`, which closes its copy of the link.
@@ -215,7 +215,7 @@ def _join_head(part: _MemberPart, node: TaskNode, say: Callable[[str], None]) ->
 
 
 def _stay_until_done(part: _MemberPart, node: TaskNode, engine: RayProcesses) -> None:
-    """Return when the driver has ended, or after a loss."""
+    """Wait until the driver has ended or this node has lost its Ray or the head."""
     while not part.is_over():
         part.wait(engine.watched, node.family.reap())
         if name := engine.gone():

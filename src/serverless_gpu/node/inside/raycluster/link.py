@@ -1,4 +1,4 @@
-"""Link between the nodes of one cluster: other nodes connect to node 0 and prove the run's secret.
+"""Connects the nodes of one cluster: other nodes connect to node 0 and prove the run's secret.
 
     node n                                            node 0
       │ ── connects, retries until its deadline ────────▶ │
@@ -16,14 +16,14 @@ can write into this connection can also write into Ray's connections, which are 
 
 Failure cases:
 
-* Node 0 closes a connection that sends no proof in time, too much data or an invalid message. Node 0 also
-  closes a connection that claims node 0, a taken number or an unknown number. Other nodes do not notice this.
-* A connection ends before node 0 has accepted the proof. Node n tries again until its deadline, because another
-  process may use that port for a moment.
-* An accepted connection ends without "done". The node task of the peer is then gone. The kernel's keep-alives
-  detect a vanished machine within `_SILENCE_S`.
-* A process forks while a link is open. The child closes its copy (`close`), because the peer reads end of file
-  only after the last copy is closed.
+* Node 0 closes a connection that sends no proof in time, too much data or an invalid message. Node 0 also closes a
+  connection that claims node 0, a taken number or an unknown number. Other nodes do not notice this.
+* A connection ends before node 0 has accepted the proof. Node n tries again until its deadline, because another process
+  may use that port for a moment.
+* An accepted connection ends without "done". The node task of the peer has then ended. The kernel's keep-alives detect
+  a vanished machine within `_SILENCE_S`.
+* A process forks while a link is open. The child closes its copy (`close`), because the peer reads end of file only
+  after the last copy is closed.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from typing import NamedTuple
 from .. import protocol
 
 FRAME_BYTES_MAX = 16_384
-TEXT_CHARACTERS_MAX = 1000  # Limit for the message of a lost node. With escapes, the message fits into a frame.
+TEXT_CHARACTERS_MAX = 1000  # Limit for the message of a lost node. With JSON escapes, the message fits into a frame.
 _HEADER = 4
 _NONCE_BYTES = 32
 PROVE_S = 10.0
-_UNPROVEN_MAX = 64  # Above this limit, the head closes the oldest unproven connection. The node tries again.
-_FRAMES_MAX = 16  # Limit for one read. The protocol has fewer messages.
+_UNPROVEN_MAX = 64  # Maximum number of unauthenticated connections. The head closes the oldest one over the limit.
+_FRAMES_MAX = 16  # Maximum number of frames in one read. The protocol has fewer messages.
 _HOST_CHARACTERS_MAX = 255
 _AGAIN_S = 0.2
 _CONNECT_S = 1.0
@@ -73,7 +73,7 @@ class NonsenseError(Exception):
 def proof(secret: str, role: str, node: int, nonces: tuple[str, str]) -> str:
     """Return the proof that the sender knows the secret, for node `node` and the nonces of both ends.
 
-    `role` is "head" or "node", so that no end can send a received proof back as its own.
+    `role` is "head" or "node", so that neither end can send a received proof back as its own.
     """
     spoken = json.dumps(["sgpu-link", role, node, *nonces])
     return hmac.new(secret.encode(), spoken.encode(), hashlib.sha256).hexdigest()
@@ -140,7 +140,7 @@ class _Wire:
             except BlockingIOError:
                 return messages
             if not piece:
-                return messages or None  # The next call reads end of file again.
+                return messages or None  # The next call of `receive` reads end of file again.
             self._buffer += piece
             messages += unpack(self._buffer)
             if len(messages) > _FRAMES_MAX:
@@ -152,7 +152,7 @@ class _Wire:
 
 
 class _Guest(NamedTuple):
-    """A connection to the head; `node` is 0 until the peer has proved the secret."""
+    """A connection to the head; `node` is 0 until the peer has proved that it knows the secret."""
 
     wire: _Wire
     node: int = 0
@@ -226,7 +226,7 @@ class HeadLink:
         while True:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:  # No further connection, or the peer has already closed it.
+            except OSError:  # The queue holds no further connection, or the peer has already closed the connection.
                 return
             try:
                 wire = _Wire(sock, now)
@@ -262,7 +262,7 @@ class HeadLink:
         return words
 
     def _welcome(self, guest: _Guest, message: protocol.Message) -> _Guest:
-        """Return the connection with its node number; raise an error without a valid proof."""
+        """Return the connection with its node number; raise an error if the peer's proof is not valid."""
         node = protocol.integer(message, "node")
         nonces = (guest.wire.nonce, protocol.text(message, "nonce"))
         if not hmac.compare_digest(
@@ -288,9 +288,9 @@ class HeadLink:
 
 
 class MemberLink:
-    """Another node's end; calls return at once, except for a connection attempt of `_CONNECT_S`.
+    """The end of a node other than node 0; only a connection attempt blocks, for `_CONNECT_S` at most.
 
-    The node connects to node 0 at `head`, until `until` in monotonic seconds.
+    The node tries to connect to node 0 at `head` until the deadline `until` in monotonic seconds.
     """
 
     def __init__(self, head: tuple[str, int], secret: str, node: int, host: str, until: float) -> None:
@@ -303,11 +303,11 @@ class MemberLink:
         self._wire: _Wire | None = None
         self._reason = "no process answered"
         self._nonce = ""  # Nonce of the head, once received.
-        self._known = ""  # Name of the head, once it has proved the secret.
+        self._known = ""  # Name of the head, once the head has proved the secret.
         self._closed = False
 
     def sockets(self) -> list[socket.socket]:
-        """Return the sockets to wait for with `select`; use a short timeout, because `take` retries."""
+        """Return the sockets to wait for with `select`; use a short timeout, because `take` also retries."""
         return [] if self._wire is None else [self._wire.sock]
 
     def joined(self, devices: int, cpus: int) -> None:
@@ -348,7 +348,7 @@ class MemberLink:
         self._nonce = ""
         try:
             sock = socket.create_connection(self._head, timeout=_CONNECT_S)
-            # Before the head listens on this machine, the kernel may choose the called port as the local port. The
+            # Before the head listens on this machine, the kernel may choose the head's port as the local port. The
             # socket is then connected to itself.
             if sock.getsockname() == sock.getpeername():
                 sock.close()
@@ -359,7 +359,7 @@ class MemberLink:
 
     def _hear(self, message: protocol.Message) -> list[LinkState]:
         wire = self._wire
-        if wire is None:  # `DONE` came before this message.
+        if wire is None:  # `DONE` arrived before this message and closed the connection.
             return []
         if not self._nonce:
             self._nonce = protocol.text(message, "nonce")
@@ -378,7 +378,7 @@ class MemberLink:
         return []
 
     def _break(self, error: Exception, now: float) -> list[LinkState]:
-        """Close the connection; try again later, unless the head was already known."""
+        """Close the connection; try again later, unless the head has already proved the secret."""
         self._hang_up()
         if self._known:
             self._closed = True

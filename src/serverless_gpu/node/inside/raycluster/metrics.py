@@ -1,26 +1,26 @@
 """Reads a node's Ray metrics in a forked process and keeps the latest figures in a file.
 
     node task ── fork ──▶ metrics.run ── GET /metrics, every 10 s ──▶ Ray's agent of this node
-                             └─▶ <attempt>/ray/<node rank>.metrics.json ──▶ the home's monitor: into the run's samples
+                             └─▶ <attempt>/ray/<node rank>.metrics.json ──▶ the node's monitor: into the run's samples
 
     ray_tasks{Name="g",Source="executor",State="RUNNING",…} 1.0 ─┐
     ray_tasks{Name="h",Source="executor",State="RUNNING",…} 2.0 ─┴─▶ {"tasks_running": 3.0}
 
 The process sends HTTP/1.0 requests itself, without proxies and redirections, for five seconds at most. Ray's answer has
-a line for every task name, every process and every bucket. The answer takes 400 kB on an idle node and megabytes on a
-busy node. The process therefore reads lines one by one and keeps only sums. A metric that Ray lacks has no figure, not
-0.
+a line for every task name, every process and every bucket. The size of the answer is 400 kB on an idle node and several
+megabytes on a busy node. The process therefore reads lines one by one and keeps only sums. If Ray lacks a metric, the
+process writes no figure for the metric, not 0.
 
 Failure cases:
 
-* Ray is not up yet, hangs or is gone. The process tries again. The reader of the file recognizes old figures by
+* Ray has not started yet, hangs or has ended. The process tries again. The reader of the file recognizes old figures by
   their time.
-* The text is incomplete or does not end. The process does not write the figures.
+* Ray's answer is incomplete or does not end. The process does not write the figures.
 * The disk is full. The earlier file remains.
 * A line is not a metric, or is longer than any line of Ray. The process ignores this line.
 * Labels contain users' task names with any characters. The process parses labels by their quotes.
-* A gauge that Ray keeps as a difference between processes falls below 0 after a process has ended. The process
-  reports 0.
+* A gauge that Ray keeps as a difference between processes falls below 0 after a process has ended. The process reports
+  0.
 
 The process ends with its parent.
 """
@@ -94,7 +94,7 @@ class _Answer:
         self._until = until
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of the answer; raise OSError if late, or ValueError if not Ray's or incomplete."""
+        """Return the figures of Ray's answer; raise OSError after the deadline, ValueError if not valid."""
         buffer = self._head()
         figures = RayFigures()
         got, skipping = len(buffer), False
@@ -160,7 +160,7 @@ def _write(path: str, figures: dict[str, float]) -> None:
 _NAME_BYTES_MAX = 128
 _LABEL = re.compile(r'\s*([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"\s*,?')
 _DRIVER = "f" * 24
-"""Last digits of the worker id of a driver: Ray pads the job's id with them."""
+"""Last digits of a driver's worker id, with which Ray pads the id of the job."""
 
 
 class _Rule(NamedTuple):
@@ -176,7 +176,7 @@ def _rule(figure: str, metric: str, distinct: str = "", **labels: str) -> _Rule:
     return _Rule(figure, metric, tuple((key, frozenset(values.split())) for key, values in labels.items()), distinct)
 
 
-# Names before and after Ray 2.50. Only the head knows placement groups and actors that do not run yet.
+# Metric names before and after Ray 2.50. Only the head knows placement groups and actors that do not run yet.
 _RULES = (
     _rule("cpus", "ray_resources", Name="CPU", State="USED AVAILABLE"),
     _rule("cpus_used", "ray_resources", Name="CPU", State="USED"),
@@ -230,7 +230,7 @@ class RayFigures:
         self._distinct: dict[str, set[str]] = {}
 
     def add(self, line: bytes) -> None:
-        """Add a line; ignore metrics outside of the table."""
+        """Add the value of a line; ignore metrics that have no rule."""
         end = line.find(b"{", 0, _NAME_BYTES_MAX)
         if end < 0:
             end = line.find(b" ", 0, _NAME_BYTES_MAX)
@@ -260,7 +260,7 @@ for _each in _RULES:
 
 
 def _read_line(text: str) -> tuple[dict[str, str], float] | None:
-    """Return labels and value of the text after a metric's name; None if the line is not valid."""
+    """Return the labels and the value that follow a metric's name; None if the line is not valid."""
     labels: dict[str, str] = {}
     at = 0
     if text.startswith("{"):

@@ -10,9 +10,9 @@ The end of a family does not depend on its namespace. Every process below the no
 
 Failure cases: The kernel may refuse a namespace, as it often does in containers. Without a namespace, the node task
 becomes the subreaper of its descendants and ends them one by one. A namespace without its own /proc would be worse than
-none, because Ray would look up its pids in a foreign list. A short-lived child therefore tries the namespace first. The
-child has a single thread, but the node task may have more threads, of a library or a profiler. In that case, users
-other than root get no namespace (EINVAL, and nothing has changed).
+no namespace, because Ray would look up its pids in another namespace's process list. A short-lived child therefore
+tries the namespace first. The child has a single thread, but the node task may have more threads, of a library or a
+profiler. In that case, users other than root get no namespace (EINVAL, and nothing has changed).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _REASON_BYTES_MAX = 1_024
 
 
 class Family:
-    """Processes that start here, end together and are reaped here.
+    """A group of processes that this class starts, ends together and reaps.
 
     `refused` is the reason for having no namespace, or "". Raises OSError when no process can start. Raises OSError
-    also when this process is only partly in a namespace, and the process must then end.
+    also when this process is only partly in a namespace. The process must then end.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Family:
         return _REAP_S if self.refused else None
 
     def end(self) -> None:
-        """End and reap all processes of the family, within a limit, because a device call may not end."""
+        """End and reap all processes of the family; the time is bounded, because a device call may not end."""
         pause = select.poll()
         for _ in range(_END_TRIES_MAX):
             linux.kill_descendants(os.getpid())
@@ -117,7 +117,7 @@ def _be_init() -> NoReturn:
 
 
 def _probe() -> str:
-    """Return the reason that a namespace is not possible, or ""; leave nothing behind."""
+    """Return "", or the reason why a namespace is not possible; leave no process behind."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
@@ -129,11 +129,11 @@ def _probe() -> str:
     with open(reading, "rb") as answer:
         text = answer.read(_REASON_BYTES_MAX).decode(errors="replace")
     os.waitpid(pid, 0)
-    return "" if text == "ok" else text or "the process that tried ended without an answer"
+    return "" if text == "ok" else text or "the process that tested the pid namespace ended without an answer"
 
 
 def _enter() -> str:
-    """Move later children of this process into a new namespace; return the reason of a refusal, or "".
+    """Put later children of this process into a new namespace; return the reason of a refusal, or "".
 
     Raises OSError when this process is only partly in a namespace.
     """

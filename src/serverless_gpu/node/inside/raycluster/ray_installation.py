@@ -1,7 +1,8 @@
 """Finds the installed Ray without importing it, because the import takes a second.
 
-Failure cases: Ray is not installed. Ray is a source tree without metadata, and its own file contains the version. Ray
-before 2.55 makes all nodes of a cluster write to the head's directory, so `ray_version` refuses several nodes.
+Failure cases: If Ray is not installed, `ray_version` raises ModuleNotFoundError. If Ray is a source tree without
+metadata, the version comes from Ray's own file. Ray before 2.55 makes all nodes of a cluster write to the head's
+directory, so `ray_version` refuses several nodes.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def origin() -> str:
 def version() -> str:
     """Return the version of the installed Ray, or ""."""
     with contextlib.suppress(Exception):  # The user's finders may raise any exception.
-        # Import importlib.metadata here, because it imports `random`, `bisect` and more. A file beside the caller's
-        # script may hide those modules.
+        # Import importlib.metadata here, because its import also loads `random`, `bisect` and other modules. A file
+        # beside the caller's script may hide those modules.
         return str(importlib.import_module("importlib.metadata").version("ray"))
     file = origin()  # A source tree has no metadata.
     path = os.path.join(os.path.dirname(file), "_version.py") if file else os.devnull
@@ -74,7 +75,7 @@ def knows_tokens(version: str) -> bool:
 
 
 def can_serve_clients() -> bool:
-    """Return whether Ray serves `ray://` connections here, which needs the package of gRPC."""
+    """Return True if Ray can serve `ray://` connections here, which requires the grpc package."""
     return _is_there("grpc")
 
 
@@ -84,10 +85,7 @@ def missing_parts() -> list[str]:
 
 
 def python_path(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that makes a new interpreter find the Ray that this one would import.
-
-    A caller's `sys.path` may contain directories that the environment does not name.
-    """
+    """Return the environment variable with which a new interpreter finds this interpreter's Ray."""
     directory = os.path.dirname(os.path.dirname(origin()))
     told = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
     own = [*site.getsitepackages(), site.getusersitepackages(), *told]

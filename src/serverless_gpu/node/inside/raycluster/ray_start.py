@@ -10,18 +10,18 @@ raylet or the head's gcs_server has ended. The node task watches all three proce
 checks its processes only once a second, and treats a SIGTERM to one of them as a requested stop.
 
 Ports: The node task names all ports, so that clusters on one machine do not collide. Ray's defaults are fixed numbers,
-or numbers that its processes choose. The node task tests each port by binding it. The node task takes no port of the
-kernel's ephemeral range, where any connection could take a port before Ray starts.
+or numbers that its processes choose. The node task tests each port by binding it. The node task avoids the kernel's
+ephemeral range, where any connection could use a port before Ray starts.
 
 Environment: The caller's shell may belong to another Ray. The address, token or temporary directory of that Ray would
-tie this cluster to it. The node task therefore removes all variables that begin with ``RAY_``, except for those that
-tune libraries. The node task also removes the variables of torch's world, which the supervisor sets for every rank. A
-driver belongs to no such world, and Ray Train makes its own worlds.
+connect this cluster to that other Ray. The node task therefore removes all variables that begin with ``RAY_``, except
+for those that tune libraries. The node task also removes the variables of torch's world, which the supervisor sets for
+every rank. A driver does not belong to torch's world, and Ray Train creates its own worlds.
 
 Failure cases:
 
 * A watched process ends before Ray is ready, because another process took a port or an agent exceeded the raylet's
-  limit of 15 s. The node task tries again, `_TRIES_MAX` times in all.
+  limit of 15 s. The node task tries again, up to `_TRIES_MAX` tries.
 * Ray is not ready after `START_S`. The node task does not try again.
 
 Both cases end with `RayStartFailed`, which contains Ray's last output.
@@ -54,8 +54,8 @@ from .share import SPILL, ClusterShare
 def head_arguments(share: ClusterShare, ports: Ports, temporary: str, *, client: bool) -> list[str]:
     """Return the arguments that start the head, which is also a node with devices.
 
-    `temporary` is Ray's directory for sessions. `client` means that this Ray can serve `ray://` connections. Such a Ray
-    would use a fixed port without the option. A Ray without this feature refuses the option.
+    `temporary` is Ray's directory for sessions. `client` means that this Ray can serve `ray://` connections. Without
+    the option for this port, such a Ray would use a fixed port. A Ray without `ray://` support refuses the option.
     """
     arguments = [
         "--head",
@@ -144,7 +144,8 @@ _WORLD_VARIABLES = frozenset(
         "WORLD_SIZE",
     }
 )
-# These variables tune what user code sees of a library. They neither locate a cluster nor grant access to one.
+# Variables that tune libraries of user code, without locating a Ray cluster or granting access to a Ray
+# cluster's processes.
 _KEPT_VARIABLES = frozenset(
     {
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
@@ -164,7 +165,7 @@ _KEPT_VARIABLES = frozenset(
         "RAY_verbose_spill_logs",
     }
 )
-# Ray Train asks the state API for its controller once a second. The dashboard's process serves this API. Without a
+# Ray Train queries the state API for its controller once a second. The dashboard's process serves this API. Without a
 # dashboard, the workers' output would contain this line once a second.
 _REPEATED_LOG_LINE = "Failed to query Ray Train Controller actor state"
 _KEPT_PREFIXES = ("RAY_AIR_", "RAY_CGRAPH_", "RAY_DATA_", "RAY_EXPERIMENTAL_NOSET_", "RAY_TRAIN_", "RAY_TUNE_")
@@ -220,7 +221,7 @@ def port_variables(ports: Ports, address: str) -> dict[str, str]:
 
 
 def token_of(secret: str) -> str:
-    """Return the token of a run's cluster, which is the same on all nodes and has no other use."""
+    """Return the token of a run's cluster, which is the same on all nodes and only authenticates to Ray."""
     return hmac.new(secret.encode(), b"the token of the run's Ray cluster", hashlib.sha256).hexdigest()
 
 
@@ -256,7 +257,7 @@ def find_ports(address: str = LOOPBACK, range_file: str = _PORT_RANGE_FILE) -> P
     """
     lowest, highest = _port_range(range_file)
     chosen: list[int] = []
-    with contextlib.ExitStack() as held:  # Hold all sockets at once, so that no port occurs twice.
+    with contextlib.ExitStack() as held:  # Hold all sockets at once, so that no port is chosen twice.
         for _ in range(_PORT_TRIES_MAX):
             port = random.SystemRandom().randint(lowest, highest)
             sock = held.enter_context(socket.socket())
@@ -279,7 +280,8 @@ def _port_range(range_file: str) -> tuple[int, int]:
         return _LOWEST_PORT, min(low - 1, _HIGHEST_PORT)
     if 65_535 - high >= _PORT_RANGE_MIN:
         return high + 1, 65_535
-    return _LOWEST_PORT, 65_535  # The ephemeral range covers nearly all ports, so only the tries avoid taken ports.
+    # The ephemeral range covers nearly all ports. Only a retry of `ray start` then resolves a port conflict.
+    return _LOWEST_PORT, 65_535
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -316,9 +318,9 @@ class RayProcesses(NamedTuple):
     temporary: str  # Ray's directory for sessions.
 
     def gone(self, timeout_s: float = 0.0) -> str:
-        """Return the name of an ended process, or ""; wait up to `timeout_s` for an end."""
+        """Return the name of a process that has ended, or ""; wait up to `timeout_s` for an end."""
         ended = linux.readable(self.watched, timeout_s)
-        # `ray start` ends after another process has ended. Name that other process.
+        # `ray start` ends after another process has ended. Return the name of that process.
         names = sorted((self.watched[fd] for fd in ended), key=lambda name: name not in _WATCHED)
         return names[0] if names else ""
 
@@ -354,8 +356,8 @@ def start(
             return engine
         words = engine.last_words()
         problem = f"{ended}: {words}" if words else ended
-        # End the remaining processes of this try. The agents end with the raylet, and all processes end with the
-        # family.
+        # End the remaining processes of this try. The agents end with the raylet, and all processes end with
+        # the family.
         for pid in (*linux.descendants(engine.pid), engine.pid):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -419,7 +421,7 @@ def _wait(engine: RayProcesses, stop: Callable[[], bool]) -> str | None:
 
 
 def _watch(engine: RayProcesses) -> None:
-    """Watch the processes on which `ray start` depends, too."""
+    """Also watch the processes on which `ray start` depends."""
     for child in linux.descendants(engine.pid):
         with contextlib.suppress(OSError), open(f"/proc/{child}/comm", encoding="utf-8") as file:
             name = file.read().strip()

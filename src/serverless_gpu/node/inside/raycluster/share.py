@@ -6,13 +6,14 @@
         └─ the agent removes abandoned directories (`node/supervisor/ray_cluster.py`)
 
 Ray spills objects below `<directory>/spill`. `spill` is a directory, or a link to a directory of the same name on a
-disk with more space. `remove_directory` removes the target of the link first, because only the link leads there. The
-path is short, because Ray creates sockets with 62 more bytes below it. Ray opens its own directory to all users. Ray's
-directory is therefore inside this one, which only its owner can enter.
+disk with more space. `remove_directory` removes the target of the link first, because only the link contains the
+target's path. The directory's path is short, because the paths of Ray's sockets below it are 62 bytes longer. Ray makes
+its own directory accessible to all users. Ray's directory is therefore inside a directory that only its owner can
+enter.
 
 Failure cases: `remove_directory` does not touch a path that is not a directory of this user. If the owner cannot write
 to an inner directory, the function changes its mode. If a process still writes to the directory, the function tries a
-few more times. A later call removes the rest.
+few more times. A later call removes the remaining files.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ FILES = "ray"
 class ClusterShare(NamedTuple):
     """One node's share of the cluster: the dictionary ``"ray"`` in the supervisor's "go" message."""
 
-    # Short private path for Ray's temporary files, sockets and token. The supervisor creates and removes this
-    # directory.
+    # Short private path for Ray's temporary files, sockets and token. The supervisor creates and removes
+    # the directory.
     directory: str
     devices: int  # Number of the run's devices on this node, which Ray offers as GPUs.
     accelerator: str  # The type in ``accelerator_type:H100``, or "" for CPU slots.
@@ -120,7 +121,7 @@ def remove_directory(path: str) -> bool:
 
 
 def _remove_spilled(path: str) -> bool:
-    """Remove objects spilled to another disk; return whether none remain there.
+    """Remove objects that Ray spilled to another disk; return True if no object remains on that disk.
 
     The function leaves a target with another name alone.
     """

@@ -1,4 +1,4 @@
-"""The node task, one process per node of a Ray cluster; on node 0, a driver runs the function.
+"""The node task: one process per node of a Ray cluster that starts Ray and the user's driver.
 
     supervisor ── "go" with "ray" ─▶ stem ─▶ rank process: the node task (one thread)
                                                ├─ init       of the family's pid namespace (`pid_namespace.py`)
@@ -14,17 +14,16 @@ events go through the node task, because only the node task knows whether Ray en
 
 Failure cases:
 
-* Ray does not start on all nodes before the driver has begun. The failure is `start_failed`. No user code has
-  run, so the run may begin again.
-* A required process of Ray ends, or another node is lost. The failure is `engine_head_lost` and names node and
-  process. An exception that the driver raises afterwards becomes a note of the failure. A driver that hangs
-  gets `_CONSEQUENCE_S`, and then the node task ends it.
+* Ray does not start on all nodes before the driver has begun. The failure is `start_failed`. No user code has run, so a
+  retry is safe.
+* A required process of Ray ends, or another node is lost. The failure is `engine_head_lost` and names node and process.
+  An exception that the driver raises afterwards becomes a note of the failure. The node task ends a driver that hangs
+  after `_CONSEQUENCE_S` seconds.
 * The driver cannot import Ray. The import in the user's function raises the error.
-* The driver fails or ends without an event, even before its start. The node task checks whether Ray is gone,
-  and then reports the failure as for any rank.
-* Ray ends after the driver has returned. The result stands, and the driver gets `_FAREWELL_S` to end.
-* The disk has no space for the token, or no process can start. The node task reports this like a Ray that does
-  not start.
+* The driver fails or ends without an event, even before its start. The node task checks whether Ray is gone, and then
+  reports the failure as for any rank.
+* Ray ends after the driver has returned. The result remains valid, and the driver has `_FAREWELL_S` seconds to end.
+* The disk has no space for the token, or no process can start. The node task reports `start_failed`.
 * The node task dies. The kernel then ends init, driver and Ray (PR_SET_PDEATHSIG).
 """
 
@@ -50,15 +49,16 @@ from .ray_start import Ports, RayProcesses
 from .share import ClusterShare, logs_of, metrics_file
 
 _KIND = "engine_head_lost"
-_NOT_STARTED = "start_failed"  # Failure kind before the driver has begun.
+_NOT_STARTED = "start_failed"  # Kind of a failure before the driver has begun.
 _CONSEQUENCE_S = 2.0  # Seconds for the driver to notice the end of Ray and to report its own error.
-_SUSPICION_S = 0.5  # Seconds for the end of Ray to show after the driver has failed.
+_SUSPICION_S = 0.5  # Seconds to detect the end of Ray after the driver has failed.
 _STRANGER_S = 0.1
-_FAREWELL_S = 10.0  # Seconds for a driver with a known outcome to end. Without Ray, its shutdown may take a minute.
-_GATHER_S = 300.0  # Seconds for the other nodes to join after Ray's head is up.
+# Seconds for a driver with a known outcome to end. Without Ray, the driver's shutdown may take a minute.
+_FAREWELL_S = 10.0
+_GATHER_S = 300.0  # Seconds for the other nodes to join once Ray's head runs.
 _KILLED_S = 1.0  # Seconds for a killed driver to end. The node task does not wait longer for a device call.
-# Ray connects by itself at the first task, actor or object, but not for questions about the cluster. The node task
-# makes these functions connect first, so that user code of `ray_launch` needs no `ray.init()`.
+# Ray connects by itself at the first task, actor or object, but not for queries about the cluster. The node task makes
+# these functions connect first, so that user code of `ray_launch` needs no `ray.init()`.
 _ASKED_FIRST = ("available_resources", "cluster_resources", "nodes", "timeline")
 
 
@@ -68,7 +68,8 @@ class RayTaskWork(NamedTuple):
     directory: str
     environment: dict[str, str]  # Variables of the rank, from the caller and from this package.
     report: protocol.Report  # Sends an event to the supervisor.
-    # Called in the driver with a function that reports events. Runs the user's function; returns the exit code.
+    # The driver calls this function with a function that reports events. Runs the user's function; returns
+    # the exit code.
     drive: Callable[[protocol.Report], int]
     finish: Callable[[], int]  # Stores and reports None as the rank's result; returns the exit code.
     # Stores and reports an exception as the rank's failure; returns the exit code.
@@ -185,7 +186,7 @@ class _Task:
         return ray_start.start(self.family, plan, lambda: driver.has_ended() or bool(self.cluster.gone()), self._say)
 
     def _gather(self, driver: Driver, engine: RayProcesses | None) -> str:
-        """Wait for the other nodes; return the reason of a failure, or "" also if the driver has ended."""
+        """Wait for the other nodes; return the reason of a failure, or "" once all joined or the driver ended."""
         if engine is not None:
             self.cluster.begin(engine, ray_start.cluster_address(self.share, engine.ports))
         until = time.monotonic() + _GATHER_S
@@ -232,7 +233,7 @@ class _Task:
                 return self._cluster_gone(driver, gone)
 
     def _take(self, event: protocol.Message, driver: Driver) -> int | None:
-        """Pass an event on; return the exit code if the end of Ray explains a failure."""
+        """Pass a driver's event on; return the exit code if the end of Ray explains a failure."""
         if event.get("event") == "failed":
             failure = event.get("failure")
             record = failure if isinstance(failure, dict) else {}
@@ -245,7 +246,7 @@ class _Task:
         return None
 
     def _cluster_gone(self, driver: Driver, gone: str) -> int:
-        """Let the driver report an outcome within a limit, then end the driver and report the failure."""
+        """Let the driver report an outcome until a deadline, then end the driver and report the failure."""
         if self.outcome:
             return self._without_ray(driver)
         until = time.monotonic() + _CONSEQUENCE_S
@@ -267,7 +268,7 @@ class _Task:
         return self._lose(gone, consequence)
 
     def _without_ray(self, driver: Driver) -> int:
-        """Let a driver with a known outcome end; its exit without Ray does not change the outcome."""
+        """Wait for a driver with a known outcome to end; its exit code no longer changes the outcome."""
         self.cluster.done()  # Otherwise other nodes would treat the end of their Ray as a loss.
         linux.readable([driver.pidfd], _FAREWELL_S)
         driver.kill()
@@ -287,7 +288,7 @@ class _Task:
             driver.look(number)
 
         faulthandler.unregister(protocol.STACK_SIGNAL)
-        # The file holds the driver's last stack. A repeated signal in this process must not add another.
+        # The file holds the driver's last stack. A repeated signal in this process must not add another stack.
         faulthandler.disable()
         signal.signal(signal.SIGTERM, terminate)
         for number in protocol.LOOK_SIGNALS:
@@ -301,7 +302,7 @@ class _Task:
             )
         if self.family.refused:
             self._say(
-                f"the run's Ray has no pid namespace of its own ({self.family.refused}), so a `ray stop` in the "
+                f"the run's Ray has no separate pid namespace ({self.family.refused}), so a `ray stop` in the "
                 "run would also end your other Ray processes on this machine"
             )
         if self.without_metrics:
@@ -316,7 +317,7 @@ def _not_started(share: ClusterShare, error: Exception) -> str:
 
 
 def _record(text: str, consequence: protocol.Message | None, kind: str) -> protocol.Message:
-    """Return the record of a failure outside of the function, with the function's consequent error."""
+    """Return the record of a failure outside of the function; add the function's later error as a note."""
     record: protocol.Message = {
         "type": "EngineHeadLost" if kind == _KIND else "RunError",
         "module": "serverless_gpu.errors",
@@ -355,7 +356,7 @@ class Driver:
 
     def begin(self, variables: Mapping[str, str]) -> None:
         """Let the driver run the function, with additional variables."""
-        with contextlib.suppress(OSError):  # The driver has ended, and `_attend` notices that by the pidfd.
+        with contextlib.suppress(OSError):  # The driver has ended. `_attend` reads this from the pidfd.
             self.channel.send(protocol.encode({"env": dict(variables)}))
 
     def hear(self) -> protocol.Message | None:
@@ -376,7 +377,7 @@ class Driver:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> None:
-        """Kill the driver and wait for its end, so that it overwrites no later file."""
+        """Kill the driver and wait for its end, so that the driver overwrites no later file."""
         self.end(signal.SIGKILL)
         linux.readable([self.pidfd], _KILLED_S)
 
