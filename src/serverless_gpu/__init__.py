@@ -52,7 +52,8 @@ _ORIGINS = {
     "session": "serverless_gpu.client.session",
     "GPUType": "serverless_gpu.compute",
     "Receipt": "serverless_gpu.model.receipt",
-    "load_ipython_extension": "serverless_gpu.client.notebook",  # For `%load_ext serverless_gpu`.
+    # IPython reads this name for `%load_ext serverless_gpu`.
+    "load_ipython_extension": "serverless_gpu.client.notebook",
 }
 _MODULES = ("compute", "errors", "launcher", "ray", "runtime", "testing")
 

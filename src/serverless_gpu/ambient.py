@@ -1,7 +1,8 @@
 """The only source of clocks and new identifiers.
 
-Code that makes decisions receives times and identifiers as values. Code that acts gets them here. Durations and
-deadlines use `boottime_ns`, which counts during suspend and never jumps. `wall_ns` only gives calendar dates.
+Pure functions receive times and identifiers as arguments. Other code gets times and identifiers from this module.
+Durations and deadlines use `boottime_ns`, which counts during suspend and never jumps. `wall_ns` only gives calendar
+dates.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from typing import Protocol
 
 # Crockford's base 32 has no letters that look like digits. In lower case, its text order is its numeric order.
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
-# Always English, in every locale.
+# The names are English in every locale.
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _CLOCK_BOOTTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # macOS has no boottime clock.
 
 CLOCK_FAULT = "SGPU_FAULT_CLOCK"
-"""Environment variable: the number of seconds by which a test sets the wall clock of a node's processes ahead."""
+"""Environment variable: the number of seconds by which a test moves the wall clock of a node's processes ahead."""
 
 
 class Clock(Protocol):
-    """The clocks that a loop may read."""
+    """The interface of clocks, which tests replace."""
 
     def boottime_ns(self) -> int:
         """Return nanoseconds since boot, including suspend."""
         ...
 
     def wall_ns(self) -> int:
-        """Return nanoseconds since 1970 in UTC, according to the machine."""
+        """Return nanoseconds since 1970 in UTC, according to the machine's clock."""
         ...
 
     def boot_id(self) -> str:
@@ -45,7 +46,7 @@ class SystemClock:
         return time.clock_gettime_ns(_CLOCK_BOOTTIME)
 
     def wall_ns(self) -> int:
-        """Return nanoseconds since 1970 in UTC, according to the machine."""
+        """Return nanoseconds since 1970 in UTC, according to the machine's clock."""
         ahead_s = os.environ.get(CLOCK_FAULT)
         return time.time_ns() + (round(float(ahead_s) * 1e9) if ahead_s else 0)
 
@@ -67,9 +68,8 @@ def new_run_id() -> str:
 def machine() -> str:
     """Return an identifier of this machine, root file system and user.
 
-    Two processes with the same identifier find the same files under the same paths. A container has a root file system
-    of
-    its own, so it counts as another machine than its host.
+    Two processes with the same identifier find the same files under the same paths. A container has its own root file
+    system, so its identifier differs from that of the host.
     """
     identity = "no identity"
     for path in ("/etc/machine-id", "/proc/sys/kernel/random/boot_id"):
@@ -88,12 +88,12 @@ def machine() -> str:
 def created_wall_ns(run_id: str) -> int | None:
     """Return the creation time of a run identifier, or None for other text.
 
-    The time is in nanoseconds since 1970. Only identifiers from `new_run_id` have one.
+    The time is in nanoseconds since 1970. Only identifiers from `new_run_id` contain a creation time.
     """
     if len(run_id) != 26 or not set(run_id) <= set(_ALPHABET):
         return None
     value = 0
-    for letter in run_id[:10]:  # 50 bits; the lower 48 are the time.
+    for letter in run_id[:10]:  # Ten characters hold 50 bits; the lower 48 bits are the time.
         value = value << 5 | _ALPHABET.index(letter)
     return value * 1_000_000
 

@@ -69,7 +69,7 @@ class ServerlessGpuError(Exception):
     def __init_subclass__(
         cls, *, code: str | None = None, status: int | None = None, retryable: bool | None = None, **others: Any
     ) -> None:
-        """Set the attributes that the class statement gives. A class inherits the others."""
+        """Set the attributes that the class statement gives. A class inherits the other attributes."""
         super().__init_subclass__(**others)
         for name, value in (("code", code), ("status", status), ("retryable", retryable)):
             if value is not None:
@@ -158,8 +158,7 @@ class NoSuitableNode(HardwareError, code="no_suitable_node"):
         gpu_type: requested type, or None.
         pool: requested pool, or "".
         choices: requests that some node could serve. Each is a mapping with ``gpus``, ``gpu_type``, ``pool`` and
-            ``env``,
-            limited to the differences from the request.
+            ``env``, limited to the differences from the request.
     """
 
     gpus: int | None = None
@@ -310,8 +309,7 @@ class CollectiveHang(RunError, code="collective_hang"):
 
     Attributes:
         ranks_waiting: global ranks that seem to wait for other ranks: in a collective, in a backward pass or at a
-            socket.
-            If no rank does, the largest group of ranks at the same place in the code.
+            socket. If no rank does, the largest group of ranks at the same place in the code.
         ranks_elsewhere: all other global ranks, including ranks that had returned. Empty if all ranks wait.
     """
 

@@ -1,9 +1,10 @@
 """Decodes bytes to values of a type, safely in any thread.
 
 msgspec inspects a struct type on first use. Another thread that decodes the same type meanwhile reads fields that do
-not exist yet, and the process dies of SIGSEGV. This happened with msgspec 0.22.0, in a restore with four threads that
-decoded their first unit at the same time. So this module prepares each type in one thread at a time before the first
-decoding. A decoder that a module creates during its import is also safe, unless several threads import modules.
+not exist yet, and the process ends with SIGSEGV. The crash happened with msgspec 0.22.0, in a restore with four
+threads that decoded their first unit at the same time. So this module prepares each type in one thread at a time
+before the first decoding. A decoder that a module creates during its import is also safe, unless several threads
+import modules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks the operating system and its limits: Linux or not, limit of threads, limit of inodes.
+"""Checks the operating system, the limit of threads and the limit of inodes.
 
 Linux runs everything. macOS can be the client of a server. Windows is not supported. Code that needs Linux calls
 `require_linux` first. `lazy_import.load` refuses Windows, whose standard library lacks modules that the client needs

@@ -11,9 +11,10 @@ The checkpoint contract, for runs that continue after a stop:
 By default SIGTERM ends a process at once. After the first call of `should_stop`, `stop_reason` or `on_stop`, the
 process has the run's grace period to save its state.
 
-Failure cases: If the main thread is in a collective that another rank has already left, Python runs no signal handler.
-The end of the grace period then ends the process (see docs/how-to/checkpoints-and-stopping.md). A child that a rank
-forked receives no stop request and keeps the default SIGTERM handler. It can still call `stop_reason`.
+Failure cases: If the main thread is in a collective that another rank has already left, Python runs no signal
+handler. The supervisor then kills the process at the end of the grace period (see
+docs/how-to/checkpoints-and-stopping.md). A child that a rank forked receives no stop request and keeps the default
+SIGTERM handler. The child can still call `stop_reason`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _CHECKPOINT_DIR = "SGPU_CHECKPOINT_DIR"
 _SECRETS_DIR = "SGPU_SECRETS_DIR"
 _OUTSIDE = "checkpoints"
 _NAME_IT = 'request the secret in the call: secrets=["HF_TOKEN"]; create it with `sgpu secret set HF_TOKEN`'
-_UNEXPLAINED = "cancel"  # The reason if another process than the supervisor sent SIGTERM.
+_UNEXPLAINED = "cancel"  # Reason for a SIGTERM that another process than the supervisor sent.
 
 C = TypeVar("C", bound=Callable[[], object])
 
@@ -81,9 +82,9 @@ def get_local_world_size() -> int:
 
 
 def should_stop() -> bool:
-    """Return True if this run must stop. Then save your state and return.
+    """Return True if this run must stop. The function should then save its state and return.
 
-    Ranks may see the request one step apart. Let them agree before they leave a loop with collectives.
+    Ranks may see the stop request one step apart. Let the ranks agree before they leave a loop with collectives.
 
     Raises:
         UsageError: the first call did not come from the main thread, which alone can receive signals.
@@ -114,8 +115,8 @@ def stop_reason() -> str | None:
 def on_stop(callback: C) -> C:
     """Register a function to call when this run must stop. Also works as a decorator.
 
-    The signal handler calls it once, in the main thread. An exception of the callback propagates from the interrupted
-    code.
+    The signal handler calls the function once, in the main thread. An exception of the callback propagates from the
+    interrupted code.
 
     Args:
         callback: takes no arguments.
@@ -139,9 +140,8 @@ def on_stop(callback: C) -> C:
 def checkpoint_dir() -> Path:
     """Return the checkpoint directory of this attempt, the same in all ranks. Create it if needed.
 
-    It outlives the attempt and the run. The runtime never deletes its files. Outside of a run it is ``checkpoints`` in
-    the
-    working directory.
+    The directory outlives the attempt and the run. The runtime never deletes its files. Outside of a run, the
+    directory is ``checkpoints`` in the working directory.
 
     Raises:
         StorageError: the directory cannot be created.
@@ -164,10 +164,8 @@ def resume_dir() -> Path | None:
     """Return the checkpoints of the newest earlier attempt that saved any, or None to start from scratch.
 
     Names that begin with a dot or end in ``.tmp`` do not count. Write a checkpoint under such a name, then rename it.
-    If a
-    later attempt finds no checkpoints, it prints one message to stderr. Perhaps its node cannot see the directory of
-    the
-    earlier attempts.
+    If a later attempt finds no checkpoints, it prints one message to stderr. In that case, its node may lack access
+    to the directory of the earlier attempts.
     """
     given = os.environ.get(_CHECKPOINT_DIR)
     found = newest_before(given, os.environ.get(AGREED)) if given else None

@@ -1,10 +1,11 @@
 """Calculates and formats durations, bytes, GPU time and money with integers.
 
 Milliseconds, bytes, device-milliseconds and micros (millionths of a currency unit) are integers everywhere. A float
-never holds money or metered time. This module does not know runs, clocks or current prices.
+never holds money or metered time. This module uses no runs, clocks or current prices.
 
-Failure cases: Negative quantities raise `ValueError` where they make no sense. The ``format_`` functions never fail on
-an integer. A receipt must be printable even with a wrong number, so they show a negative number with its sign.
+Failure cases: Negative quantities raise `ValueError` where they make no sense. The ``format_`` functions never fail
+on an integer. A receipt must be printable even with a wrong number, so these functions show a negative number with
+its sign.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def gpu_milliseconds(gpus: int, ms: int) -> int:
 def micros_for(gpu_ms: int, micros_per_gpu_hour: int) -> int:
     """Return the cost of GPU time, rounded up to a whole micro.
 
-    Call it once per attempt with the attempt's total. The sum of rounded parts would exceed the rounded total.
+    Call this function once per attempt with the attempt's total. The sum of rounded parts would exceed the rounded
+    total.
     """
     if gpu_ms < 0 or micros_per_gpu_hour < 0:
         raise ValueError(f"a cost cannot be negative: {gpu_ms} GPU-ms at {micros_per_gpu_hour} micros per GPU-hour")
@@ -75,7 +77,7 @@ def format_bytes(size: int) -> str:
         if tenths < 10_000:
             return f"{tenths // 10}.{tenths % 10} {unit}"
         scale *= 1000
-    # There is no larger unit, so the last one has no maximum.
+    # The last unit has no maximum, because no larger unit exists.
     tenths = _divide(size, scale // 10)
     return f"{tenths // 10}.{tenths % 10} {_LARGEST_BYTE_UNIT}"
 

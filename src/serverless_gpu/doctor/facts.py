@@ -28,7 +28,10 @@ class UnknownFact(msgspec.Struct, frozen=True):
 
 
 class Disk(msgspec.Struct, frozen=True):
-    """A file system at one path. `files` is the number of inodes, 0 if the file system does not count inodes."""
+    """A file system at one path.
+
+    `files` is the number of inodes, 0 if the file system does not count inodes.
+    """
 
     place: str
     total_bytes: int
@@ -167,7 +170,7 @@ class MountFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory errors and capability that a GPU reports; None means that the GPU does not report the value."""
+    """The memory errors and capability of a GPU. None means that the GPU does not report the value."""
 
     capability: tuple[int, int] | None = None
     uncorrected_errors: int | None = None
@@ -302,7 +305,10 @@ class PoolFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """All facts that the probes gathered. `cwd` is the caller's working directory, or "" if it no longer exists."""
+    """All facts that the probes gathered.
+
+    `cwd` is the caller's working directory, or "" if it no longer exists.
+    """
 
     environ: Mapping[str, str] = {}
     python: str = ""

@@ -24,7 +24,7 @@ from serverless_gpu.model.hardware import Device
 
 
 class EngineNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node as its engine describes it before its agent has connected."""
+    """A node as the engine describes it before the node's agent connects."""
 
     name: str
     devices: tuple[Device, ...] = ()
@@ -39,7 +39,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gang(msgspec.Struct, frozen=True, kw_only=True):
-    """All ranks of one attempt. The engine places all of them or none.
+    """All ranks of one attempt. The engine places all ranks or none.
 
     Attributes:
         id: `run:fence`; an engine treats two submissions with the same identifier as one gang.
@@ -61,41 +61,41 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine has reserved the gang's nodes. Their agents run or will run within seconds."""
+    """The engine has reserved the gang's nodes. The nodes' agents run or start within seconds."""
 
     gang: Gang
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine cannot place the gang now; `sentence` says why. The scheduler submits it again later."""
+    """The engine cannot place the gang now; `sentence` gives the reason. The scheduler retries later."""
 
     sentence: str
 
 
 class Impossible(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine can never place the gang; `sentence` says why."""
+    """The engine can never place the gang; `sentence` gives the reason."""
 
     sentence: str
 
 
 class NodeUp(msgspec.Struct, frozen=True, kw_only=True):
-    """The event that the scheduler can use a node."""
+    """Reports that the scheduler can use a node."""
 
     node: EngineNode
 
 
 class NodeLost(msgspec.Struct, frozen=True, kw_only=True):
-    """The event that the scheduler must not use a node. Its attempts may continue."""
+    """Reports that the scheduler must not use a node. The node's attempts may continue."""
 
     node: str
     sentence: str
 
 
 class Engine(abc.ABC):
-    """A cluster or machine that can run gangs. Every method returns soon. Any thread may call it.
+    """A cluster or machine that can run gangs. Methods return soon. Any thread may call them.
 
     Attributes:
-        queues: whether `Waiting` gangs keep a place in a queue of the engine's own.
+        queues: True if the engine puts `Waiting` gangs into a queue of its own.
     """
 
     queues: bool = False
@@ -106,7 +106,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def has(self, node: str) -> bool:
-        """Return True if a node, even a lost one, belongs to this engine, which reserves gangs on it."""
+        """Return True if a node belongs to this engine, even if the node is lost."""
 
     @abc.abstractmethod
     def plan(self, gang: Gang) -> Request:

@@ -3,12 +3,12 @@
     events() (every few seconds), submit() ──▶ uplink runs? ─▶ nothing
                                                else         ─▶ start it detached: it outlives this process
 
-The uplink does the work of a node; this engine carries no data. This engine does not count devices: the node reports
-them, and the scheduler records which gang holds them. A reservation is an empty file, so the next server process finds
-it.
+The uplink does the work of a node. This engine carries no data and does not count devices. The node reports its
+devices, and the scheduler records which gang holds each device. A reservation is an empty file, so the next server
+process finds it.
 
-Failure cases: If the uplink is killed, the engine starts another one, which continues the attempts that it finds. If
-the uplink cannot start (no processes, no disk), the node is lost, with the reason, until a start succeeds.
+Failure cases: If the uplink is killed, the engine starts another uplink, which continues the running attempts. If the
+uplink cannot start (no processes, no disk), the node is lost, with the reason, until a start succeeds.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from serverless_gpu.node.uplink.server import UplinkProfile, write_profile
 class LocalEngine(Engine):
     """This machine as an engine.
 
-    `home` is the home directory of the agent that runs the gangs. `directory` holds the files of this engine, which
-    creates it if needed. `environ` are variables that describe what the node offers.
+    `home` is the home directory of the agent that runs the gangs. `directory` holds the files of this engine. The
+    engine creates the directory if needed. `environ` are the environment variables that describe the node's
+    resources.
     """
 
     def __init__(self, home: Home, directory: Path, *, profile: UplinkProfile, environ: Mapping[str, str]) -> None:
@@ -102,7 +103,7 @@ class LocalEngine(Engine):
         """Leave the uplink and its attempts running."""
 
     def _ensure(self) -> str:
-        """Start the uplink if it does not run. Return "" or why the start failed."""
+        """Start the uplink if it does not run. Return "", or the reason why the start failed."""
         try:
             start_stop.ensure(self._home, self._profile_path, self._environ)
         except ServerlessGpuError as error:

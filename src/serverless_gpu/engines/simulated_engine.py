@@ -3,16 +3,17 @@
     SimulatedEngine     passes the conformance suite like any other engine; counts capacity
     SimulatedAgent      one node, in process and on a test's clock. `step()` connects if needed, takes orders, advances
                         its gangs to the current time, and reports
-    SimulatedTelemetry  made-up samples of one node, delivered to MLflow as on real nodes
+    SimulatedTelemetry  synthetic samples of one node, delivered to MLflow as on real nodes
 
-The engine and the agents never sleep, start no process and open no socket. The same calls in the same order return the
-same answers. Reservations outlive the engine (`Reservations`), as in a real cluster. `kill` ends only the connection:
-attempts and unacknowledged reports stay on the node's disk. Nothing survives `reboot`. After one large step of the
-clock, each event has the time at which it would have happened.
+The engine and the agents never sleep, start no process and open no socket. The same calls in the same order return
+the same answers. Reservations outlive the engine (`Reservations`), as in a real cluster. `kill` ends only the
+connection: attempts and unacknowledged reports stay on the node's disk. Nothing survives `reboot`. After one large
+step of the clock, each event has the same time as with small steps.
 
-The cluster, not the server, records every stretch of user code in `executions`. So tests do not depend on the server's
-own records. The guarantees of real nodes hold here. A gang takes an order once. A gang without an answer for
-`partition_grace_s` ends itself. An agent stops and keeps a stale gang, and never reports it again.
+The cluster, not the server, records every execution of user code in `executions`. So tests do not depend on the
+server's own records. The simulated agents give the guarantees of real nodes. An agent executes an order once. A gang
+without an answer for `partition_grace_s` ends itself. An agent stops a stale gang, keeps its files, and never reports
+the gang again.
 
 Faults: `answers` of the engine; `reaches` and `hears` cut one direction each; `kill` and `start`; `reboot`;
 `forgets_to_acknowledge`. A test decides what a gang does (`SimulatedWork`).
@@ -81,12 +82,12 @@ _STOPPED = {
     StopReason.DRAIN: Reason.DRAINED,
     StopReason.IDLE: Reason.IDLE,
 }
-_NONE = b"\x80\x04N."  # A pickled None.
+_NONE = b"\x80\x04N."  # The pickled value None.
 
 
 _MEMORY_BYTES = 40 << 30
 _HOST_BYTES = 256 << 30
-_TURN_S = 170  # Period of the made-up curves.
+_TURN_S = 170  # Period of the synthetic curves, in seconds.
 
 
 class Reservations:
@@ -242,17 +243,17 @@ class Observer(Protocol):
 class SimulatedWork(msgspec.Struct, frozen=True, kw_only=True):
     """The simulated behaviour of a gang."""
 
-    start_s: float | None = 0.1  # Time from the order to the first user byte; None means never.
-    run_s: float | None = 1.0  # Time from the first user byte to the end; None means until a stop.
-    # The reason for the end. With a retryable reason, the gang ends before user code begins.
+    start_s: float | None = 0.1  # Seconds from the order to the start of user code; None means never.
+    run_s: float | None = 1.0  # Seconds from the start of user code to its end; None means until a stop.
+    # The reason for the end of the gang. With a retryable reason, the gang ends before user code begins.
     reason: Reason = Reason.COMPLETED
     output: bytes = b""  # Output that rank 0 writes at its start.
-    stop_s: float = 0.5  # Time from a stop request to the end.
-    gate_s: float = 0.1  # Time from the gang's end to the release of its devices.
+    stop_s: float = 0.5  # Seconds from a stop request to the end of user code.
+    gate_s: float = 0.1  # Seconds from the gang's end to the release of its devices.
 
 
 class Execution(msgspec.Struct, kw_only=True):
-    """One stretch of user code by the cluster's clock; `ended_ns` is None while the code runs."""
+    """One execution of user code by the cluster's clock; `ended_ns` is None while the code runs."""
 
     run_id: str
     fence: int
@@ -295,10 +296,10 @@ class SimulatedAgent:
     ) -> None:
         self.control, self.name, self.devices = control, name, tuple(devices)
         self.node = ""  # The node's identifier on the server; "" before the first hello.
-        self.executions: list[Execution] = []  # Every stretch of user code that ran on this node.
-        # `reaches`: requests arrive at the server. `hears`: answers arrive at the agent.
+        self.executions: list[Execution] = []  # Every execution of user code on this node.
+        # `reaches` is True if requests arrive at the server, `hears` if answers arrive at the agent.
         self.reaches = self.hears = self.alive = True
-        self.forgets_to_acknowledge = False  # True if the agent takes orders without an acknowledgement.
+        self.forgets_to_acknowledge = False  # True if the agent accepts orders without an acknowledgement.
         # Stale gangs: the agent has stopped them, keeps their files, and never reports them again.
         self.kept: list[CrewKey] = []
         self.observer: Observer | None = None  # Observes what the gangs of this node do.
@@ -326,7 +327,7 @@ class SimulatedAgent:
         self.alive = self._connected = False
 
     def start(self) -> None:
-        """Start the agent again. It finds its gangs."""
+        """Start the agent again. The agent finds its gangs."""
         self.alive = True
 
     def reboot(self) -> None:
@@ -342,7 +343,7 @@ class SimulatedAgent:
         self.alive = True
 
     def step(self) -> None:
-        """Do everything that is due at the current time."""
+        """Connect if needed, take orders, advance the gangs to the current time, and report."""
         now_ns = self._clock.boottime_ns()
         for attempt in list(self._attempts.values()):
             self._live(attempt, now_ns)
@@ -522,7 +523,7 @@ class SimulatedAgent:
 
 
 class SimulatedTelemetry:
-    """Produces made-up telemetry of one simulated node and delivers it to MLflow as real nodes do.
+    """Produces synthetic telemetry of one simulated node and delivers it to MLflow as real nodes do.
 
         SimulatedAgent ──began, seen, ended──▶ TelemetryFile (a file of samples per gang) ─▶ Delivery ─▶ tracker
 
@@ -618,7 +619,7 @@ class _TrackingListener:
 
 
 def _made_up_sample(at_ns: int, header: Header, node_rank: int) -> Sample:
-    """Return made-up figures: a different wave for each device and node."""
+    """Return synthetic figures: a different wave for each device and node."""
     seconds = (at_ns - header.origin_ns) / SECOND_NS
     waves = [
         0.5 + 0.5 * math.sin(2 * math.pi * (seconds / _TURN_S + 0.11 * (place + 3 * node_rank)))

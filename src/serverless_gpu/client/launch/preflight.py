@@ -235,7 +235,7 @@ def _problems(signature: inspect.Signature, args: Sequence[object], kwargs: Mapp
         f"missing {', '.join(missing)}" if missing else "",
         f"unexpected {', '.join(unknown)}" if unknown else "",
         f"{', '.join(twice)} given twice" if twice else "",
-        f"{surplus} positional argument{'' if surplus == 1 else 's'} too many" if surplus else "",
+        f"{surplus} positional argument(s) too many" if surplus else "",
     ]
     return [problem for problem in told if problem]
 

@@ -75,7 +75,10 @@ def _import_all(names: Sequence[str], limit_s: float) -> ImportFacts:
 
 
 def read_imports(records: Sequence[tuple[object, ...]], ended: ChildEnded) -> ImportFacts:
-    """Return the reported outcomes. Derive the outcome of an unfinished import from the exit of its process."""
+    """Return the reported outcomes.
+
+    Derive the outcome of an unfinished import from the exit of its process.
+    """
     modules: dict[str, Imported] = {}
     begun = ""
     torch: TorchFacts | None = None

@@ -34,8 +34,9 @@ _PCI = Path("/sys/bus/pci/devices")
 
 
 def look_at_gpus(environ: Mapping[str, str], limit_s: float) -> GpuFacts | UnknownFact:
-    """Return the NVIDIA GPUs and their holders, according to NVML and the kernel. `limit_s` is the time limit for
-    NVML.
+    """Return the NVIDIA GPUs and their holders, according to NVML and the kernel.
+
+    `limit_s` is the time limit for NVML.
     """
     home = ""
     with contextlib.suppress(StorageError):
@@ -149,7 +150,10 @@ def _health(pynvml: Any, uuid: str) -> GpuHealth:
 
 
 def _asked(pynvml: Any, ask: Callable[[], Any], *, fails: bool = False) -> Any:
-    """Return NVML's answer, or None after an error. With `fails`, return True if the query raises an error."""
+    """Return NVML's answer, or None after an error.
+
+    With `fails`, return True if the query raises an error.
+    """
     try:
         answer = ask()
     except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError):

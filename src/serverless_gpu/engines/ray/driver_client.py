@@ -8,9 +8,9 @@
                                      ◀── line ── reader thread: answers come in any order
                                      timeout or exit: Unanswered for all requests; DriverLink starts another child
 
-A Ray call can block for minutes after its head is gone, and Ray offers no way to cancel it. A process can be killed.
-DriverLink ends the child as soon as the head's port refuses connections. A new head at the same port may be another
-cluster, and the old driver does not belong to that cluster.
+A call to Ray can block for minutes after the head is gone. Ray cannot cancel the call, but the engine can kill a
+process. DriverLink ends the child as soon as the head's port refuses connections. A new head at the same port may be
+another cluster, and the old driver does not belong to that cluster.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KILL_WAIT_S = 10.0
 
 
 class Unanswered(Exception):
-    """The child missed the deadline or has ended. It may have executed the request."""
+    """The child missed the deadline or has ended. The child may have executed the request."""
 
 
 class RayProblem(Exception):
@@ -47,7 +47,10 @@ class RayProblem(Exception):
 
 
 class DriverClient:
-    """A child process that has Ray. The constructor raises OSError if the process cannot start."""
+    """A child process whose interpreter has Ray.
+
+    The constructor raises OSError if the process cannot start.
+    """
 
     def __init__(self, python: str, variables: Mapping[str, str], log: Path) -> None:
         fd = open_log(log)
@@ -85,7 +88,7 @@ class DriverClient:
         return self._is_gone
 
     def ask(self, operation: str, deadline_s: float, **arguments: object) -> dict[str, object]:
-        """Return the answer of `driver_process` to a request. Kill the child if it misses the deadline.
+        """Return the answer of `driver_process` to a request. Kill the child after a missed deadline.
 
         Raises Unanswered, or RayProblem if Ray refused the request or failed.
         """
@@ -117,7 +120,7 @@ class DriverClient:
         return said if isinstance(said, dict) else {}
 
     def kill(self) -> None:
-        """Kill the child. Ray keeps the child's reservations."""
+        """Kill the child. Ray retains the reservations that the child made."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILL_WAIT_S)
@@ -159,7 +162,7 @@ class RayAccess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DriverLink:
-    """The connection to a Ray cluster through one child, and the reason if it fails."""
+    """The connection to a Ray cluster through one child process."""
 
     def __init__(self, access: RayAccess, python: str, log: Path, clock: Clock) -> None:
         self._access, self._python, self._log, self._clock = access, python, log, clock
@@ -172,11 +175,11 @@ class DriverLink:
 
     @property
     def trouble(self) -> str:
-        """Return why Ray does not answer, or ""."""
+        """Return the reason why Ray does not answer, or ""."""
         return self._trouble
 
     def connect(self, closed: threading.Event) -> bool:
-        """Start a child as driver of the cluster if none runs. Return True if one is connected."""
+        """Start a driver process for the cluster if none runs. Return True if a driver is connected."""
         child = self._child
         if (problem := self._port_problem()) or (child is not None and child.is_gone):
             self._drop()

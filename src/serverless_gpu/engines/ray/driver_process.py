@@ -9,13 +9,13 @@
     agent     start the agent of one node if it does not run, through a detached actor on the node
 
 This process makes no decisions and holds no state. The engine kills it when an answer is late, because calls to a Ray
-without a head can block for minutes. It exits at the end of its input. It runs as a file, under `-I`, in an
-interpreter that has Ray. It imports no module of this package. Ray pickles the actor by value, so workers need no
-module of this package either.
+without a head can block for minutes. It exits at the end of its input. The engine runs this file, with `-I`, in an
+interpreter that has Ray. The program imports no module of this package. Ray pickles the actor by value, so workers
+need no module of this package either.
 
-The actor has one task: it lets the node's own interpreter run `node_launcher.py` in a clean environment. The launched
+The actor has one task: to run `node_launcher.py` with the node's own interpreter in a clean environment. The launched
 process is not a descendant of Ray. It survives `ray.kill` and the end of the raylet or worker. It also survives a
-shortage of memory, in which Ray lets the kernel kill Ray's workers first.
+shortage of memory, in which the kernel kills Ray's workers first.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from typing import Any
 
 _ACTOR_S = 40.0
 _LOOK_S = 0.002
-# Ray itself retries after a second, but released resources are free after 50 ms. So `reserve` creates the group again.
+# Ray itself retries after a second, but released resources are free after 50 ms. So `reserve` creates the placement
+# group again.
 _AGAIN_S = 0.05
 _REFUSED = ("INFEASIBLE", "NO_RESOURCES")
-# Ray must report INFEASIBLE this often in a row: the resources of a new node appear shortly after the node itself.
+# Number of consecutive INFEASIBLE reports that count. The resources of a new node appear shortly after the node itself.
 _SURE = 3
 _ANSWER = threading.Lock()
 _is_driver = threading.Event()
@@ -79,14 +80,14 @@ def connect(address: str, node_address: str, namespace: str, program: str) -> di
     )
     for name in ray.util.list_named_actors():
         if not name.endswith(program):
-            with contextlib.suppress(ValueError):  # The actor has ended since the listing.
+            with contextlib.suppress(ValueError):  # The actor has ended since Ray listed it.
                 ray.kill(ray.get_actor(name))
     _is_driver.set()
     return {"version": ray.__version__}
 
 
 def _connected() -> None:
-    """Refuse requests before `connect`. Ray would start its own cluster to answer them."""
+    """Refuse requests before `connect`, because Ray would start a cluster of its own."""
     if not _is_driver.is_set():
         raise ConnectionError("not connected yet")
 
@@ -103,7 +104,7 @@ def look() -> dict[str, Any]:
 
 
 def reserve(name: str, bundles: list[dict[str, float]], patience_s: float) -> dict[str, Any]:
-    """Create the placement group of this name, or leave none behind. Return its last state."""
+    """Create a placement group. Remove it if Ray does not place it. Return its last state."""
     _connected()
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -185,7 +186,7 @@ class NodeActor:
         self._agent: tuple[int, str] | None = None
 
     def ensure(self) -> dict[str, Any]:
-        """Start the agent if it does not run. Return its process id or the problem."""
+        """Start the agent if it does not run. Return the agent's process id or the problem."""
         if self._agent is not None and self._started(self._agent[0]) == self._agent[1]:
             return {"pid": self._agent[0], "started": False}
         path = os.environ.get(self._variable)

@@ -76,13 +76,14 @@ except OSError:
     pass
 os.execv(argv[0], argv)
 """
-"""A program that detaches itself and executes another one. It uses only the standard library, in the node's
-interpreter.
+"""A program that detaches itself and executes another program.
+
+It uses only the standard library, in the node's interpreter.
 """
 
 
 def main(path: str) -> None:
-    """Start the uplink of a node if it does not run. Print its process id or the problem."""
+    """Start the uplink of a node if it does not run. Print the uplink's process id or the problem."""
     try:
         node = read_node_file(Path(path))
         home, profile = find_home({"SERVERLESS_GPU_HOME": node.home}), Path(node.profile)

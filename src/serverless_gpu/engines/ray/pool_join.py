@@ -3,11 +3,11 @@
     Ray here? ─▶ server: may I? ─▶ same versions? ─▶ head reached? ports free? ─▶ files, plan
                  (token of the join file → agent's token, Ray's token, address, versions)
 
-Ray itself reports a failed connection only after 20 s and gives no cause. So this module first checks everything that
-can be wrong. It checks in the order in which a user can fix the problems. It starts nothing before.
+Ray itself reports a failed connection only after 20 s and gives no cause. So this module first checks every known
+cause, in the order in which a user can fix the problems. It starts Ray only after all checks.
 
-The join file, 0600, lets a machine ask the server for permission to join. `sgpu up --engine ray` writes one for
-one machine, `sgpu node invite` for several.
+The join file, 0600, lets a machine ask the server for permission to join. `sgpu up --engine ray` writes a join file
+for one machine. `sgpu node invite` writes a join file for several machines.
 
     {"server": "https://gpu.internal:7878", "token": "sgpu_…", "ca": "-----BEGIN CERTIFICATE-----…"}
 
@@ -47,7 +47,7 @@ _JOIN_FILE_BYTES_MAX = 1 << 20
 DIRECTORY = "ray"
 """Directory, in the home of a joining machine, that holds its join files."""
 HEAD_S = 60.0
-"""How long `sgpu join` waits for a head that is starting."""
+"""Seconds that `sgpu join` waits for a head that is starting."""
 _LOOK_S = 0.5
 
 
@@ -76,10 +76,8 @@ def prepare(wish: JoinOptions, home: Home, environ: Mapping[str, str]) -> JoinPl
 
     Raises ServerProblem if Ray is missing, its version differs from the pool's, a port is in use or the head does not
     answer. Raises ServerUnavailable if the server does not answer. Raises NotAuthenticated if the server rejects the
-    token
-    of the join file. Raises NotAllowed if the server accepts no machine, or not under this name. Raises InvalidValue
-    for
-    an invalid address. Raises StorageError if a file cannot be written.
+    token of the join file. Raises NotAllowed if the server does not admit this machine or its name. Raises
+    InvalidValue for an invalid address. Raises StorageError if a file cannot be written.
     """
     ray_machine.check_ray()
     host, port = parse_host(wish.host)
@@ -200,11 +198,11 @@ def _ask_again(wish: JoinOptions, directory: Path, ca: str) -> tuple[str, RayPoo
         try:
             return profile.token, connection.ask("GET", "/agents/ray", answer=RayPool)
         except (NotAuthenticated, NotAllowed, NotFound, ServerUnavailable):
-            return None  # If the server is down, the request with the join token reports it.
+            return None  # If the server is down, the request with the join token reports that.
 
 
 def refuse_closed(head: str, *, patience_s: float, ports: str) -> None:
-    """Refuse a head that does not answer. Wait first if the server cannot reach the head either."""
+    """Raise ServerProblem if the head does not answer. Wait while the server cannot reach the head either."""
     clock = SystemClock()
     until_ns = clock.boottime_ns() + round(patience_s * 1e9)
     why = unreachable(head)

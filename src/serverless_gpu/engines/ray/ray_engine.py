@@ -5,24 +5,25 @@
     a thread, every second ──────┼─▶ child (`driver_process.py`) ─▶ nodes, placement groups    `ray_tables.py`
     worker threads, on demand ───┘        reserve, release, start agents                       translates them
 
-Ray provides membership, reservation, remote start and death notices, and nothing else. User code never runs in Ray.
-The lease with the server decides whether an attempt is alive. A gang is one detached placement group. The engine pins
-its bundles to the nodes that our scheduler chose. Ray does not order or pack waiting groups. So the engine removes a
-group that Ray cannot reserve at once.
+The engine uses Ray only for membership, reservations, remote start and reports of dead nodes. User code never runs in
+Ray. The lease with the server decides whether an attempt is alive. A gang is one detached placement group. The engine
+pins the group's bundles to the nodes that the scheduler chose. Ray does not order or pack waiting groups. So the
+engine removes a group that Ray cannot reserve at once.
 
-The engine also stores reserved gangs and known nodes in files (`ReservationFiles`). So a new server process knows them
-before Ray answers. If a head restarts without its state, the engine reserves the gangs again.
+The engine also stores reserved gangs and known nodes in files (`ReservationFiles`). So a new server process knows the
+gangs and nodes before Ray answers. If a head restarts without its state, the engine reserves the gangs again.
 
 Failure cases:
 
-- The head does not answer: nodes stay, attempts continue, and new gangs wait. The engine starts a new child.
+- The head does not answer: the engine keeps its nodes, attempts continue, and new gangs wait. The engine starts a
+  new child.
 
 - Ray's table reports a node as dead: the node is lost.
 
-- An actor dies or is unavailable: this says nothing about its node. The engine reads the table again. Another actor
+- An actor ends or is unavailable: its node may still work. The engine reads Ray's node table again. Another actor
   checks the agent, which is not a process of Ray.
 
-- No agent starts on a node that Ray has: the node is lost, with the reason, until one starts.
+- No agent starts on a node that Ray has: the node is lost, with the reason, until an agent starts.
 
 - An answer is late: the engine kills the child. The next poll of Ray's tables shows the effects of the request.
 """
@@ -58,7 +59,7 @@ from serverless_gpu.engines.ray.start_arguments import NODE_FILE
 from serverless_gpu.json_codec import from_json
 
 SOON_S = 0.5
-"""How long `submit` waits for Ray, which usually takes milliseconds."""
+"""Seconds that `submit` waits for Ray, which usually answers within milliseconds."""
 LOOK_EVERY_S = 1.0
 _LOOK_S = 5.0
 _PATIENCE_S = 0.3  # Released resources are free after 0.1 s. Other users of this Ray cluster may need longer.
@@ -76,15 +77,16 @@ class _Reservation:
     def __init__(self, gang: Gang, began_ns: int) -> None:
         self.gang, self.began_ns = gang, began_ns  # boottime
         self.answer: Placed | Waiting | Impossible | None = None
-        self.unwanted = False  # True if the scheduler has released the gang in the meantime.
-        self.done = threading.Event()  # Set together with the answer.
+        self.unwanted = False  # True if the scheduler has released the gang since the request.
+        self.done = threading.Event()  # The engine sets this event together with the answer.
 
 
 class RayEngine(Engine):
     """A Ray cluster as an engine.
 
-    `directory` holds the files of this engine, which creates it if needed. `python` is an interpreter that has the
-    cluster's version of Ray. The engine calls `news`, from any thread, when the scheduler should submit gangs again.
+    `directory` holds the files of this engine. The engine creates the directory if needed. `python` is an interpreter
+    that has the cluster's version of Ray. The engine calls `news`, from any thread, when the scheduler should submit
+    gangs again.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class RayEngine(Engine):
             return [ray_tables.engine_node(name) for name, one in self._now().items() if not one.lost]
 
     def has(self, node: str) -> bool:
-        """Return True if Ray has ever reported a node of this name, even if Ray has forgotten it."""
+        """Return True if Ray has ever reported a node of this name, even if Ray no longer lists the node."""
         with self._lock:
             return node in self._known
 
@@ -192,7 +194,10 @@ class RayEngine(Engine):
     # --- gangs ------------------------------------------------------------------------------------------------------
 
     def _reservation(self, gang: Gang) -> _Reservation | Placed | Waiting | Impossible:
-        """Return the known answer for a gang, or its reservation. Start a reservation if none is in progress."""
+        """Return the known answer for a gang, or its reservation.
+
+        Start a reservation unless one is in progress.
+        """
         if gang.id in self._placed:
             return Placed(gang=self._placed[gang.id])
         if gang.id in self._releasing:
@@ -290,7 +295,7 @@ class RayEngine(Engine):
             self._wake.clear()
 
     def _look(self) -> None:
-        """Read Ray's tables and start the work that follows from them."""
+        """Read Ray's tables. Then start pending releases, repairs and checks of agents."""
         with self._lock:
             self._looks += 1
         try:
@@ -323,7 +328,7 @@ class RayEngine(Engine):
         self._groups = {name: group for name, group in found.items() if name not in self._released_at}
         for name, group in self._groups.items():
             is_orphan = group.is_under_way() and name not in self._placed and name not in self._reserving
-            if is_orphan and name not in self._releasing:  # The engine killed the child that asked for this group.
+            if is_orphan and name not in self._releasing:  # The engine killed the child that requested this group.
                 self._releasing.add(name)
 
     def _repair(self, known: Mapping[str, KnownNode]) -> None:
@@ -348,12 +353,12 @@ class RayEngine(Engine):
         except (Unanswered, RayProblem):
             self._wake.set()
         with self._lock:
-            if gang.id not in self._placed:  # The scheduler released the gang in the meantime.
+            if gang.id not in self._placed:  # The scheduler released the gang during the request.
                 self._releasing.add(gang.id)
 
     def _have_agent(self, row: ray_tables.NodeRow) -> None:
         if self._agents.have(row):
-            self._wake.set()  # Ray's node table says whether the node of a failed actor is dead.
+            self._wake.set()  # Ray's node table reports whether the node of a failed actor is dead.
 
     def _now(self) -> dict[str, KnownNode]:
         return ray_tables.with_problems(self._known, self._agents.problems())
@@ -385,7 +390,7 @@ class ReservationFiles:
         <directory>/gangs/<run>:<fence>     the gang's shares
         <directory>/nodes.json              rows of Ray's table, including lost nodes
 
-    The engine ignores unreadable files, because it asks Ray in any case.
+    The engine ignores unreadable files, because it queries Ray in any case.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -442,10 +447,9 @@ _SILENT_MAX = 3
 class RayAgents:
     """Checks the agents of a cluster's nodes every few seconds through a detached actor on each node.
 
-    The agent that an actor starts is not a process of Ray. So the end or silence of an actor says nothing about the
-    agent:
-    the next actor finds the agent unchanged. A node has a problem if its actor reports one. It also has one if several
-    actors in a row are silent while Ray lists the node.
+    The agent that an actor starts is not a process of Ray. So the agent may run although its actor has ended or does
+    not answer. The next actor finds the agent unchanged. A node has a problem if its actor reports a problem. A node
+    also has a problem if several consecutive actors do not answer while Ray lists the node.
     """
 
     def __init__(self, link: DriverLink, clock: Clock) -> None:
@@ -462,7 +466,7 @@ class RayAgents:
             return dict(self._problems)
 
     def due(self, known: Mapping[str, KnownNode]) -> list[NodeRow]:
-        """Return the nodes whose agents are due for a check. Mark each as pending until its check ends."""
+        """Return the nodes whose agents the engine must check now. Mark each node as pending until then."""
         now_ns = self._clock.boottime_ns()
         with self._lock:
             self._asked_ns = {

@@ -10,14 +10,14 @@
         └──────────── pause with backoff ◀── Ray exited ──────────────┘
     stop request ─▶ SIGTERM, 5 s, SIGKILL to all its processes ─▶ remove the directory
 
-A restart or upgrade of a server does not disturb the cluster. After ten minutes without a server the detached keeper
-ends Ray and itself. Runs need neither. Ray starts the agent of the machine, but the agent and its descendants are not
-processes of Ray. They are detached, have no variables of Ray, and keep running.
+A restart or upgrade of a server does not disturb the cluster. After ten minutes without a server, the detached keeper
+ends Ray and exits. Runs need neither Ray nor the keeper. Ray starts the agent of the machine, but the agent and its
+descendants are not processes of Ray. These processes are detached, have no variables of Ray, and continue.
 
-Failure cases: If the head does not answer, the keeper retries and reports the failure once. If Ray does not start or
-dies, the keeper reads the cause from Ray's log and starts Ray again. If the keeper is killed, its Ray continues. The
-next keeper ends that Ray and starts a new one. In between the machine only loses its membership. The keeper refuses a
-directory that belongs to another user.
+Failure cases: If the head does not answer, the keeper retries and reports the failure once. If Ray ends or does not
+start, the keeper reads the cause from Ray's log and starts Ray again. If the keeper is killed, its Ray continues. The
+next keeper ends that Ray and starts Ray again. Meanwhile the machine only loses its membership in the cluster. The
+keeper refuses a directory that belongs to another user.
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ class RayKeeper:
     """Runs Ray on this machine and restarts it after an exit.
 
     The keeper calls `say` with a message on every change, and `started` after each start of Ray. It calls `needed`
-    every
-    few seconds. `needed` returns "", or the reason why nothing needs Ray any more.
+    every few seconds. `needed` returns "", or the reason why Ray is no longer needed.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class RayKeeper:
         self._away = ""
 
     def keep(self, stop: int) -> None:
-        """Keep Ray running until a stop request, or until nothing needs it.
+        """Keep Ray running until a stop request, or until Ray is no longer needed.
 
         `stop` is a descriptor that becomes readable on a stop request. Raises StorageError if the directory cannot be
         used.
@@ -197,7 +196,7 @@ class RayKeeper:
 
 
 def unreachable(address: str, limit_s: float = CONNECT_S) -> str:
-    """Return why nothing answers at ``host:port``, or "". An empty address needs no answer."""
+    """Return the reason why ``host:port`` does not answer, or "". Do not check an empty address."""
     if not address:
         return ""
     host, _, port = address.rpartition(":")
@@ -209,7 +208,7 @@ def unreachable(address: str, limit_s: float = CONNECT_S) -> str:
 
 
 def make_directory(path: str) -> None:
-    """Create the private directory afresh. Raise StorageError if another user owns it or mkdir fails."""
+    """Create an empty private directory. Raise StorageError if another user owns it or mkdir fails."""
     try:
         if os.path.lexists(path):
             status = os.lstat(path)
@@ -224,7 +223,7 @@ def make_directory(path: str) -> None:
 
 
 def end(process: subprocess.Popen[bytes], directory: str, limit_s: float = END_S) -> None:
-    """End Ray in order, so that its head learns that the machine leaves. Kill the rest on a timeout."""
+    """End Ray with SIGTERM, so that the head removes the machine at once. Kill Ray on a timeout."""
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     try:
@@ -236,7 +235,7 @@ def end(process: subprocess.Popen[bytes], directory: str, limit_s: float = END_S
 
 
 def end_processes(directory: str) -> int:
-    """Kill every Ray process of a directory. Return how many there were."""
+    """Kill every Ray process of a directory. Return the number of killed processes."""
     count = 0
     for _ in range(_KILL_TRIES):
         found = 0
@@ -258,7 +257,10 @@ def marked_pids(directory: str) -> list[int]:
 
 
 def marked(directory: str) -> Iterator[int]:
-    """Yield a pidfd of each process whose `MARK` variable names a directory. Close each after its turn."""
+    """Yield a pidfd of each process whose `MARK` variable names a directory.
+
+    Close each pidfd after its iteration.
+    """
     for pid in marked_pids(directory):
         try:
             pidfd = os.pidfd_open(pid)
@@ -277,7 +279,7 @@ def log_path(directory: Path) -> Path:
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables without those of any Ray."""
+    """Return the environment variables without those of Ray."""
     return {name: value for name, value in environ.items() if not name.startswith(("RAY_", MARK))}
 
 
@@ -355,7 +357,7 @@ def _shown_line(line: str) -> str:
 
 
 IDLE_S = 600.0
-"""How long a keeper keeps Ray without a server."""
+"""Seconds for which a keeper runs Ray without a server."""
 LOCK = "keeper.lock"
 _PLAN, _LOG = "keeper.json", "keeper.log"
 _PLAN_VARIABLES = ("RAY_", "CUDA_", "SERVERLESS_GPU_")
@@ -373,8 +375,8 @@ class RunningKeeper(NamedTuple):
 def ensure(directory: Path, plan: KeeperPlan, owner: Path, environ: Mapping[str, str]) -> bool:
     """Start a keeper for a plan if none runs. Return True if this call started one.
 
-    The keeper's files are in `directory`. A process that holds the lock `owner` needs Ray. Raises AgentUnavailable if
-    the keeper cannot start, or if a keeper of another plan does not end.
+    The keeper's files are in `directory`. Ray is needed while a process holds the lock `owner`. Raises
+    AgentUnavailable if the keeper cannot start, or if a keeper of another plan does not end.
     """
     found = running(directory)
     digest = digest_of(plan)
@@ -398,7 +400,7 @@ def running(directory: Path) -> RunningKeeper | None:
 
 
 def stop(directory: Path) -> bool:
-    """End the keeper of a directory and its Ray. Return True if one ran. Raises AgentUnavailable."""
+    """End the keeper of a directory and its Ray. Return True if a keeper ran. Raises AgentUnavailable."""
     found = running(directory)
     if found is None:
         return False
@@ -408,7 +410,7 @@ def stop(directory: Path) -> bool:
 
 
 def stop_ray(home: Path) -> bool:
-    """End the Ray of a home's server. Return True if one ran. Raises the same errors as `stop`."""
+    """End the Ray of a home's server. Return True if Ray ran. Raises the same errors as `stop`."""
     return stop(home / "server" / "ray")
 
 
@@ -453,7 +455,7 @@ class ServerNeed:
         self._seen_ns = self._clock.boottime_ns()
 
     def __call__(self) -> str:
-        """Return "", or why nothing needs Ray any more."""
+        """Return "", or the reason why Ray is no longer needed."""
         now_ns = self._clock.boottime_ns()
         if held_note(self._owner) is not None:
             self._seen_ns = now_ns

@@ -63,7 +63,7 @@ class RayMachineFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def node(self) -> Path:
-        """Return the path of the file that says how to start the agent."""
+        """Return the path of the file with the settings that start the agent."""
         return self.directory / NODE
 
 
@@ -147,7 +147,10 @@ def taken_port(base: int, address: str) -> int | None:
 
 
 def directory_of(files: Path) -> str:
-    """Return Ray's directory: short for socket paths, constant so that a keeper finds old processes."""
+    """Return Ray's directory.
+
+    The path is short enough for sockets, and constant so that a keeper finds old processes.
+    """
     return f"{_PARENT}{hashlib.sha256(os.fsencode(files.absolute())).hexdigest()[:8]}/ray"
 
 

@@ -24,7 +24,7 @@ from serverless_gpu.engines.ray.start_arguments import DEVICES, RESOURCE
 from serverless_gpu.model.hardware import CPU
 
 PIN = 0.001
-"""The amount of a node's own resource that each bundle takes: small enough for any number of bundles."""
+"""The amount of a node's own resource that each bundle requests, small enough for any number of bundles."""
 _TYPE = "accelerator_type:"
 _TEXT_MAX = 200
 _UNSAID = "Ray gives no reason"
@@ -87,15 +87,18 @@ class PlacementGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KnownNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node as the engine remembers it."""
+    """The last known state of a node."""
 
     row: NodeRow
     lost: str = ""  # The reason why the scheduler must not use the node, or "".
-    missing_ns: int | None = None  # The time since which the node is missing from Ray's table, or None.
+    missing_ns: int | None = None  # Boottime since which the node is missing from Ray's table, or None.
 
 
 MISSING_NS = 120_000_000_000
-"""How long a node may be missing from Ray's table. A head that lost its state needs time to learn its nodes again."""
+"""Nanoseconds for which a node may be missing from Ray's table.
+
+The nodes of a restarted head return one by one.
+"""
 
 
 def row(raw: Mapping[str, object]) -> NodeRow | None:
@@ -123,7 +126,7 @@ def row(raw: Mapping[str, object]) -> NodeRow | None:
 
 
 def rows(raw: Iterable[Mapping[str, object]]) -> list[NodeRow]:
-    """Return the rows of the pool's nodes. Ray's rows of dead nodes have no names; `deaths` returns them."""
+    """Return the rows of the pool's nodes. Ray's rows of dead nodes have no names; use `deaths` for these."""
     return [found for one in raw if (found := row(one)) is not None]
 
 
@@ -142,8 +145,8 @@ def update_nodes(
     """Return the state of each node, by name, after a poll of Ray's node table.
 
     `table` is the result of `ray.nodes()` at boottime `now_ns`. A node is lost if the table reports it as dead, or if
-    the table lacks it for `MISSING_NS`. If two live rows have the same node name, the new one counts: Ray restarted
-    there and has not noticed the end of the old raylet yet.
+    the table lacks it for `MISSING_NS`. If two live rows have the same node name, the newer row counts. Ray restarted
+    on that node and has not noticed the end of the old raylet yet.
     """
     dead = deaths(table)
     alive: dict[str, NodeRow] = {}
@@ -165,7 +168,7 @@ def with_problems(known: Mapping[str, KnownNode], problems: Mapping[str, str]) -
 def node_changes(told: Mapping[str, str], known: Mapping[str, KnownNode]) -> list[NodeUp | NodeLost]:
     """Return the events since the last call. A node that was never up produces no NodeLost.
 
-    `told` has the reason of the last NodeLost of each node, "" after a NodeUp.
+    `told` maps each node to the reason of its last NodeLost event, or to "" after a NodeUp event.
     """
     events: list[NodeUp | NodeLost] = []
     for name, one in known.items():
@@ -248,9 +251,8 @@ def placement_refusal(
 ) -> Waiting | Impossible:
     """Return the reason why Ray did not reserve a gang: Waiting or Impossible.
 
-    `said` is the last state of the gang's placement group. `known` has the nodes as read afterwards. `free` has Ray's
-    free
-    resources by Ray's node identifiers.
+    `said` is the last state of the gang's placement group. `known` has the nodes that Ray listed afterwards. `free`
+    has Ray's free resources by Ray's node identifiers.
     """
     if (first := refusal(gang, known)) is not None:
         return first

@@ -33,7 +33,7 @@ PORTS = 100
 PORT_MIN, PORT_MAX = 1024, 65_536 - PORTS
 WORKERS_FROM = 20
 RESOURCE = "sgpu_node:"
-"""Prefix of the resource that names a machine. Each machine has 1 of it."""
+"""Prefix of the resource that names a machine. Each machine has one unit of its resource."""
 DEVICES = "sgpu_gpus:"
 """Prefix of the resources that count a machine's devices of a type."""
 NODE_FILE = "SERVERLESS_GPU_RAY_NODE"
@@ -41,10 +41,16 @@ NODE_FILE = "SERVERLESS_GPU_RAY_NODE"
 STORE_BYTES = 80_000_000
 """Ray's minimum. This package stores nothing in Ray's object store."""
 START_S = 120
-"""How long a raylet may take to start. Ray's default of 30 s is too short for a first import from a slow disk."""
+"""Seconds that a raylet may take to start.
+
+Ray's default of 30 s is too short for a first import from a slow disk.
+"""
 OLDEST = (2, 55)
-"""The first version that has a directory of its own on each machine. Tokens are older."""
-# With these settings Ray detects a dead machine within 10 s. With Ray's defaults it takes a minute.
+"""The first version of Ray that can use another directory on each machine.
+
+Older versions already support tokens.
+"""
+# With these settings Ray detects a dead machine within 10 s. With Ray's defaults, the detection takes a minute.
 _HEALTH = {
     "health_check_initial_delay_ms": 2_000,
     "health_check_period_ms": 1_000,
@@ -57,7 +63,7 @@ _CPU = "CPU"
 class ClusterAddress(msgspec.Struct, frozen=True, kw_only=True):
     """The settings with which a process on a cluster's machine reaches the cluster."""
 
-    address: str  # For example ``10.0.0.5:7900``.
+    address: str  # Address of the cluster, for example ``10.0.0.5:7900``.
     token_file: str
     node_address: str
 
@@ -70,10 +76,10 @@ class MachineShare(msgspec.Struct, frozen=True, kw_only=True):
     port: int = PORT  # The first of the machine's ports.
     directory: str  # The directory of Ray's files; its path must be short.
     token_file: str
-    node_file: str = ""  # "" on a machine that is not a node: the head of a server without a node.
+    node_file: str = ""  # Path of the node file; "" on a machine that is not a node.
     gpus: tuple[str, ...] = ()  # UUIDs
     types: tuple[str, ...] = ()  # The type of each device: GPUs first, then CPU slots.
-    client: bool = False  # True if this Ray can serve ``ray://``. Then it does so and needs a port.
+    client: bool = False  # True if this Ray can serve ``ray://``, for which it needs a port.
 
 
 class MachinePorts(NamedTuple):
@@ -160,8 +166,8 @@ def environment(node: MachineShare, clean: Mapping[str, str]) -> dict[str, str]:
     return {
         **{name: value for name, value in clean.items() if not name.startswith("RAY_")},
         **variables(node.token_file),
-        "RAY_worker_niceness": "0",  # Runs that a worker starts would inherit its niceness.
-        "RAY_prestart_worker_first_driver": "0",  # Ray would start one unused worker per CPU.
+        "RAY_worker_niceness": "0",  # Runs inherit the niceness of the Ray worker that starts them.
+        "RAY_prestart_worker_first_driver": "0",  # By default, Ray starts one unused worker per CPU.
         "RAY_raylet_start_wait_time_s": str(START_S),
         "AUTOSCALER_METRIC_PORT": str(all_ports.autoscaler_metrics),
         "DASHBOARD_METRIC_PORT": str(all_ports.dashboard_metrics),
@@ -181,7 +187,7 @@ def head_command(python: str, node: MachineShare) -> list[str]:
         *([f"--ray-client-server-port={all_ports.client_server}"] if node.client else []),
         "--include-dashboard=false",
         f"--dashboard-port={all_ports.dashboard}",
-        "--no-monitor",  # The monitor only starts machines in clouds.
+        "--no-monitor",  # Ray's monitor only starts machines in clouds.
         f"--system-config={json.dumps(_HEALTH)}",
     ]
 

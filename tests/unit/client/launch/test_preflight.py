@@ -130,7 +130,7 @@ def test_arguments_that_fit_are_taken(args: tuple[object, ...], kwargs: dict[str
         ((), {}, ["missing lr, epochs"]),
         ((), {"lr": 1.0, "epoch": 3}, ["missing epochs; unexpected epoch", "hint: did you mean epochs?"]),
         ((0.1,), {"epochs": 1}, ["missing lr", "hint: rank got a positional argument"]),
-        ((0, 2, 0.1, 5), {"epochs": 1}, ["1 positional arguments too many"]),
+        ((0, 2, 0.1, 5), {"epochs": 1}, ["1 positional argument(s) too many"]),
         ((0, 2, 0.1), {"epochs": 1, "lr": 1.0}, ["lr given twice"]),
     ],
 )

@@ -1,7 +1,8 @@
 """Pickler class to extend the standard pickle.Pickler functionality
 
-The main objective is to make it natural to perform distributed computing on clusters (such as PySpark, Dask, Ray...)
-with interactively defined code (functions, classes, ...) written in notebooks or console.
+The main objective is to make it natural to perform distributed computing on
+clusters (such as PySpark, Dask, Ray...) with interactively defined code
+(functions, classes, ...) written in notebooks or console.
 
 In particular this pickler adds the following features:
 - serialize interactively-defined or locally-defined functions, classes,
@@ -9,8 +10,9 @@ In particular this pickler adds the following features:
 - deal with some other non-serializable objects in an ad-hoc manner where
   applicable.
 
-This pickler is therefore meant to be used for the communication between short lived Python processes running the same
-version of Python and libraries. In particular, it is not meant to be used for long term storage of Python objects.
+This pickler is therefore meant to be used for the communication between short
+lived Python processes running the same version of Python and libraries. In
+particular, it is not meant to be used for long term storage of Python objects.
 
 It does not include an unpickler, as standard Python unpickling suffices.
 
@@ -22,8 +24,9 @@ Copyright (c) 2012, Regents of the University of California.
 Copyright (c) 2009 `PiCloud, Inc. <https://web.archive.org/web/20140626004012/http://www.picloud.com/>`_.
 All rights reserved.
 
-Redistribution and use in source and binary forms, with or without modification, are permitted provided that the
-following conditions are met:
+Redistribution and use in source and binary forms, with or without
+modification, are permitted provided that the following conditions
+are met:
     * Redistributions of source code must retain the above copyright
       notice, this list of conditions and the following disclaimer.
     * Redistributions in binary form must reproduce the above copyright
@@ -34,13 +37,17 @@ following conditions are met:
       products derived from this software without specific prior written
       permission.
 
-THIS SOFTWARE IS PROVIDED BY THE COPYRIGHT HOLDERS AND CONTRIBUTORS "AS IS" AND ANY EXPRESS OR IMPLIED WARRANTIES,
-INCLUDING, BUT NOT LIMITED TO, THE IMPLIED WARRANTIES OF MERCHANTABILITY AND FITNESS FOR A PARTICULAR PURPOSE ARE
-DISCLAIMED. IN NO EVENT SHALL THE COPYRIGHT HOLDER OR CONTRIBUTORS BE LIABLE FOR ANY DIRECT, INDIRECT, INCIDENTAL,
-SPECIAL, EXEMPLARY, OR CONSEQUENTIAL DAMAGES (INCLUDING, BUT NOT LIMITED TO, PROCUREMENT OF SUBSTITUTE GOODS OR
-SERVICES; LOSS OF USE, DATA, OR PROFITS; OR BUSINESS INTERRUPTION) HOWEVER CAUSED AND ON ANY THEORY OF LIABILITY,
-WHETHER IN CONTRACT, STRICT LIABILITY, OR TORT (INCLUDING NEGLIGENCE OR OTHERWISE) ARISING IN ANY WAY OUT OF THE USE OF
-THIS SOFTWARE, EVEN IF ADVISED OF THE POSSIBILITY OF SUCH DAMAGE.
+THIS SOFTWARE IS PROVIDED BY THE COPYRIGHT HOLDERS AND CONTRIBUTORS
+"AS IS" AND ANY EXPRESS OR IMPLIED WARRANTIES, INCLUDING, BUT NOT
+LIMITED TO, THE IMPLIED WARRANTIES OF MERCHANTABILITY AND FITNESS FOR
+A PARTICULAR PURPOSE ARE DISCLAIMED. IN NO EVENT SHALL THE COPYRIGHT
+HOLDER OR CONTRIBUTORS BE LIABLE FOR ANY DIRECT, INDIRECT, INCIDENTAL,
+SPECIAL, EXEMPLARY, OR CONSEQUENTIAL DAMAGES (INCLUDING, BUT NOT LIMITED
+TO, PROCUREMENT OF SUBSTITUTE GOODS OR SERVICES; LOSS OF USE, DATA, OR
+PROFITS; OR BUSINESS INTERRUPTION) HOWEVER CAUSED AND ON ANY THEORY OF
+LIABILITY, WHETHER IN CONTRACT, STRICT LIABILITY, OR TORT (INCLUDING
+NEGLIGENCE OR OTHERWISE) ARISING IN ANY WAY OUT OF THE USE OF THIS
+SOFTWARE, EVEN IF ADVISED OF THE POSSIBILITY OF SUCH DAMAGE.
 """
 
 import _collections_abc
@@ -67,20 +74,23 @@ import uuid
 import warnings
 import weakref
 
-# The following import is required to be imported in the cloudpickle namespace to be able to load pickle files generated
-# with older versions of cloudpickle. See: tests/test_backward_compat.py
+# The following import is required to be imported in the cloudpickle
+# namespace to be able to load pickle files generated with older versions of
+# cloudpickle. See: tests/test_backward_compat.py
 from types import CellType  # noqa: F401
 
 
-# cloudpickle is meant for inter process communication: we expect all communicating processes to run the same Python
-# version hence we favor communication speed over compatibility:
+# cloudpickle is meant for inter process communication: we expect all
+# communicating processes to run the same Python version hence we favor
+# communication speed over compatibility:
 DEFAULT_PROTOCOL = pickle.HIGHEST_PROTOCOL
 
 # Names of modules whose resources should be treated as dynamic.
 _PICKLE_BY_VALUE_MODULES = set()
 
-# Track the provenance of reconstructed dynamic classes to make it possible to reconstruct instances from the matching
-# singleton class definition when appropriate and preserve the usual "isinstance" semantics of Python objects.
+# Track the provenance of reconstructed dynamic classes to make it possible to
+# reconstruct instances from the matching singleton class definition when
+# appropriate and preserve the usual "isinstance" semantics of Python objects.
 _DYNAMIC_CLASS_TRACKER_BY_CLASS = weakref.WeakKeyDictionary()
 _DYNAMIC_CLASS_TRACKER_BY_ID = weakref.WeakValueDictionary()
 _DYNAMIC_CLASS_TRACKER_LOCK = threading.Lock()
@@ -108,7 +118,9 @@ def _get_or_create_tracker_id(class_def):
 def _lookup_class_or_track(class_tracker_id, class_def):
     if class_tracker_id is not None:
         with _DYNAMIC_CLASS_TRACKER_LOCK:
-            class_def = _DYNAMIC_CLASS_TRACKER_BY_ID.setdefault(class_tracker_id, class_def)
+            class_def = _DYNAMIC_CLASS_TRACKER_BY_ID.setdefault(
+                class_tracker_id, class_def
+            )
             _DYNAMIC_CLASS_TRACKER_BY_CLASS[class_def] = class_tracker_id
     return class_def
 
@@ -116,29 +128,39 @@ def _lookup_class_or_track(class_tracker_id, class_def):
 def register_pickle_by_value(module):
     """Register a module to make its functions and classes picklable by value.
 
-    By default, functions and classes that are attributes of an importable module are to be pickled by reference, that
-    is relying on re-importing the attribute from the module at load time.
+    By default, functions and classes that are attributes of an importable
+    module are to be pickled by reference, that is relying on re-importing
+    the attribute from the module at load time.
 
-    If `register_pickle_by_value(module)` is called, all its functions and classes are subsequently to be pickled by
-    value, meaning that they can be loaded in Python processes where the module is not importable.
+    If `register_pickle_by_value(module)` is called, all its functions and
+    classes are subsequently to be pickled by value, meaning that they can
+    be loaded in Python processes where the module is not importable.
 
-    This is especially useful when developing a module in a distributed execution environment: restarting the client
-    Python process with the new source code is enough: there is no need to re-install the new version of the module on
-    all the worker nodes nor to restart the workers.
+    This is especially useful when developing a module in a distributed
+    execution environment: restarting the client Python process with the new
+    source code is enough: there is no need to re-install the new version
+    of the module on all the worker nodes nor to restart the workers.
 
-    Note: this feature is considered experimental. See the cloudpickle README.md file for more details and limitations.
+    Note: this feature is considered experimental. See the cloudpickle
+    README.md file for more details and limitations.
     """
     if not isinstance(module, types.ModuleType):
         raise ValueError(f"Input should be a module object, got {str(module)} instead")
-    # In the future, cloudpickle may need a way to access any module registered for pickling by value in order to
-    # introspect relative imports inside functions pickled by value. (see
-    # https://github.com/cloudpipe/cloudpickle/pull/417#issuecomment-873684633). This access can be ensured by checking
-    # that module is present in sys.modules at registering time and assuming that it will still be in there when
-    # accessed during pickling. Another alternative would be to store a weakref to the module. Even though cloudpickle
-    # does not implement this introspection yet, in order to avoid a possible breaking change later, we still enforce
-    # the presence of module inside sys.modules.
+    # In the future, cloudpickle may need a way to access any module registered
+    # for pickling by value in order to introspect relative imports inside
+    # functions pickled by value. (see
+    # https://github.com/cloudpipe/cloudpickle/pull/417#issuecomment-873684633).
+    # This access can be ensured by checking that module is present in
+    # sys.modules at registering time and assuming that it will still be in
+    # there when accessed during pickling. Another alternative would be to
+    # store a weakref to the module. Even though cloudpickle does not implement
+    # this introspection yet, in order to avoid a possible breaking change
+    # later, we still enforce the presence of module inside sys.modules.
     if module.__name__ not in sys.modules:
-        raise ValueError(f"{module} was not imported correctly, have you used an `import` statement to access it?")
+        raise ValueError(
+            f"{module} was not imported correctly, have you used an "
+            "`import` statement to access it?"
+        )
     _PICKLE_BY_VALUE_MODULES.add(module.__name__)
 
 
@@ -171,11 +193,9 @@ def _is_registered_pickle_by_value(module):
 
 
 if sys.version_info >= (3, 14):
-
     def _getattribute(obj, name):
-        return _pickle_getattribute(obj, name.split("."))
+        return _pickle_getattribute(obj, name.split('.'))
 else:
-
     def _getattribute(obj, name):
         return _pickle_getattribute(obj, name)[0]
 
@@ -193,10 +213,12 @@ def _whichmodule(obj, name):
 
     if module_name is not None:
         return module_name
-    # Protect the iteration by using a copy of sys.modules against dynamic modules that trigger imports of other modules
-    # upon calls to getattr or other threads importing at the same time.
+    # Protect the iteration by using a copy of sys.modules against dynamic
+    # modules that trigger imports of other modules upon calls to getattr or
+    # other threads importing at the same time.
     for module_name, module in sys.modules.copy().items():
-        # Some modules such as coverage can inject non-module objects inside sys.modules
+        # Some modules such as coverage can inject non-module objects inside
+        # sys.modules
         if (
             module_name == "__main__"
             or module_name == "__mp_main__"
@@ -215,13 +237,16 @@ def _whichmodule(obj, name):
 def _should_pickle_by_reference(obj, name=None):
     """Test whether an function or a class should be pickled by reference
 
-    Pickling by reference means by that the object (typically a function or a class) is an attribute of a module that is
-    assumed to be importable in the target Python environment. Loading will therefore rely on importing the module and
-    then calling `getattr` on it to access the function or class.
+    Pickling by reference means by that the object (typically a function or a
+    class) is an attribute of a module that is assumed to be importable in the
+    target Python environment. Loading will therefore rely on importing the
+    module and then calling `getattr` on it to access the function or class.
 
-    Pickling by reference is the only option to pickle functions and classes in the standard library. In cloudpickle the
-    alternative option is to pickle by value (for instance for interactively or locally defined functions and classes or
-    for attributes of modules that have been explicitly registered to be pickled by value.
+    Pickling by reference is the only option to pickle functions and classes
+    in the standard library. In cloudpickle the alternative option is to
+    pickle by value (for instance for interactively or locally defined
+    functions and classes or for attributes of modules that have been
+    explicitly registered to be pickled by value.
     """
     if isinstance(obj, types.FunctionType) or issubclass(type(obj), type):
         module_and_name = _lookup_module_and_qualname(obj, name=name)
@@ -231,41 +256,48 @@ def _should_pickle_by_reference(obj, name=None):
         return not _is_registered_pickle_by_value(module)
 
     elif isinstance(obj, types.ModuleType):
-        # We assume that sys.modules is primarily used as a cache mechanism for the Python import machinery. Checking if
-        # a module has been added in is sys.modules therefore a cheap and simple heuristic to tell us whether we can
-        # assume that a given module could be imported by name in another Python process.
+        # We assume that sys.modules is primarily used as a cache mechanism for
+        # the Python import machinery. Checking if a module has been added in
+        # is sys.modules therefore a cheap and simple heuristic to tell us
+        # whether we can assume that a given module could be imported by name
+        # in another Python process.
         if _is_registered_pickle_by_value(obj):
             return False
         return obj.__name__ in sys.modules
     else:
-        raise TypeError("cannot check importability of {} instances".format(type(obj).__name__))
+        raise TypeError(
+            "cannot check importability of {} instances".format(type(obj).__name__)
+        )
 
 
 def _lookup_module_and_qualname(obj, name=None):
     if name is None:
         name = getattr(obj, "__qualname__", None)
     if name is None:  # pragma: no cover
-        # This used to be needed for Python 2.7 support but is probably not needed anymore. However we keep the __name__
-        # introspection in case users of cloudpickle rely on this old behavior for unknown reasons.
+        # This used to be needed for Python 2.7 support but is probably not
+        # needed anymore. However we keep the __name__ introspection in case
+        # users of cloudpickle rely on this old behavior for unknown reasons.
         name = getattr(obj, "__name__", None)
 
     module_name = _whichmodule(obj, name)
 
     if module_name is None:
-        # In this case, obj.__module__ is None AND obj was not found in any imported module. obj is thus treated as
-        # dynamic.
+        # In this case, obj.__module__ is None AND obj was not found in any
+        # imported module. obj is thus treated as dynamic.
         return None
 
     if module_name == "__main__":
         return None
 
-    # Note: if module_name is in sys.modules, the corresponding module is assumed importable at unpickling time. See
-    # #357
+    # Note: if module_name is in sys.modules, the corresponding module is
+    # assumed importable at unpickling time. See #357
     module = sys.modules.get(module_name, None)
     if module is None:
-        # The main reason why obj's module would not be imported is that this module has been dynamically created, using
-        # for example types.ModuleType. The other possibility is that module was removed from sys.modules after obj was
-        # created/imported. But this case is not supported, as the standard pickle does not support it either.
+        # The main reason why obj's module would not be imported is that this
+        # module has been dynamically created, using for example
+        # types.ModuleType. The other possibility is that module was removed
+        # from sys.modules after obj was created/imported. But this case is not
+        # supported, as the standard pickle does not support it either.
         return None
 
     try:
@@ -282,14 +314,17 @@ def _extract_code_globals(co):
     """Find all globals names read or written to by codeblock co."""
     out_names = _extract_code_globals_cache.get(co)
     if out_names is None:
-        # We use a dict with None values instead of a set to get a deterministic order and avoid introducing
-        # non-deterministic pickle bytes as a results.
+        # We use a dict with None values instead of a set to get a
+        # deterministic order and avoid introducing non-deterministic pickle
+        # bytes as a results.
         out_names = {name: None for name in _walk_global_ops(co)}
 
-        # Declaring a function inside another one using the "def ..." syntax generates a constant code object
-        # corresponding to the one of the nested function's As the nested function may itself need global variables, we
-        # need to introspect its code, extract its globals, (look for code object in it's co_consts attribute..) and add
-        # the result to code_globals
+        # Declaring a function inside another one using the "def ..." syntax
+        # generates a constant code object corresponding to the one of the
+        # nested function's As the nested function may itself need global
+        # variables, we need to introspect its code, extract its globals, (look
+        # for code object in it's co_consts attribute..) and add the result to
+        # code_globals
         if co.co_consts:
             for const in co.co_consts:
                 if isinstance(const, types.CodeType):
@@ -303,30 +338,44 @@ def _extract_code_globals(co):
 def _find_imported_submodules(code, top_level_dependencies):
     """Find currently imported submodules used by a function.
 
-    Submodules used by a function need to be detected and referenced for the function to work correctly at depickling
-    time. Because submodules can be referenced as attribute of their parent package (``package.submodule``), we need a
-    special introspection technique that does not rely on GLOBAL-related opcodes to find references of them in a code
-    object.
+    Submodules used by a function need to be detected and referenced for the
+    function to work correctly at depickling time. Because submodules can be
+    referenced as attribute of their parent package (``package.submodule``), we
+    need a special introspection technique that does not rely on GLOBAL-related
+    opcodes to find references of them in a code object.
 
-    Example: ``` import concurrent.futures import cloudpickle def func():
+    Example:
+    ```
+    import concurrent.futures
+    import cloudpickle
+    def func():
         x = concurrent.futures.ThreadPoolExecutor
     if __name__ == '__main__':
         cloudpickle.dumps(func)
-    ``` The globals extracted by cloudpickle in the function's state include the concurrent package, but not its
-    submodule (here, concurrent.futures), which is the module used by func. Find_imported_submodules will detect the
-    usage of concurrent.futures. Saving this module alongside with func will ensure that calling func once depickled
-    does not fail due to concurrent.futures not being imported
+    ```
+    The globals extracted by cloudpickle in the function's state include the
+    concurrent package, but not its submodule (here, concurrent.futures), which
+    is the module used by func. Find_imported_submodules will detect the usage
+    of concurrent.futures. Saving this module alongside with func will ensure
+    that calling func once depickled does not fail due to concurrent.futures
+    not being imported
     """
 
     subimports = []
     # check if any known dependency is an imported package
     for x in top_level_dependencies:
-        if isinstance(x, types.ModuleType) and hasattr(x, "__package__") and x.__package__:
+        if (
+            isinstance(x, types.ModuleType)
+            and hasattr(x, "__package__")
+            and x.__package__
+        ):
             # check if the package has any currently loaded sub-imports
             prefix = x.__name__ + "."
-            # A concurrent thread could mutate sys.modules, make sure we iterate over a copy to avoid exceptions
+            # A concurrent thread could mutate sys.modules,
+            # make sure we iterate over a copy to avoid exceptions
             for name in list(sys.modules):
-                # Older versions of pytest will add a "None" module to sys.modules.
+                # Older versions of pytest will add a "None" module to
+                # sys.modules.
                 if name is not None and name.startswith(prefix):
                     # check whether the function can address the sub-module
                     tokens = set(name[len(prefix) :].split("."))
@@ -352,8 +401,9 @@ for k, v in types.__dict__.items():
 
 def _builtin_type(name):
     if name == "ClassType":  # pragma: no cover
-        # Backward compat to load pickle files generated with cloudpickle < 1.3 even if loading pickle files from older
-        # versions is not officially supported.
+        # Backward compat to load pickle files generated with cloudpickle
+        # < 1.3 even if loading pickle files from older versions is not
+        # officially supported.
         return type
     return getattr(types, name)
 
@@ -412,8 +462,10 @@ def is_tornado_coroutine(func):
 
 
 def subimport(name):
-    # We cannot do simply: `return __import__(name)`: Indeed, if ``name`` is the name of a submodule, __import__ will
-    # return the top-level root module of this submodule. For instance, __import__('os.path') returns the `os` module.
+    # We cannot do simply: `return __import__(name)`: Indeed, if ``name`` is
+    # the name of a submodule, __import__ will return the top-level root module
+    # of this submodule. For instance, __import__('os.path') returns the `os`
+    # module.
     __import__(name)
     return sys.modules[name]
 
@@ -436,10 +488,14 @@ def _get_cell_contents(cell):
 def instance(cls):
     """Create a new instance of a class.
 
-    Parameters ---------- cls : type
+    Parameters
+    ----------
+    cls : type
         The class to create an instance of.
 
-    Returns ------- instance : cls
+    Returns
+    -------
+    instance : cls
         A new instance of ``cls``.
     """
     return cls()
@@ -476,38 +532,49 @@ def _make_cell(value=_empty_cell_value):
     return cell
 
 
-def _make_skeleton_class(type_constructor, name, bases, type_kwargs, class_tracker_id, extra):
+def _make_skeleton_class(
+    type_constructor, name, bases, type_kwargs, class_tracker_id, extra
+):
     """Build dynamic class with an empty __dict__ to be filled once memoized
 
-    If class_tracker_id is not None, try to lookup an existing class definition matching that id. If none is found,
-    track a newly reconstructed class definition under that id so that other instances stemming from the same class id
-    will also reuse this class definition.
+    If class_tracker_id is not None, try to lookup an existing class definition
+    matching that id. If none is found, track a newly reconstructed class
+    definition under that id so that other instances stemming from the same
+    class id will also reuse this class definition.
 
-    The "extra" variable is meant to be a dict (or None) that can be used for forward compatibility shall the need
-    arise.
+    The "extra" variable is meant to be a dict (or None) that can be used for
+    forward compatibility shall the need arise.
     """
-    # We need to intern the keys of the type_kwargs dict to avoid having different pickles for the same dynamic class
-    # depending on whether it was dynamically created or reconstructed from a pickled stream.
+    # We need to intern the keys of the type_kwargs dict to avoid having
+    # different pickles for the same dynamic class depending on whether it was
+    # dynamically created or reconstructed from a pickled stream.
     type_kwargs = {sys.intern(k): v for k, v in type_kwargs.items()}
 
-    skeleton_class = types.new_class(name, bases, {"metaclass": type_constructor}, lambda ns: ns.update(type_kwargs))
+    skeleton_class = types.new_class(
+        name, bases, {"metaclass": type_constructor}, lambda ns: ns.update(type_kwargs)
+    )
 
     return _lookup_class_or_track(class_tracker_id, skeleton_class)
 
 
-def _make_skeleton_enum(bases, name, qualname, members, module, class_tracker_id, extra):
+def _make_skeleton_enum(
+    bases, name, qualname, members, module, class_tracker_id, extra
+):
     """Build dynamic enum with an empty __dict__ to be filled once memoized
 
-    The creation of the enum class is inspired by the code of EnumMeta._create_.
+    The creation of the enum class is inspired by the code of
+    EnumMeta._create_.
 
-    If class_tracker_id is not None, try to lookup an existing enum definition matching that id. If none is found, track
-    a newly reconstructed enum definition under that id so that other instances stemming from the same class id will
-    also reuse this enum definition.
+    If class_tracker_id is not None, try to lookup an existing enum definition
+    matching that id. If none is found, track a newly reconstructed enum
+    definition under that id so that other instances stemming from the same
+    class id will also reuse this enum definition.
 
-    The "extra" variable is meant to be a dict (or None) that can be used for forward compatibility shall the need
-    arise.
+    The "extra" variable is meant to be a dict (or None) that can be used for
+    forward compatibility shall the need arise.
     """
-    # enums always inherit from their base Enum class at the last position in the list of base classes:
+    # enums always inherit from their base Enum class at the last position in
+    # the list of base classes:
     enum_base = bases[-1]
     metacls = enum_base.__class__
     classdict = metacls.__prepare__(name, bases)
@@ -544,8 +611,8 @@ def _decompose_typevar(obj):
 
 
 def _typevar_reduce(obj):
-    # TypeVar instances require the module information hence why we are not using the _should_pickle_by_reference
-    # directly
+    # TypeVar instances require the module information hence why we
+    # are not using the _should_pickle_by_reference directly
     module_and_name = _lookup_module_and_qualname(obj, name=obj.__name__)
 
     if module_and_name is None:
@@ -558,9 +625,11 @@ def _typevar_reduce(obj):
 
 def _get_bases(typ):
     if "__orig_bases__" in getattr(typ, "__dict__", {}):
-        # For generic types (see PEP 560) Note that simply checking `hasattr(typ, '__orig_bases__')` is not correct.
-        # Subclasses of a fully-parameterized generic class does not have `__orig_bases__` defined, but `hasattr(typ,
-        # '__orig_bases__')` will return True because it's defined in the base class.
+        # For generic types (see PEP 560)
+        # Note that simply checking `hasattr(typ, '__orig_bases__')` is not
+        # correct.  Subclasses of a fully-parameterized generic class does not
+        # have `__orig_bases__` defined, but `hasattr(typ, '__orig_bases__')`
+        # will return True because it's defined in the base class.
         bases_attr = "__orig_bases__"
     else:
         # For regular class objects
@@ -663,9 +732,10 @@ def _function_getstate(func):
     else:
         closure_values = ()
 
-    # Extract currently-imported submodules used by func. Storing these modules in a smoke _cloudpickle_subimports
-    # attribute of the object's state will trigger the side effect of importing these modules at unpickling time (which
-    # is necessary for func to work correctly once depickled)
+    # Extract currently-imported submodules used by func. Storing these modules
+    # in a smoke _cloudpickle_subimports attribute of the object's state will
+    # trigger the side effect of importing these modules at unpickling time
+    # (which is necessary for func to work correctly once depickled)
     slotstate["_cloudpickle_submodules"] = _find_imported_submodules(
         func.__code__, itertools.chain(f_globals.values(), closure_values)
     )
@@ -682,25 +752,29 @@ def _class_getstate(obj):
     clsdict.pop("__weakref__", None)
 
     if issubclass(type(obj), abc.ABCMeta):
-        # If obj is an instance of an ABCMeta subclass, don't pickle the cache/negative caches populated during
-        # isinstance/issubclass checks, but pickle the list of registered subclasses of obj.
+        # If obj is an instance of an ABCMeta subclass, don't pickle the
+        # cache/negative caches populated during isinstance/issubclass
+        # checks, but pickle the list of registered subclasses of obj.
         clsdict.pop("_abc_cache", None)
         clsdict.pop("_abc_negative_cache", None)
         clsdict.pop("_abc_negative_cache_version", None)
         registry = clsdict.pop("_abc_registry", None)
         if registry is None:
-            # The abc caches and registered subclasses of a class are bundled into the single _abc_impl attribute
+            # The abc caches and registered subclasses of a
+            # class are bundled into the single _abc_impl attribute
             clsdict.pop("_abc_impl", None)
             (registry, _, _, _) = abc._get_dump(obj)
 
             clsdict["_abc_impl"] = [subclass_weakref() for subclass_weakref in registry]
         else:
-            # In the above if clause, registry is a set of weakrefs -- in this case, registry is a WeakSet
+            # In the above if clause, registry is a set of weakrefs -- in
+            # this case, registry is a WeakSet
             clsdict["_abc_impl"] = [type_ for type_ in registry]
 
     if "__slots__" in clsdict:
-        # pickle string length optimization: member descriptors of obj are created automatically from obj's __slots__
-        # attribute, no need to save them in obj's state
+        # pickle string length optimization: member descriptors of obj are
+        # created automatically from obj's __slots__ attribute, no need to
+        # save them in obj's state
         if isinstance(obj.__slots__, str):
             clsdict.pop(obj.__slots__)
         else:
@@ -710,8 +784,9 @@ def _class_getstate(obj):
     clsdict.pop("__dict__", None)  # unpicklable property object
 
     if sys.version_info >= (3, 14):
-        # PEP-649/749: __annotate_func__ contains a closure that references the class dict. We need to exclude it from
-        # pickling. Python will recreate it when __annotations__ is accessed at unpickling time.
+        # PEP-649/749: __annotate_func__ contains a closure that references the class
+        # dict. We need to exclude it from pickling. Python will recreate it when
+        # __annotations__ is accessed at unpickling time.
         clsdict.pop("__annotate_func__", None)
 
     return (clsdict, {})
@@ -739,31 +814,38 @@ def _enum_getstate(obj):
 
 # COLLECTIONS OF OBJECTS REDUCERS
 # -------------------------------
-# A reducer is a function taking a single argument (obj), and that returns a tuple with all the necessary data to
-# re-construct obj. Apart from a few exceptions (list, dict, bytes, int, etc.), a reducer is necessary to correctly
-# pickle an object. While many built-in objects (Exceptions objects, instances of the "object" class, etc), are shipped
-# with their own built-in reducer (invoked using obj.__reduce__), some do not. The following methods were created to
-# "fill these holes".
+# A reducer is a function taking a single argument (obj), and that returns a
+# tuple with all the necessary data to re-construct obj. Apart from a few
+# exceptions (list, dict, bytes, int, etc.), a reducer is necessary to
+# correctly pickle an object.
+# While many built-in objects (Exceptions objects, instances of the "object"
+# class, etc), are shipped with their own built-in reducer (invoked using
+# obj.__reduce__), some do not. The following methods were created to "fill
+# these holes".
 
 
 def _code_reduce(obj):
     """code object reducer."""
-    # If you are not sure about the order of arguments, take a look at help of the specific type from types, for
-    # example: >>> from types import CodeType >>> help(CodeType)
+    # If you are not sure about the order of arguments, take a look at help
+    # of the specific type from types, for example:
+    # >>> from types import CodeType
+    # >>> help(CodeType)
 
     # Hack to circumvent non-predictable memoization caused by string interning.
     # See the inline comment in _class_setstate for details.
     co_name = "".join(obj.co_name)
 
-    # Create shallow copies of these tuple to make cloudpickle payload deterministic. When creating a code object during
-    # load, copies of these four tuples are created, while in the main process, these tuples can be shared. By always
-    # creating copies, we make sure the resulting payload is deterministic.
+    # Create shallow copies of these tuple to make cloudpickle payload deterministic.
+    # When creating a code object during load, copies of these four tuples are
+    # created, while in the main process, these tuples can be shared.
+    # By always creating copies, we make sure the resulting payload is deterministic.
     co_names = tuple(name for name in obj.co_names)
     co_varnames = tuple(name for name in obj.co_varnames)
     co_freevars = tuple(name for name in obj.co_freevars)
     co_cellvars = tuple(name for name in obj.co_cellvars)
     if hasattr(obj, "co_exceptiontable"):
-        # Python 3.11 and later: there are some new attributes related to the enhanced exceptions.
+        # Python 3.11 and later: there are some new attributes
+        # related to the enhanced exceptions.
         args = (
             obj.co_argcount,
             obj.co_posonlyargcount,
@@ -785,7 +867,8 @@ def _code_reduce(obj):
             co_cellvars,
         )
     elif hasattr(obj, "co_linetable"):
-        # Python 3.10 and later: obj.co_lnotab is deprecated and constructor expects obj.co_linetable instead.
+        # Python 3.10 and later: obj.co_lnotab is deprecated and constructor
+        # expects obj.co_linetable instead.
         args = (
             obj.co_argcount,
             obj.co_posonlyargcount,
@@ -872,7 +955,9 @@ def _file_reduce(obj):
     import io
 
     if not hasattr(obj, "name") or not hasattr(obj, "mode"):
-        raise pickle.PicklingError("Cannot pickle files that do not map to an actual file")
+        raise pickle.PicklingError(
+            "Cannot pickle files that do not map to an actual file"
+        )
     if obj is sys.stdout:
         return getattr, (sys, "stdout")
     if obj is sys.stderr:
@@ -884,7 +969,9 @@ def _file_reduce(obj):
     if hasattr(obj, "isatty") and obj.isatty():
         raise pickle.PicklingError("Cannot pickle files that map to tty objects")
     if "r" not in obj.mode and "+" not in obj.mode:
-        raise pickle.PicklingError("Cannot pickle files that are not opened for reading: %s" % obj.mode)
+        raise pickle.PicklingError(
+            "Cannot pickle files that are not opened for reading: %s" % obj.mode
+        )
 
     name = obj.name
 
@@ -897,7 +984,9 @@ def _file_reduce(obj):
         contents = obj.read()
         obj.seek(curloc)
     except OSError as e:
-        raise pickle.PicklingError("Cannot pickle file %s as it cannot be read" % name) from e
+        raise pickle.PicklingError(
+            "Cannot pickle file %s as it cannot be read" % name
+        ) from e
     retval.write(contents)
     retval.seek(curloc)
 
@@ -921,9 +1010,10 @@ def _module_reduce(obj):
     if _should_pickle_by_reference(obj):
         return subimport, (obj.__name__,)
     else:
-        # Some external libraries can populate the "__builtins__" entry of a module's `__dict__` with unpicklable
-        # objects (see #316). For that reason, we do not attempt to pickle the "__builtins__" entry, and restore a
-        # default value for it at unpickling time.
+        # Some external libraries can populate the "__builtins__" entry of a
+        # module's `__dict__` with unpicklable objects (see #316). For that
+        # reason, we do not attempt to pickle the "__builtins__" entry, and
+        # restore a default value for it at unpickling time.
         state = obj.__dict__.copy()
         state.pop("__builtins__", None)
         return dynamic_subimport, (obj.__name__, state)
@@ -952,8 +1042,9 @@ def _weakset_reduce(obj):
 def _dynamic_class_reduce(obj):
     """Save a class that can't be referenced as a module attribute.
 
-    This method is used to serialize classes that are defined inside functions, or that otherwise can't be serialized as
-    attribute lookups from importable modules.
+    This method is used to serialize classes that are defined inside
+    functions, or that otherwise can't be serialized as attribute lookups
+    from importable modules.
     """
     if Enum is not None and issubclass(obj, Enum):
         return (
@@ -991,13 +1082,15 @@ def _class_reduce(obj):
 
 
 def _dict_keys_reduce(obj):
-    # Safer not to ship the full dict as sending the rest might be unintended and could potentially cause leaking of
+    # Safer not to ship the full dict as sending the rest might
+    # be unintended and could potentially cause leaking of
     # sensitive information
     return _make_dict_keys, (list(obj),)
 
 
 def _dict_values_reduce(obj):
-    # Safer not to ship the full dict as sending the rest might be unintended and could potentially cause leaking of
+    # Safer not to ship the full dict as sending the rest might
+    # be unintended and could potentially cause leaking of
     # sensitive information
     return _make_dict_values, (list(obj),)
 
@@ -1007,13 +1100,15 @@ def _dict_items_reduce(obj):
 
 
 def _odict_keys_reduce(obj):
-    # Safer not to ship the full dict as sending the rest might be unintended and could potentially cause leaking of
+    # Safer not to ship the full dict as sending the rest might
+    # be unintended and could potentially cause leaking of
     # sensitive information
     return _make_dict_keys, (list(obj), True)
 
 
 def _odict_values_reduce(obj):
-    # Safer not to ship the full dict as sending the rest might be unintended and could potentially cause leaking of
+    # Safer not to ship the full dict as sending the rest might
+    # be unintended and could potentially cause leaking of
     # sensitive information
     return _make_dict_values, (list(obj), True)
 
@@ -1028,24 +1123,27 @@ def _dataclass_field_base_reduce(obj):
 
 # COLLECTIONS OF OBJECTS STATE SETTERS
 # ------------------------------------
-# state setters are called at unpickling time, once the object is created and it has to be updated to how it was at
-# unpickling time.
+# state setters are called at unpickling time, once the object is created and
+# it has to be updated to how it was at unpickling time.
 
 
 def _function_setstate(obj, state):
     """Update the state of a dynamic function.
 
-    As __closure__ and __globals__ are readonly attributes of a function, we cannot rely on the native setstate routine
-    of pickle.load_build, that calls setattr on items of the slotstate. Instead, we have to modify them inplace.
+    As __closure__ and __globals__ are readonly attributes of a function, we
+    cannot rely on the native setstate routine of pickle.load_build, that calls
+    setattr on items of the slotstate. Instead, we have to modify them inplace.
     """
     state, slotstate = state
     obj.__dict__.update(state)
 
     obj_globals = slotstate.pop("__globals__")
     obj_closure = slotstate.pop("__closure__")
-    # _cloudpickle_subimports is a set of submodules that must be loaded for the pickled function to work correctly at
-    # unpickling time. Now that these submodules are depickled (hence imported), they can be removed from the object's
-    # state (the object state only served as a reference holder to these submodules)
+    # _cloudpickle_subimports is a set of submodules that must be loaded for
+    # the pickled function to work correctly at unpickling time. Now that these
+    # submodules are depickled (hence imported), they can be removed from the
+    # object's state (the object state only served as a reference holder to
+    # these submodules)
     slotstate.pop("_cloudpickle_submodules")
 
     obj.__globals__.update(obj_globals)
@@ -1070,37 +1168,46 @@ def _class_setstate(obj, state):
         if attrname == "_abc_impl":
             registry = attr
         else:
-            # Note: setting attribute names on a class automatically triggers their interning in CPython:
+            # Note: setting attribute names on a class automatically triggers their
+            # interning in CPython:
             # https://github.com/python/cpython/blob/v3.12.0/Objects/object.c#L957
-            #  This means that to get deterministic pickling for a dynamic class that was initially defined in a
-            # different Python process, the pickler needs to ensure that dynamic class and function attribute names are
-            # systematically copied into a non-interned version to avoid unpredictable pickle payloads.
-            #  Indeed the Pickler's memoizer relies on physical object identity to break cycles in the reference graph
-            # of the object being serialized.
+            #
+            # This means that to get deterministic pickling for a dynamic class that
+            # was initially defined in a different Python process, the pickler
+            # needs to ensure that dynamic class and function attribute names are
+            # systematically copied into a non-interned version to avoid
+            # unpredictable pickle payloads.
+            #
+            # Indeed the Pickler's memoizer relies on physical object identity to break
+            # cycles in the reference graph of the object being serialized.
             setattr(obj, attrname, attr)
 
     if sys.version_info >= (3, 13) and "__firstlineno__" in state:
-        # Set the Python 3.13+ only __firstlineno__  attribute one more time, as it will be automatically deleted by the
-        # `setattr(obj, attrname, attr)` call above when `attrname` is "__firstlineno__". We assume that preserving this
-        # information might be important for some users and that it not stale in the context of cloudpickle usage, hence
-        # legitimate to propagate. Furthermore it is necessary to do so to keep deterministic chained pickling as tested
-        # in test_deterministic_str_interning_for_chained_dynamic_class_pickling.
+        # Set the Python 3.13+ only __firstlineno__  attribute one more time, as it
+        # will be automatically deleted by the `setattr(obj, attrname, attr)` call
+        # above when `attrname` is "__firstlineno__". We assume that preserving this
+        # information might be important for some users and that it not stale in the
+        # context of cloudpickle usage, hence legitimate to propagate. Furthermore it
+        # is necessary to do so to keep deterministic chained pickling as tested in
+        # test_deterministic_str_interning_for_chained_dynamic_class_pickling.
         obj.__firstlineno__ = state["__firstlineno__"]
 
     if registry is not None:
         for subclass in registry:
             obj.register(subclass)
 
-    # PEP-649/749: During pickling, we excluded the __annotate_func__ attribute but it will be created by Python.
-    # Subsequently, annotations will be recreated when __annotations__ is accessed.
+    # PEP-649/749: During pickling, we excluded the __annotate_func__ attribute but it
+    # will be created by Python. Subsequently, annotations will be recreated when
+    # __annotations__ is accessed.
 
     return obj
 
 
 # COLLECTION OF DATACLASS UTILITIES
 # ---------------------------------
-# There are some internal sentinel values whose identity must be preserved when unpickling dataclass fields. Each
-# sentinel value has a unique name that we can use to retrieve its identity at unpickling time.
+# There are some internal sentinel values whose identity must be preserved when
+# unpickling dataclass fields. Each sentinel value has a unique name that we can
+# use to retrieve its identity at unpickling time.
 
 
 _DATACLASSE_FIELD_TYPE_SENTINELS = {
@@ -1146,8 +1253,8 @@ class Pickler(pickle.Pickler):
 
     dispatch_table = ChainMap(_dispatch_table, copyreg.dispatch_table)
 
-    # function reducers are defined as instance methods of cloudpickle.Pickler objects, as they rely on a
-    # cloudpickle.Pickler attribute (globals_ref)
+    # function reducers are defined as instance methods of cloudpickle.Pickler
+    # objects, as they rely on a cloudpickle.Pickler attribute (globals_ref)
     def _dynamic_function_reduce(self, func):
         """Reduce a function that is not pickleable via attribute lookup."""
         newargs = self._function_getnewargs(func)
@@ -1157,9 +1264,11 @@ class Pickler(pickle.Pickler):
     def _function_reduce(self, obj):
         """Reducer for function objects.
 
-        If obj is a top-level attribute of a file-backed module, this reducer returns NotImplemented, making the
-        cloudpickle.Pickler fall back to traditional pickle.Pickler routines to save obj. Otherwise, it reduces obj
-        using a custom cloudpickle reducer designed specifically to handle dynamic functions.
+        If obj is a top-level attribute of a file-backed module, this reducer
+        returns NotImplemented, making the cloudpickle.Pickler fall back to
+        traditional pickle.Pickler routines to save obj. Otherwise, it reduces
+        obj using a custom cloudpickle reducer designed specifically to handle
+        dynamic functions.
         """
         if _should_pickle_by_reference(obj):
             return NotImplemented
@@ -1169,22 +1278,29 @@ class Pickler(pickle.Pickler):
     def _function_getnewargs(self, func):
         code = func.__code__
 
-        # base_globals represents the future global namespace of func at unpickling time. Looking it up and storing it
-        # in cloudpickle.Pickler.globals_ref allow functions sharing the same globals at pickling time to also share
-        # them once unpickled, at one condition: since globals_ref is an attribute of a cloudpickle.Pickler instance,
-        # and that a new cloudpickle.Pickler is created each time cloudpickle.dump or cloudpickle.dumps is called,
-        # functions also need to be saved within the same invocation of cloudpickle.dump/cloudpickle.dumps (for example:
-        # cloudpickle.dumps([f1, f2])). There is no such limitation when using cloudpickle.Pickler.dump, as long as the
-        # multiple invocations are bound to the same cloudpickle.Pickler instance.
+        # base_globals represents the future global namespace of func at
+        # unpickling time. Looking it up and storing it in
+        # cloudpickle.Pickler.globals_ref allow functions sharing the same
+        # globals at pickling time to also share them once unpickled, at one
+        # condition: since globals_ref is an attribute of a cloudpickle.Pickler
+        # instance, and that a new cloudpickle.Pickler is created each time
+        # cloudpickle.dump or cloudpickle.dumps is called, functions also need
+        # to be saved within the same invocation of
+        # cloudpickle.dump/cloudpickle.dumps (for example:
+        # cloudpickle.dumps([f1, f2])). There is no such limitation when using
+        # cloudpickle.Pickler.dump, as long as the multiple invocations are
+        # bound to the same cloudpickle.Pickler instance.
         base_globals = self.globals_ref.setdefault(id(func.__globals__), {})
 
         if base_globals == {}:
-            # Add module attributes used to resolve relative imports instructions inside func.
+            # Add module attributes used to resolve relative imports
+            # instructions inside func.
             for k in ["__package__", "__name__", "__path__", "__file__"]:
                 if k in func.__globals__:
                     base_globals[k] = func.__globals__[k]
 
-        # Do not bind the free variables before the function is created to avoid infinite recursion.
+        # Do not bind the free variables before the function is created to
+        # avoid infinite recursion.
         if func.__closure__ is None:
             closure = None
         else:
@@ -1203,51 +1319,66 @@ class Pickler(pickle.Pickler):
         if protocol is None:
             protocol = DEFAULT_PROTOCOL
         super().__init__(file, protocol=protocol, buffer_callback=buffer_callback)
-        # map functions __globals__ attribute ids, to ensure that functions sharing the same global namespace at
-        # pickling time also share their global namespace at unpickling time.
+        # map functions __globals__ attribute ids, to ensure that functions
+        # sharing the same global namespace at pickling time also share
+        # their global namespace at unpickling time.
         self.globals_ref = {}
         self.proto = int(protocol)
 
     if not PYPY:
-        # pickle.Pickler is the C implementation of the CPython pickler and therefore we rely on reduce_override method
-        # to customize the pickler behavior.
+        # pickle.Pickler is the C implementation of the CPython pickler and
+        # therefore we rely on reduce_override method to customize the pickler
+        # behavior.
 
-        # `cloudpickle.Pickler.dispatch` is only left for backward compatibility - note that when using protocol 5,
+        # `cloudpickle.Pickler.dispatch` is only left for backward
+        # compatibility - note that when using protocol 5,
         # `cloudpickle.Pickler.dispatch` is not an extension of
-        # `pickle._Pickler.dispatch` dictionary, because `cloudpickle.Pickler` subclasses the C-implemented
-        # `pickle.Pickler`, which does not expose a `dispatch` attribute.  Earlier versions of `cloudpickle.Pickler`
-        # used `cloudpickle.Pickler.dispatch` as a class-level attribute storing all reducers implemented by
-        # cloudpickle, but the attribute name was not a great choice given because it would collide with a similarly
-        # named attribute in the pure-Python `pickle._Pickler` implementation in the standard library.
+        # `pickle._Pickler.dispatch` dictionary, because `cloudpickle.Pickler`
+        # subclasses the C-implemented `pickle.Pickler`, which does not expose
+        # a `dispatch` attribute.  Earlier versions of `cloudpickle.Pickler`
+        # used `cloudpickle.Pickler.dispatch` as a class-level attribute
+        # storing all reducers implemented by cloudpickle, but the attribute
+        # name was not a great choice given because it would collide with a
+        # similarly named attribute in the pure-Python `pickle._Pickler`
+        # implementation in the standard library.
         dispatch = dispatch_table
 
-        # Implementation of the reducer_override callback, in order to efficiently serialize dynamic functions and
-        # classes by subclassing the C-implemented `pickle.Pickler`. TODO: decorrelate reducer_override (which is tied
-        # to CPython's implementation - would it make sense to backport it to pypy? - and pickle's protocol 5 which is
-        # implementation agnostic. Currently, the availability of both notions coincide on CPython's pickle, but it may
+        # Implementation of the reducer_override callback, in order to
+        # efficiently serialize dynamic functions and classes by subclassing
+        # the C-implemented `pickle.Pickler`.
+        # TODO: decorrelate reducer_override (which is tied to CPython's
+        # implementation - would it make sense to backport it to pypy? - and
+        # pickle's protocol 5 which is implementation agnostic. Currently, the
+        # availability of both notions coincide on CPython's pickle, but it may
         # not be the case anymore when pypy implements protocol 5.
 
         def reducer_override(self, obj):
             """Type-agnostic reducing callback for function and classes.
 
-            For performance reasons, subclasses of the C `pickle.Pickler` class cannot register custom reducers for
-            functions and classes in the dispatch_table attribute. Reducers for such types must instead implemented via
-            the special `reducer_override` method.
+            For performance reasons, subclasses of the C `pickle.Pickler` class
+            cannot register custom reducers for functions and classes in the
+            dispatch_table attribute. Reducers for such types must instead
+            implemented via the special `reducer_override` method.
 
-            Note that this method will be called for any object except a few builtin-types (int, lists, dicts etc.),
-            which differs from reducers in the Pickler's dispatch_table, each of them being invoked for objects of a
-            specific type only.
+            Note that this method will be called for any object except a few
+            builtin-types (int, lists, dicts etc.), which differs from reducers
+            in the Pickler's dispatch_table, each of them being invoked for
+            objects of a specific type only.
 
-            This property comes in handy for classes: although most classes are instances of the ``type`` metaclass,
-            some of them can be instances of other custom metaclasses (such as enum.EnumMeta for example). In
-            particular, the metaclass will likely not be known in advance, and thus cannot be special-cased using an
-            entry in the dispatch_table. reducer_override, among other things, allows us to register a reducer that will
-            be called for any class, independently of its type.
+            This property comes in handy for classes: although most classes are
+            instances of the ``type`` metaclass, some of them can be instances
+            of other custom metaclasses (such as enum.EnumMeta for example). In
+            particular, the metaclass will likely not be known in advance, and
+            thus cannot be special-cased using an entry in the dispatch_table.
+            reducer_override, among other things, allows us to register a
+            reducer that will be called for any class, independently of its
+            type.
 
             Notes:
 
-            * reducer_override has the priority over dispatch_table-registered reducers. * reducer_override can be used
-            to fix other limitations of
+            * reducer_override has the priority over dispatch_table-registered
+            reducers.
+            * reducer_override can be used to fix other limitations of
               cloudpickle for other types that suffered from type-specific
               reducers, such as Exceptions. See
               https://github.com/cloudpipe/cloudpickle/issues/248
@@ -1263,13 +1394,15 @@ class Pickler(pickle.Pickler):
             elif isinstance(obj, types.FunctionType):
                 return self._function_reduce(obj)
             else:
-                # fallback to save_global, including the Pickler's dispatch_table
+                # fallback to save_global, including the Pickler's
+                # dispatch_table
                 return NotImplemented
 
     else:
-        # When reducer_override is not available, hack the pure-Python Pickler's types.FunctionType and type savers.
-        # Note: the type saver must override Pickler.save_global, because pickle.py contains a hard-coded call to
-        # save_global when pickling meta-classes.
+        # When reducer_override is not available, hack the pure-Python
+        # Pickler's types.FunctionType and type savers. Note: the type saver
+        # must override Pickler.save_global, because pickle.py contains a
+        # hard-coded call to save_global when pickling meta-classes.
         dispatch = pickle.Pickler.dispatch.copy()
 
         def _save_reduce_pickle5(
@@ -1299,14 +1432,17 @@ class Pickler(pickle.Pickler):
             write(pickle.TUPLE2)
             # Trigger a state_setter(obj, state) function call.
             write(pickle.REDUCE)
-            # The purpose of state_setter is to carry-out an inplace modification of obj. We do not care about what the
-            # method might return, so its output is eventually removed from the stack.
+            # The purpose of state_setter is to carry-out an
+            # inplace modification of obj. We do not care about what the
+            # method might return, so its output is eventually removed from
+            # the stack.
             write(pickle.POP)
 
         def save_global(self, obj, name=None, pack=struct.pack):
             """Main dispatch method.
 
-            The name of this method is somewhat misleading: all types get dispatched here.
+            The name of this method is somewhat misleading: all types get
+            dispatched here.
             """
             if obj is type(None):  # noqa
                 return self.save_reduce(type, (None,), obj=obj)
@@ -1315,7 +1451,9 @@ class Pickler(pickle.Pickler):
             elif obj is type(NotImplemented):
                 return self.save_reduce(type, (NotImplemented,), obj=obj)
             elif obj in _BUILTIN_TYPE_NAMES:
-                return self.save_reduce(_builtin_type, (_BUILTIN_TYPE_NAMES[obj],), obj=obj)
+                return self.save_reduce(
+                    _builtin_type, (_BUILTIN_TYPE_NAMES[obj],), obj=obj
+                )
 
             if name is not None:
                 super().save_global(obj, name=name)
@@ -1329,15 +1467,17 @@ class Pickler(pickle.Pickler):
         def save_function(self, obj, name=None):
             """Registered with the dispatch to handle all function types.
 
-            Determines what kind of function obj is (e.g. lambda, defined at interactive prompt, etc) and handles the
-            pickling appropriately.
+            Determines what kind of function obj is (e.g. lambda, defined at
+            interactive prompt, etc) and handles the pickling appropriately.
             """
             if _should_pickle_by_reference(obj, name=name):
                 return super().save_global(obj, name=name)
             elif PYPY and isinstance(obj.__code__, builtin_code_type):
                 return self.save_pypy_builtin_func(obj)
             else:
-                return self._save_reduce_pickle5(*self._dynamic_function_reduce(obj), obj=obj)
+                return self._save_reduce_pickle5(
+                    *self._dynamic_function_reduce(obj), obj=obj
+                )
 
         def save_pypy_builtin_func(self, obj):
             """Save pypy equivalent of builtin functions.
@@ -1373,12 +1513,15 @@ class Pickler(pickle.Pickler):
 def dump(obj, file, protocol=None, buffer_callback=None):
     """Serialize obj as bytes streamed into file
 
-    protocol defaults to cloudpickle.DEFAULT_PROTOCOL which is an alias to pickle.HIGHEST_PROTOCOL. This setting favors
-    maximum communication speed between processes running the same Python version.
+    protocol defaults to cloudpickle.DEFAULT_PROTOCOL which is an alias to
+    pickle.HIGHEST_PROTOCOL. This setting favors maximum communication
+    speed between processes running the same Python version.
 
-    Set protocol=pickle.DEFAULT_PROTOCOL instead if you need to ensure compatibility with older versions of Python
-    (although this is not always guaranteed to work because cloudpickle relies on some internal implementation details
-    that can change from one Python version to the next).
+    Set protocol=pickle.DEFAULT_PROTOCOL instead if you need to ensure
+    compatibility with older versions of Python (although this is not always
+    guaranteed to work because cloudpickle relies on some internal
+    implementation details that can change from one Python version to the
+    next).
     """
     Pickler(file, protocol=protocol, buffer_callback=buffer_callback).dump(obj)
 
@@ -1386,12 +1529,15 @@ def dump(obj, file, protocol=None, buffer_callback=None):
 def dumps(obj, protocol=None, buffer_callback=None):
     """Serialize obj as a string of bytes allocated in memory
 
-    protocol defaults to cloudpickle.DEFAULT_PROTOCOL which is an alias to pickle.HIGHEST_PROTOCOL. This setting favors
-    maximum communication speed between processes running the same Python version.
+    protocol defaults to cloudpickle.DEFAULT_PROTOCOL which is an alias to
+    pickle.HIGHEST_PROTOCOL. This setting favors maximum communication
+    speed between processes running the same Python version.
 
-    Set protocol=pickle.DEFAULT_PROTOCOL instead if you need to ensure compatibility with older versions of Python
-    (although this is not always guaranteed to work because cloudpickle relies on some internal implementation details
-    that can change from one Python version to the next).
+    Set protocol=pickle.DEFAULT_PROTOCOL instead if you need to ensure
+    compatibility with older versions of Python (although this is not always
+    guaranteed to work because cloudpickle relies on some internal
+    implementation details that can change from one Python version to the
+    next).
     """
     with io.BytesIO() as file:
         cp = Pickler(file, protocol=protocol, buffer_callback=buffer_callback)
