@@ -5,7 +5,7 @@
 Failure case: A file of the user has the name of a standard library module, so this package imports that file instead.
 The import then often raises an AttributeError. Python's `from … import …` would turn that into a "cannot import name"
 error about this package. This module imports only modules that Python loads before any program runs. So no user file
-can hide them.
+can hide these modules.
 
 On Windows, `load` refuses every module with the same message. The exceptions, the GPU types and the module that prints
 the message are exempt.

@@ -72,7 +72,7 @@ def lacks_inodes(path: Path) -> bool:
     """Return True if a path's disk has free bytes but no inode for another file.
 
     The path need not exist. File systems that create inodes on demand (btrfs) report a count of zero and never lack
-    them.
+    inodes.
     """
     for directory in (path, *path.parents):
         try:

@@ -82,7 +82,7 @@ def get_local_world_size() -> int:
 
 
 def should_stop() -> bool:
-    """Return True if this run must stop. The function should then save its state and return.
+    """Return True if this run must stop. The caller should then save its state and return.
 
     Ranks may see the stop request one step apart. Let the ranks agree before they leave a loop with collectives.
 
@@ -175,8 +175,8 @@ def resume_dir() -> Path | None:
         _stop.missed = True
         sys.stderr.write(
             f"serverless-gpu: no earlier attempt left checkpoints in {Path(given).parent}; this attempt starts "
-            "from scratch. For several nodes, `[checkpoints]` in config.toml must name a directory that all of "
-            "them can see\n"
+            "from scratch. For several nodes, `[checkpoints]` in config.toml must name a directory that all "
+            "nodes can read\n"
         )
     return None
 

@@ -19,4 +19,4 @@ def main() -> None:
         importlib.import_module("serverless_gpu.cli.program").main()
     except KeyboardInterrupt:
         print("sgpu: interrupted", file=sys.stderr, flush=True)
-        os._exit(_INTERRUPTED)  # Half-loaded modules have nothing to clean up at exit.
+        os._exit(_INTERRUPTED)  # Partly imported modules need no cleanup at exit.

@@ -39,7 +39,7 @@ def duration_s(option: str, text: str) -> float:
 
 
 class Seconds(click.ParamType[float]):
-    """A duration option in seconds: a number without a unit, or with one (90, 90s, 5m, 2h)."""
+    """A duration option in seconds: a number with or without a unit (90, 90s, 5m, 2h)."""
 
     name = "duration"
 

@@ -36,8 +36,8 @@ class LazyGroup(click.Group):
         table: The commands by name. Without a table, decorators add the commands.
         sections: Title of each section of the help, and the names in it. By default, one section has all names in
             alphabetical order.
-        renamed: The old name of each renamed command and its new path below `sgpu`, for example
-            ``{"nodes": "node list"}``.
+        renamed: The old name of each renamed command and its new path below `sgpu`, for example ``{"nodes": "node
+            list"}``.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, [*path[len(own) :], *args[1:]])
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands for `--help` without importing those of the table."""
+        """Write the commands for `--help` without importing the commands of the table."""
         names = self.list_commands(ctx)
         width = max(map(len, names))
         limit = formatter.width - 6 - width

@@ -62,7 +62,7 @@ def schema(ctx: click.Context, command: tuple[str, ...]) -> None:
 def completion(shell: str) -> None:
     r"""Print the completion script of a shell.
 
-    It completes commands, options, runs, pools and nodes. To load it in each new shell:
+    The script completes commands, options, runs, pools and nodes. To load the script in each new shell:
 
     \b
       bash   sgpu completion bash >> ~/.bashrc

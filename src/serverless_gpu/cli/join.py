@@ -40,22 +40,25 @@ from serverless_gpu.version import __version__
 @click.option(
     "--node-address",
     metavar="IP",
-    help="Address of this machine for other nodes (default: the one that routes to HOST).",
+    help="Address of this machine for other nodes (default: the address that routes to HOST).",
 )
 @click.option(
-    "--ray-port", type=int, metavar="PORT", help="First of the hundred ports that Ray uses; the same as on HOST."
+    "--ray-port",
+    type=int,
+    metavar="PORT",
+    help="First of the hundred ports that Ray uses (default: the same as on HOST).",
 )
 @click.option(
     "--server",
     metavar="URL",
-    help="Address of the server as seen from this machine (default: the one in the join file).",
+    help="Address of the server as seen from this machine (default: the address in the join file).",
 )
 @click.option("--unit", is_flag=True, help="Print a systemd unit for this command, and do nothing else.")
 def join(host: str, token_file: Path, **options: Any) -> None:
     """Make this machine a node of a Ray pool.
 
     HOST is the address of the machine that runs `sgpu up --engine ray`. The machine is a node for as long as the
-    command runs. After Ctrl-C, the server places no new runs here, and running runs continue.
+    command runs. After Ctrl-C, the server places no new runs on the machine. Running runs continue.
     """
     home = durable_home("a node stores reports there until its server acknowledges them")
     if options["unit"]:
@@ -91,7 +94,7 @@ def join(host: str, token_file: Path, **options: Any) -> None:
 
 
 def _leave(home: Home, profile: Path, name: str) -> None:
-    """Drain this node. Its runs continue."""
+    """Drain this node. The node's runs continue."""
     with contextlib.suppress(OSError):
         (home.root / "ray" / LEFT).touch(mode=0o600)
     count = sum(1 for _ in open_attempts(home.runs, str(profile)))
@@ -101,17 +104,22 @@ def _leave(home: Home, profile: Path, name: str) -> None:
         say(f"{name} has left the pool; no runs were running here")
         return
     runs, how = ("1 run continues", "it ends") if count == 1 else (f"{count} runs continue", "they end")
-    say(f"{name} has left the pool and gets no new runs; {runs} here, and this machine tells the server how {how}")
+    say(f"{name} has left the pool and gets no new runs; {runs} here, and this machine reports to the server how {how}")
 
 
 @contextlib.contextmanager
 def _join_lock(home: Home) -> Iterator[None]:
-    """Hold the lock that allows one `sgpu join` per home. Raise ServerProblem if it is taken."""
+    """Hold the lock that allows one `sgpu join` per home.
+
+    Raise ServerProblem if another process holds the lock.
+    """
     directory = home.root / "ray"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = hold(directory / "keeper.lock", f"{os.getpid()} {__version__}")
     if lock is None:
-        raise ServerProblem("another `sgpu join` of this home is already running", hint="press Ctrl-C there first")
+        raise ServerProblem(
+            "another `sgpu join` of this home is already running", hint="stop the other `sgpu join` first (Ctrl-C)"
+        )
     try:
         yield
     finally:

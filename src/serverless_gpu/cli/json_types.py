@@ -1,4 +1,4 @@
-"""Types of `--json` output for which no wire message and no other struct exists.
+"""Types of `--json` output that have no wire message or other struct.
 
 `sgpu schema COMMAND` prints a type as a JSON schema. Only that command loads this module. The tests compare the output
 of each command with its type.
@@ -351,7 +351,7 @@ UsageReport = TypedDict(
         "formulas": list[str],
     },
 )
-"""Use and cost, a row for each group."""
+"""Use and cost, with a row for each group."""
 
 Advice = TypedDict(
     "Advice",

@@ -128,7 +128,7 @@ def forget(name: str, certain: bool) -> None:
 def approve(name: str) -> None:
     """Admit a node that waits for approval.
 
-    A node waits if an operator created its token by hand (`sgpu token create`), without a join file. Check in `sgpu
+    A node waits if an operator created its token manually (`sgpu token create`), without a join file. Check in `sgpu
     node list` that you know the machine. A node receives users' code, arguments and secrets.
     """
     with server() as connection:
@@ -203,7 +203,7 @@ def find_node(found: Sequence[NodeView], name: str) -> NodeView:
 
 
 def owner_text(view: NodeView) -> str:
-    """Return whose runs a node accepts now, and until when."""
+    """Return a text about the users whose runs a node accepts now, and the end of that time."""
     calendar = view.rules.calendar
     who = "all" if view.shared else calendar.owner or "none"
     until = f" until {format_soon(view.turns_ns)}" if view.turns_ns is not None else ""
@@ -220,7 +220,7 @@ def drain(name: str, stop: bool, note: str, wait: str | None) -> None:
     """Place no new runs on a node.
 
     The drain lasts until `sgpu node resume`, also across restarts of the server. Running runs continue. With --stop,
-    the server stops them at once instead, with their grace period.
+    the server instead stops running runs at once, with their grace period.
     """
     limit_s = duration_s("--wait", wait) if wait is not None else 0.0
     with server(patience_s=limit_s) as connection:
@@ -275,9 +275,9 @@ def resume(name: str) -> None:
 def calendar(name: str, clear: bool, as_json: bool, **said: object) -> None:
     """Show or set a node's owner and calendar.
 
-    Without options, the command shows both. Options that you leave out keep their value. Five minutes before others
-    lose the node, the server warns their runs. It then stops them with their grace period. Runs with resume continue on
-    another node.
+    Without options, the command shows both. Options that you leave out keep their value. Five minutes before the
+    node's shared time ends, the server warns the runs of other users. It then stops these runs with their grace
+    period. Runs with resume continue on another node.
     """
     given = {key: value for key, value in said.items() if value not in (None, ())}
     with server() as connection:

@@ -4,7 +4,8 @@
                               its width unless the command has --wide
     json_option(TYPE)         adds --json; `sgpu schema COMMAND` prints the JSON schema of TYPE
 
-Messages go to stderr and start with "sgpu: ". The text repeats every meaning of a colour. NO_COLOR turns colours off.
+Messages go to stderr and start with "sgpu: ". Colours carry no meaning that the text lacks. NO_COLOR turns colours
+off.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class JsonType(NamedTuple):
 CELL_CHARACTERS_MIN = 8
 """Minimum width of a cut cell, in characters."""
 SHORT_ID_CHARACTERS = 8
-"""Displayed length of a run's identifier in a table on a terminal. Commands accept this end of an identifier as RUN."""
+"""Displayed length of a run's identifier in a table on a terminal.
+
+Commands accept the last characters of an identifier as RUN.
+"""
 _RUN_ID = re.compile(r"[0-9a-z]{26}\b")
 _MOMENT = re.compile(r"\b\d{4}-(\d\d-\d\d \d\d:\d\d):\d\d\b")
 _STATE_COLOURS = {
@@ -85,12 +89,12 @@ def wide_option(function: Decorated) -> Decorated:
 
 
 def say(line: str, *, err: bool = False) -> None:
-    """Print one line. On a terminal, escape characters of foreign text that could move the cursor."""
+    """Print one line. On a terminal, escape characters that could move the cursor."""
     click.echo(safe(line, tty=(sys.stderr if err else sys.stdout).isatty()), err=err)
 
 
 def say_lines(text: str, *, err: bool = False) -> None:
-    """Print text of several lines, each like `say`."""
+    """Print each line of a text with `say`."""
     for line in text.split("\n"):
         say(line, err=err)
 

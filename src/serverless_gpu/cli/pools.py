@@ -174,7 +174,7 @@ def delete_pool(name: str) -> None:
 def share() -> None:
     """List, set and delete fair-share weights.
 
-    A weight decides how much a team or user gets while others also wait for devices.
+    A weight sets the share of devices that a team or user gets while others also wait.
     """
 
 
@@ -185,8 +185,8 @@ def list_shares(wide: bool, as_json: bool) -> None:
     """List weights and use of teams and users.
 
     USED is the device time of the runs of a team or user. The queue orders by COUNTED: the use, plus one minute for
-    each device of running runs. Both decay with age, so that all teams and users get their share over time. The table
-    has a user of a team only if their weight within the team was set.
+    each device of running runs. USED and COUNTED decay with age, so that all teams and users get their share over
+    time. The table has a member of a team only if the member's weight within the team was set.
     """
     with server() as connection:
         found = connection.ask("GET", "/shares", answer=ShareList)
@@ -212,7 +212,7 @@ def list_shares(wide: bool, as_json: bool) -> None:
 def set_share(kind: str, name: str, weight: float) -> None:
     """Set the weight of a team or a user.
 
-    A team's weight counts among all teams. A user's weight counts within their team. The default weight is 1.
+    A team's weight counts among all teams. A user's weight counts within the user's team. The default weight is 1.
     """
     if not math.isfinite(weight):  # JSON cannot represent infinity and NaN.
         raise InvalidValue(f"a share cannot be {weight}", hint="a number above 0")

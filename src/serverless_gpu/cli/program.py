@@ -1,6 +1,6 @@
 """`sgpu`: the tables of its commands, and the handling of errors and exit codes.
 
-Only `sgpu gpus` starts an agent. Other commands that show something start nothing.
+Only `sgpu gpus` starts an agent. No other command that only shows state starts a process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RUN_COMMANDS = {
     "show": CommandEntry("runs.run_details:show", "Show everything about one run."),
     "submit": CommandEntry("submit:submit", "Run a script or a program on GPUs."),
 }
-"""Commands of `sgpu run`. Most of them also have a short name."""
+"""Commands of `sgpu run`. Most of these commands also have a short name."""
 
 run = LazyGroup(name="run", table=RUN_COMMANDS, help="List, show, follow and cancel runs.")
 
@@ -105,7 +105,7 @@ class _Commands(LazyGroup):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command. On other systems than Linux, refuse a command that needs Linux."""
-        # On Windows, `load` raises an error of its own.
+        # On Windows, `load` raises its own error.
         if cmd_name in _ON_LINUX and sys.platform not in ("linux", "win32"):
             load("serverless_gpu.operating_system").require_linux(f"nodes and servers (`sgpu {cmd_name}`)")
         return super().get_command(ctx, cmd_name)
@@ -173,6 +173,6 @@ def _refuse(error: click.ClickException) -> NoReturn:
 def _end(error: ServerlessGpuError | OSError) -> NoReturn:
     load("serverless_gpu.cli.output").say_lines(f"sgpu: {error}", err=True)
     if isinstance(error, OSError):
-        # Python flushes stdout again at exit. If that failed again, Python would exit with 120.
+        # Python flushes stdout again at exit. If that flush failed, Python would exit with 120.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(exit_code(error))

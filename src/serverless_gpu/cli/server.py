@@ -1,9 +1,9 @@
 """`sgpu up`, `down` and `server`: run the server in the foreground, and administer it.
 
 `sgpu server logs` reads the log of this home's server, even while the server is not running. The log consists of JSON
-lines in files that rotate at a size (`server/core/server_log.py`). The command prints lines in the order of writing. It
-prints a line unchanged if the line is cut or not JSON. When the server rotates the log, the command first reads the old
-file to its end. Control characters in names and messages cannot affect the terminal.
+lines in files that rotate at a size (`server/core/server_log.py`). The command prints lines in the order in which the
+server wrote them. It prints an incomplete or invalid line unchanged. When the server rotates the log, the command
+first reads the old file to its end. Control characters in names and messages cannot affect the terminal.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _LOG_FIELDS = ("ts", "level", "logger", "msg", "traceback")
 @click.command()
 @click.option("--host", help="Address to listen on (default: loopback).")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), help="Port (default: 7878, or a free one that the server remembers)."
+    "--port", type=click.IntRange(0, 65535), help="Port (default: 7878, or a free port that the server reuses)."
 )
 @click.option("--database", metavar="URL", help="PostgreSQL database, postgresql://… (default: a file in this home).")
 @click.option("--store", metavar="URL", help="Store for environments: s3://…, gs://…, az://…, or a directory.")
@@ -99,12 +99,12 @@ _LOG_FIELDS = ("ts", "level", "logger", "msg", "traceback")
 @click.option(
     "--on-owner-disabled",
     type=click.Choice(["finish", "stop"]),
-    help="Runs of a user who may no longer start any (default: finish).",
+    help="Action for runs of a user who may no longer start runs (default: finish).",
 )
 @click.option("--currency", metavar="CODE", help="Currency of prices and charges (default: USD).")
 @click.option("--mlflow/--no-mlflow", default=None, help="Also start an MLflow server, which tracks remote runs.")
 @click.option(
-    "--mlflow-store", metavar="URL", help="Store of MLflow, for example postgresql://… (default: one in this home)."
+    "--mlflow-store", metavar="URL", help="Store of MLflow, for example postgresql://… (default: a store in this home)."
 )
 @click.option("--mlflow-url", metavar="URL", help="Address of MLflow for other machines, such as that of a proxy.")
 @click.option("--webhook", metavar="URL", help="Address that receives budget notices and alarms.")
@@ -120,7 +120,9 @@ _LOG_FIELDS = ("ts", "level", "logger", "msg", "traceback")
 @click.option("--ray-address", metavar="HOST:PORT", help="Existing Ray cluster to use instead of starting one.")
 @click.option("--ray-token-file", metavar="FILE", help="Token of that Ray cluster, in a file that only you can read.")
 @click.option("--tls-ca", metavar="FILE", help="Certificate of the issuer, for machines that join and do not trust it.")
-@click.option("--key-lost", is_flag=True, default=None, help="Start without the lost key of secrets and unended runs.")
+@click.option(
+    "--key-lost", is_flag=True, default=None, help="Start although the key of secrets and unended runs is lost."
+)
 @click.option(
     "--accept-rollback", is_flag=True, default=None, help="Continue with a database that lost acknowledged changes."
 )
@@ -184,7 +186,7 @@ def up(hosts: Sequence[str], behind_proxy: Sequence[str], **options: Any) -> Non
 
 
 def decide_sharing(found: Exposure) -> bool | None:
-    """Warn if several principals share a uid. On a terminal, ask the operator to decide an open question."""
+    """Warn if several principals share a uid. On a terminal, ask the operator to allow or refuse it."""
     warnings = sharing_warnings(principals=found.principals, closed=found.closed, shared=found.shared)
     for warning in warnings:
         say(f"sgpu: warning: {warning}", err=True)
@@ -258,7 +260,7 @@ def refuse_incomplete() -> None:
 def down(wait: str) -> None:
     """Stop the server of this home.
 
-    The server finishes open requests first. Running runs continue. They report when a server starts again.
+    The server finishes open requests first. Running runs continue. Their nodes report when a server starts again.
     """
     limit_s = duration_s("--wait", wait)
     directory = durable_home(_HOME_REASON).root / "server"
@@ -274,7 +276,7 @@ def down(wait: str) -> None:
         if clock.boottime_ns() > deadline_ns:
             raise ServerProblem(
                 f"the server (process {pid}) has not stopped within {wait}",
-                hint=f"wait longer (--wait), or look at its log: {directory / 'server.log'}",
+                hint=f"wait longer (--wait), or read the server's log: {directory / 'server.log'}",
             )
         time.sleep(_LOOK_S)
     say("the server has stopped; runs continue")
@@ -320,7 +322,7 @@ def unit() -> None:
         command=(sys.executable, "-m", "serverless_gpu.cli", "up"),
         user=getpass.getuser(),
         home=home.root,
-        node=settings.node or settings.ray is not None,  # Ray needs permissions that the sandbox removes.
+        node=settings.node or settings.ray is not None,  # Ray needs permissions that the unit's sandbox removes.
         tls=bool(settings.tls_cert),
         stopping_s=settings.stopping_s,
     )
@@ -334,7 +336,7 @@ def drain(note: str, wait: str | None) -> None:
     """Start no new runs on the server.
 
     The drain lasts until `sgpu server resume`, also across restarts. Running runs continue. The server accepts new
-    runs. They wait and show who drains the server and why.
+    runs. New runs wait, and their message names who drains the server and why.
     """
     limit_s = duration_s("--wait", wait) if wait is not None else 0.0
     with server(patience_s=limit_s) as connection:
@@ -366,8 +368,8 @@ def backup(directory: Path) -> None:
     """Back up the server into DIRECTORY.
 
     The server may run at the same time. The backup has the database, the key, tokens, output of ranks, parts and
-    environments. Keep it as safe as the server. Unchanged files are links to the previous backup. Dump a PostgreSQL
-    database first, because the backup does not include it.
+    environments. Protect the backup like the server. Unchanged files are links to the previous backup. Dump a
+    PostgreSQL database first, because the backup does not include it.
     """
     refuse_incomplete()
     settings = load("serverless_gpu.server.core.settings").read_settings(
@@ -399,7 +401,7 @@ def check(as_json: bool) -> None:
     database_module = load("serverless_gpu.server.db.database")
     path = settings.database.partition("sqlite:///")[2]
     if path and not Path(path).exists():
-        raise ServerProblem(f"there is no server in this home: {path} does not exist", hint="`sgpu up` starts one")
+        raise ServerProblem(f"there is no server in this home: {path} does not exist", hint="`sgpu up` starts a server")
     rollback = load("serverless_gpu.server.operations.backup")
     with contextlib.closing(database_module.Database(settings.database, clock=SystemClock())) as database:
         lost = rollback.rollback_evidence(settings, database.read)
@@ -438,9 +440,9 @@ def restore(backup: Path, nothing_ran_since: bool) -> None:
     """Restore a server from BACKUP.
 
     The home must have no server; `sgpu up` starts the restored one. Runs that wait in the backup may have run since.
-    Therefore they become LOST, and their owners submit them again. Running runs continue if their node still has them.
-    Tokens that were revoked since the backup are valid again, and deleted secrets are back. Revoke and delete them
-    again.
+    Therefore waiting runs become LOST, and their owners must submit them again. Running runs continue if their node
+    still has them. Tokens that were revoked after the backup are valid again, and secrets that were deleted after the
+    backup exist again. Revoke these tokens and delete these secrets again.
     """
     refuse_incomplete()
     home = durable_home(_HOME_REASON)
@@ -462,11 +464,11 @@ def restore(backup: Path, nothing_ran_since: bool) -> None:
 def rotate(certain: bool) -> None:
     """Replace the server's key and all tokens.
 
-    Use this command if code of several principals shared one operating-system user. Use it also if others could read
-    the server's directory. Stop the server first. The command seals secrets and variables of unended runs with the new
-    key. It does not change the values of secrets; change them at their source. It revokes every token and makes new
-    ones for this machine's administrator and node. If the command is killed, run it again. Until then `sgpu up` refuses
-    to start.
+    Use this command if code of several principals shared one operating-system user. Also use this command if others
+    could read the server's directory. Stop the server first. The command seals secrets and variables of unended runs
+    with the new key. It does not change the values of secrets; change them at their source. It revokes every token
+    and makes new tokens for this machine's administrator and node. If the command is killed, run it again. Until then
+    `sgpu up` refuses to start.
     """
     refuse_incomplete()
     settings = load("serverless_gpu.server.core.settings").read_settings(

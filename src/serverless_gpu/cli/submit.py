@@ -9,9 +9,9 @@ program that begins with a dash, and a missing script or module. It also refuses
 this machine can know that.
 
 `--dry-run` prints the request, its server, start and cost, and sends only an estimate request. If the run would be
-refused, the dry run prints what it knows. It then fails with the same message and exit code. A run that no node can
-ever serve never starts, and the dry run has the exit code of that run. If the server is unreachable, the start is
-unknown, and the output says why.
+refused, the dry run prints what it knows. The dry run then fails with the same message and exit code. A run that no
+node can ever serve never starts, and the dry run has the exit code of that run. If the server is unreachable, the
+start is unknown, and the output gives the reason.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def _command_line_syntax(program: str) -> Iterator[None]:
     except ServerNotConfigured as error:
         if error.is_missing:
             typed = shlex.join(("sgpu", "submit", program))
-            raise no_server(typed, f"`sgpu submit --local {shlex.quote(program)} …` needs none") from None
+            raise no_server(typed, f"`sgpu submit --local {shlex.quote(program)} …` needs no server") from None
         raise
 
 
@@ -328,7 +328,7 @@ def _rank_environment(home: Home, environment: str, store: StoreLocation | None)
     """Return the ranks' environment without capturing it."""
     if environment != "snapshot":
         return _RankEnvironment(environment=environment)
-    with contextlib.suppress(EnvironmentProblem):  # The run itself would report this problem.
+    with contextlib.suppress(EnvironmentProblem):  # The submitted run would report this problem.
         recognition = snapshot_environment.Recognition(home, capture=False, store=store)
         try:
             wanted = recognition.wanted()
@@ -395,7 +395,7 @@ def _as_json(spec: RunSpec, url: str, imported: _RankEnvironment, estimate: Esti
 
 
 def command_of(program: str, arguments: Sequence[str], *, is_here: bool) -> tuple[tuple[str, ...], str]:
-    """Return the command and its name. `is_here` also refuses a program that this machine lacks."""
+    """Return the command and its name. With `is_here`, refuse a program that this machine lacks."""
     if program == MODULE:
         return _module_command(arguments)
     rest = tuple(arguments[1:] if arguments[:1] == ("--",) else arguments)

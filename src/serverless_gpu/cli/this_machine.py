@@ -174,10 +174,10 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0  # Number of queued runs that the caller may see.
     going: int = 0  # Number of running runs that the caller may see.
     waits: tuple[str, ...] = ()  # Messages of a few of the caller's queued runs, oldest first.
-    nodes: dict[str, int] | None = None  # Counts by state. None if the caller may not see nodes.
-    draining: str = ""  # Who drains the server and why, or "".
+    nodes: dict[str, int] | None = None  # Number of nodes by state; None if the caller may not see nodes.
+    draining: str = ""  # Operator who drains the server, and the reason; "" without a drain.
     unwell: tuple[str, ...] = ()  # Problems that the server itself reports.
-    checks: dict[str, float] = {}  # Milliseconds by name of the health check.
+    checks: dict[str, float] = {}  # Duration of each health check in milliseconds, by name.
 
     def lines(self) -> Iterator[str]:
         """Yield the state as lines of text."""
@@ -200,7 +200,7 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def server_status(home: Path) -> ServerState | None:
-    """Return the state of a home's server without waiting for the server. Return None without one."""
+    """Return the state of a home's server without waiting for the server. Return None without a server."""
     url = ""
     try:
         profile = find_profile(home, os.environ)
@@ -263,8 +263,8 @@ _RUNS_LOOKED_AT = 200
 def mlflow(store: str, is_end: bool, as_json: bool) -> None:
     """Start MLflow's server and print its address.
 
-    The command leaves a running server as it is. STORE is your own store (sqlite:////path/mlflow.db, or a directory),
-    which gets a server of its own.
+    The command does not restart a running server. STORE is your own store (sqlite:////path/mlflow.db, or a
+    directory), which gets its own server.
     """
     home = durable_home("the MLflow server keeps its runs there")
     if store and ":" not in store:
@@ -322,7 +322,7 @@ def as_builtins(server: MlflowServer) -> dict[str, object]:
 
 
 def stop_mlflow(home: Home) -> str:
-    """Stop a home's MLflow servers unless running attempts may log to them. Return a message."""
+    """Stop a home's MLflow servers unless running attempts may use them. Return a message."""
     running = [server for server in servers(home) if server.pid is not None]
     if not running:
         return ""
@@ -333,7 +333,7 @@ def stop_mlflow(home: Home) -> str:
 
 
 def _start(home: Home, store: str) -> None:
-    """Start a server unless one answers. Print a notice if the start takes time."""
+    """Start an MLflow server unless it already answers. Print a notice if the start takes time."""
     clock = SystemClock()
     python = _python(home, store)
     deadline_ns = clock.boottime_ns() + int(_START_S * 1e9)
@@ -358,5 +358,5 @@ def _python(home: Home, store: str) -> str:
         return before.served_by or before.python
     raise ServerProblem(
         f"{sys.executable} has no MLflow, and no run of this home has been tracked with one",
-        hint="pip install 'serverless-gpu[mlflow]', or run `sgpu` of the environment that has it",
+        hint="pip install 'serverless-gpu[mlflow]', or run `sgpu` of the environment that has MLflow",
     )

@@ -121,7 +121,10 @@ def _table(feed: Feed, home: Home) -> TopTable | None:
 
 
 def _first_table(feed: Feed, home: Home) -> TopTable:
-    """Return the first frame with loads, which needs two samples. Raise AgentUnavailable without one."""
+    """Return the first frame with loads, which needs two samples.
+
+    Raise AgentUnavailable if the monitor sends no frame.
+    """
     clock = SystemClock()
     deadline_ns = clock.boottime_ns() + int(_FIRST_S * 1e9)
     while (left_ns := deadline_ns - clock.boottime_ns()) > 0:

@@ -29,7 +29,7 @@ from serverless_gpu.units import format_bytes, format_duration_ms, format_gpu_me
 _BAR_MIN, _BAR_MAX = 4, 18
 _NAME_MAX = 24
 _LAST_MAX = 23
-_BARS_KEEP = 6  # Columns with at least this `keep` stay longer than bars.
+_BARS_KEEP = 6  # On a narrow terminal, columns with at least this `keep` remain longer than bars.
 _ID_SHOWN = 8
 _BOLD, _DIM, _GOOD, _WARN, _BAD = "1", "2", "36", "33", "31"
 
@@ -44,7 +44,10 @@ class DeviceOwner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One device now. `owner` is None for a free device. `quarantined` is the reason, or ""."""
+    """The current state of one device.
+
+    `owner` is None for a free device. `quarantined` is the reason, or "".
+    """
 
     device: Device
     now: GpuSample
@@ -53,7 +56,10 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt now. `began_ns` is in nanoseconds since 1970, and 0 before the ranks start."""
+    """The current state of one attempt.
+
+    `began_ns` is in nanoseconds since 1970, and 0 before the ranks start.
+    """
 
     run_id: str
     fence: int
@@ -88,8 +94,9 @@ class Around(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str  # Host name of the machine.
     user: str  # User who owns this home.
-    holders: Mapping[str, DeviceOwner] = {}  # Keyed by device, from its lock. Includes runs of other homes and users.
-    quarantined: Mapping[str, str] = {}  # Reasons, keyed by device.
+    # Owner of each device, from the device locks. Includes runs of other homes and users.
+    holders: Mapping[str, DeviceOwner] = {}
+    quarantined: Mapping[str, str] = {}  # Quarantine reasons by device.
 
 
 def tabulate(frame: NodeFrame, before: NodeFrame | None, around: Around) -> TopTable:
@@ -150,12 +157,15 @@ def _as_dict(value: msgspec.Struct) -> dict[str, object]:
 
 
 def _owners(attempts: Sequence[WatchedAttempt], user: str) -> dict[str, DeviceOwner]:
-    """Return the owner of each device. An attempt lists its devices in the order of its ranks here."""
+    """Return the owner of each device.
+
+    An attempt lists its devices in the order of its ranks on this node.
+    """
     owners: dict[str, DeviceOwner] = {}
     for attempt in attempts:
         ranks = sorted(attempt.pids)
         for place, uuid in enumerate(attempt.devices):
-            # A program per node has one process on this node, which uses all devices of the attempt.
+            # A program that starts once per node has one process here, which uses all devices of the attempt.
             rank = ranks[place] if len(ranks) == len(attempt.devices) else ranks[0] if len(ranks) == 1 else None
             owners[uuid] = DeviceOwner(run_id=attempt.run_id, name=attempt.name, rank=rank, user=user)
     return owners

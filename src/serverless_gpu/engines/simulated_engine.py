@@ -91,7 +91,7 @@ _TURN_S = 170  # Period of the synthetic curves, in seconds.
 
 
 class Reservations:
-    """The reservations of a simulated cluster. They survive the engine that made them."""
+    """The reservations of a simulated cluster. The reservations survive the engine."""
 
     def __init__(self) -> None:
         self.gangs: dict[str, Gang] = {}

@@ -43,7 +43,7 @@ from serverless_gpu.wire.access import AuditPage
 EVERY_S = 1.0
 BACK_S = 10.0
 AT_ONCE = 500
-"""Maximum number of rows in one transaction; the next transaction follows without a pause."""
+"""Maximum number of rows in one transaction. The next transaction follows without a pause."""
 PAGE_LINKS = 1_000
 Broken = tuple[int, str]
 """Number of an audit entry, and the problem of that entry."""

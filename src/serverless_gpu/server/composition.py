@@ -207,7 +207,7 @@ def kinds(of: type[ServerResources]) -> dict[str, type]:
 
 
 def make_scheduler(services: Services, *, engine: Engine | None = None) -> Scheduler:
-    """Build the scheduler; without an engine, nodes register themselves."""
+    """Build the scheduler. Without an engine, nodes register themselves."""
     return services.make(
         Scheduler,
         impossible=services.make(UnsatisfiableRuns),
@@ -251,7 +251,7 @@ ROUTES: tuple[Routes, ...] = (
     server_status.routes,
     usage_reports.routes,
 )
-"""Routes of all modules; a new module with routes must be added here."""
+"""Routes of all modules. A new module with routes must be added to this list."""
 
 
 def all_routes() -> list[Route]:

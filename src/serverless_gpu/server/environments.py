@@ -102,7 +102,7 @@ class RangeQuery(Query, frozen=True, kw_only=True):
 async def read_object(
     call: Call, environments: EnvironmentStore, spool: UploadSpool, key: str, query: RangeQuery
 ) -> Response:
-    """Return an object or a range of its bytes; the result is shorter where the object ends earlier."""
+    """Return an object or a range of its bytes. The result is shorter where the object ends earlier."""
     if key.startswith(_COLLECTING):
         _check_reach(call)
     pieces = await spool.in_thread(lambda: environments.read(key, query.start, query.length))

@@ -53,7 +53,7 @@ HOLDERS_MAX = 20_000
 NAMED_MAX = 100
 """Maximum number of pools, GPU types or tag values that one policy may name."""
 ENVIRONMENTS_MAX = 16
-"""Maximum number of captured environments in one policy; admission compares a run with each."""
+"""Maximum number of captured environments in one policy. Admission reads each one."""
 LEAST_S = 1.0
 _ADDRESS = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
@@ -94,7 +94,7 @@ class PolicyService:
         return self._database.read(work)
 
     def put(self, who: Caller, name: str, asked: UsagePolicy) -> PolicyView:
-        """Create or replace a usage policy; runs submitted earlier keep their limits."""
+        """Create or replace a usage policy. Runs submitted earlier keep their limits."""
         check_name("a policy", name)
         _check(asked)
         self._check_environments(asked.environments)
@@ -123,7 +123,7 @@ class PolicyService:
         return view
 
     def delete(self, who: Caller, name: str) -> PolicyView:
-        """Delete a usage policy. The server refuses new runs that name it; earlier runs keep their limits."""
+        """Delete a usage policy. The server refuses new runs that name the policy. Earlier runs keep their limits."""
         at_ns = self._clock.wall_ns()
 
         def work(connection: sa.Connection) -> StoredPolicy:
@@ -146,11 +146,11 @@ class PolicyService:
         return _view(before, (), who)
 
     def attach(self, who: Caller, name: str, kind: str, holder: str) -> PolicyView:
-        """Attach a usage policy to a user, service or team; it applies to runs submitted from now on."""
+        """Attach a usage policy to a user, service or team. The policy applies to runs submitted from now on."""
         return self._change(who, name, _holder(kind, holder), attached=True)
 
     def detach(self, who: Caller, name: str, kind: str, holder: str) -> PolicyView:
-        """Detach a usage policy from a user, service or team; runs submitted earlier keep their limits."""
+        """Detach a usage policy from a user, service or team. Runs submitted earlier keep their limits."""
         return self._change(who, name, _holder(kind, holder), attached=False)
 
     def _change(self, who: Caller, name: str, holder: PolicySubject, *, attached: bool) -> PolicyView:
@@ -198,7 +198,7 @@ def _find(connection: sa.Connection, name: str) -> StoredPolicy:
 
 
 def _find_named(connection: sa.Connection, name: str) -> UsagePolicy:
-    """Return the policy that a run names or has; the error for an unknown policy lists the known policies."""
+    """Return the policy that a run names or has. The error for an unknown policy lists the known policies."""
     found = policies.find(connection, name)
     if found is None:
         raise unknown_name("policy", name, [policy.name for policy in policies.every(connection)])
@@ -231,7 +231,7 @@ def _view(policy: StoredPolicy, holders: tuple[PolicySubject, ...], who: Caller)
 
 
 def _check(policy: UsagePolicy) -> None:
-    """Refuse an invalid policy; checks that need the database follow later."""
+    """Refuse an invalid policy. A later step makes the checks that need the database."""
     for what, names in (("pools", policy.pools), ("GPU types", policy.gpu_types), ("classes", policy.priorities)):
         if len(names) > NAMED_MAX:
             raise InvalidValue(f"a policy names {len(names)} {what}, over the limit of {NAMED_MAX}")
@@ -378,7 +378,7 @@ def _choose(connection: sa.Connection, spec: RunSpec, who: Caller) -> tuple[Name
 
 
 def _present(connection: sa.Connection, under: tuple[NamedPolicy, ...], spec: RunSpec, pool: str) -> frozenset[str]:
-    """Return the GPU types in the run's pool; the database is read only if a policy leaves a choice."""
+    """Return the GPU types in the run's pool. The database is read only if several types are possible."""
     asked = spec.resources.gpu_type
     if all(len(each.policy.gpu_types) < 2 for each in under) or (asked is not None and asked not in FAMILIES):
         return frozenset()
@@ -416,7 +416,7 @@ routes = Routes("policies")
 
 
 class PolicyQuery(Query, frozen=True, kw_only=True):
-    """Query of the policy list; `mine` selects policies that can apply to the caller's own runs."""
+    """Query of the policy list. `mine` selects policies that can apply to the caller's own runs."""
 
     mine: bool = False
 
@@ -441,7 +441,7 @@ def put_policy(call: Call, policies: PolicyService, name: str, body: PolicyReque
 
 @routes.delete("/policies/{name}", needs=writing("policies"))
 def delete_policy(call: Call, policies: PolicyService, name: str) -> PolicyView:
-    """Delete a usage policy without holders; runs submitted under it keep their limits."""
+    """Delete a usage policy without holders. Runs submitted under the policy keep their limits."""
     return policies.delete(call.who, name)
 
 
@@ -453,5 +453,5 @@ def attach(call: Call, policies: PolicyService, name: str, kind: str, holder: st
 
 @routes.delete("/policies/{name}/holders/{kind}/{holder}", needs=writing("policies"))
 def detach(call: Call, policies: PolicyService, name: str, kind: str, holder: str) -> PolicyView:
-    """Detach a usage policy from a user, service or team; runs submitted earlier keep their limits."""
+    """Detach a usage policy from a user, service or team. Runs submitted earlier keep their limits."""
     return policies.detach(call.who, name, kind, holder)

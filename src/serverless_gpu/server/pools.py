@@ -46,7 +46,7 @@ class PoolService:
         self._nodes = nodes
 
     def put(self, who: Caller, name: str, asked: PoolRequest) -> PoolView:
-        """Create or change a pool, and move nodes into it; runs on these nodes continue.
+        """Create or change a pool, and move nodes into it. Runs on these nodes continue.
 
         Fields of `asked` that are None stay unchanged.
         """
@@ -78,7 +78,7 @@ class PoolService:
         return next(pool for pool in self._nodes.view_pools() if pool.name == name)
 
     def delete(self, who: Caller, name: str) -> PoolView:
-        """Delete a pool without references; return the deleted pool."""
+        """Delete a pool without references, and return the deleted pool."""
         at_ns = self._clock.wall_ns()
         before = next((pool for pool in self._nodes.view_pools() if pool.name == name), None)
 
@@ -169,7 +169,7 @@ def _kind(kind: str) -> ShareKind:
 
 
 def unknown_name(what: str, name: str, there: list[str]) -> InvalidValue:
-    """Return the error for an unknown pool or policy; its hint lists the existing ones."""
+    """Return the error for an unknown pool or policy. The hint lists the existing names."""
     more = f" and {len(there) - _NAMED_MAX} more" if len(there) > _NAMED_MAX else ""
     plural = {"policy": "policies"}.get(what, f"{what}s")
     return InvalidValue(

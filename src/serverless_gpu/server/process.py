@@ -62,7 +62,7 @@ KEEP_ALIVE_S = 75
 CUT_OFF_S = 2
 """Seconds that requests get to end after the server has cancelled them."""
 SWITCH_S = 0.001
-"""Seconds that a thread may hold the interpreter while another thread waits; Python's default is 5 ms."""
+"""Seconds that a thread may hold the interpreter while another thread waits. Python's default is 5 ms."""
 _LOOK_S = 0.02
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SECRET = re.compile(r"SECRET|PASSWORD|TOKEN|_KEY$")
@@ -71,7 +71,7 @@ _logger = logging.getLogger(__name__)
 
 
 class UvicornServer(uvicorn.Server):
-    """A uvicorn server with a graceful stop; any thread may call `stop`.
+    """A uvicorn server with a graceful stop. Any thread may call `stop`.
 
     Args:
         config: configuration of uvicorn; its application contains the proxy middleware.
@@ -104,7 +104,7 @@ class UvicornServer(uvicorn.Server):
         self.warnings: tuple[str, ...] = ()
 
     def stop(self) -> None:
-        """Stop gracefully once all requests have finished; a second call stops without waiting for them."""
+        """Stop gracefully once all requests have finished. A second call stops without waiting for them."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -115,7 +115,7 @@ class UvicornServer(uvicorn.Server):
 
     @property
     def certificate(self) -> str:
-        """Return a message about the certificate; "" without a certificate."""
+        """Return a message about the certificate, or "" without a certificate."""
         return "" if self._certificate is None else self._certificate.sentence()
 
     @property
@@ -134,7 +134,7 @@ class UvicornServer(uvicorn.Server):
         return self._proxy.busy
 
     def renew(self) -> threading.Event:
-        """Reload the certificate; return an event that the server sets after the reload."""
+        """Reload the certificate, and return an event that the server sets after the reload."""
         self._renewed.clear()
         self._renew.set()
         return self._renewed
@@ -168,7 +168,7 @@ class UvicornServer(uvicorn.Server):
         systemd.notify(self._systemd, "READY=1")
 
     async def on_tick(self, counter: int) -> bool:
-        """Reload the certificate if another thread asked for it; return True if the server must stop."""
+        """Reload the certificate if another thread asked for it, and return True if the server must stop."""
         if self._renew.is_set():
             self._renew.clear()
             if self._certificate is None:
@@ -179,7 +179,7 @@ class UvicornServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End streams, which would not end by themselves; wait for other requests; then stop uvicorn."""
+        """End streams, which would not end by themselves. Then wait for other requests, and stop uvicorn."""
         systemd.notify(self._systemd, "STOPPING=1")
         _logger.info("stopping; running requests: %d", self._proxy.busy)
         self._proxy.close()
@@ -219,7 +219,7 @@ def serve(
     renewed: Callable[[str, UvicornServer], None] = lambda _url, _running: None,
     clock: Clock | None = None,
 ) -> None:
-    """Run the server until it is stopped; blocks.
+    """Run the server until it is stopped. Blocks.
 
     Args:
         settings: settings of the server.

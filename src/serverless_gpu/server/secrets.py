@@ -106,7 +106,7 @@ def list_secrets(call: Call, secrets: SecretService) -> SecretList:
 
 @routes.put("/secrets/{name}", needs=writing("secrets"), limit=REQUEST_BYTES_MAX)
 def set_secret(call: Call, secrets: SecretService, name: str, body: SecretRequest) -> SecretView:
-    """Set a secret; attempts that start from now on get its value."""
+    """Set a secret. Later attempts receive the new value."""
     return secrets.set(call.who, name, body, reach=call.reach)
 
 

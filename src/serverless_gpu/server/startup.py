@@ -308,7 +308,7 @@ def _looking_after(
     mark: MarkFile,
     renewed: Callable[[], None],
 ) -> Iterator[None]:
-    """Run the loops; the hub wakes them."""
+    """Run the loops. The hub wakes the loops."""
     scheduler = make_scheduler(services, engine=engine)
     reconciler = services.make(Reconciler, scheduler=scheduler, engine=engine)
 
@@ -373,7 +373,7 @@ def _looking_after(
 
 
 def _look_after_health(services: Services, database: Database) -> None:
-    """Register the server's health checks; each loop reports its own health."""
+    """Register the server's health checks. Each loop reports its own health."""
     health, settings = services.health, services.settings
     health.probe("database", lambda: database.problem(now_ns=services.clock.wall_ns()))
     health.probe("store", services.blobs.try_store, fresh_s=STORE_FRESH_S, bound_s=STORE_BOUND_S)

@@ -1,4 +1,4 @@
 """HTTP bodies of clients, nodes and the server, with one module per noun, and the client connection.
 
-`base.py` has limits and versions of the protocol, `http_client.py` the retries, `connection.py` the connection.
+`base.py` defines limits and protocol versions. `http_client.py` implements retries, and `connection.py` the connection.
 """

@@ -165,7 +165,7 @@ class SecretRequest(Request, frozen=True, kw_only=True):
     team: str = ""
 
     def __repr__(self) -> str:
-        """Return the text without the value, because logs may keep printed text."""
+        """Return the text without the value, because logs may store printed objects."""
         return f"SecretRequest(team={self.team!r})"
 
 
@@ -210,7 +210,7 @@ class SecretValue(Answer, frozen=True, kw_only=True):
     variable: str = ""
 
     def __repr__(self) -> str:
-        """Return the text without the value, because logs may keep printed text."""
+        """Return the text without the value, because logs may store printed objects."""
         return f"SecretValue({self.text})"
 
 

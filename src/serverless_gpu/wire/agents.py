@@ -1,7 +1,7 @@
 """Bodies between agents and the server: joining, orders, and reports about attempts.
 
-The agent opens all connections. Nothing on a node listens, except the supervisor of a crew during the rendezvous of its
-gang (`node/supervisor/rendezvous.py`).
+The agent opens all connections. On a node, only a supervisor listens, during the rendezvous of a gang on several nodes
+(`node/supervisor/rendezvous.py`).
 
     POST /agents                            AgentHello → AgentWelcome    (scope `agent`; again after a reconnect)
     POST /agents/{node}/heartbeat           Heartbeat  → HeartbeatAnswer
@@ -17,10 +17,10 @@ With any other token, the server refuses the hello (NotAllowed) until an adminis
 The server may send an order again until the node acknowledges it. The node executes each order once per gang. The node
 acknowledges `Start` after the attempt's directory durably records the start.
 
-A report uses the attempt's own token. If the attempt has several nodes, each node reports about its crew. The server
-applies a report completely or not at all, and accepts repeated reports. Logs are identified by their offset, facts and
-files by their name. States never go backwards. An answer with `stale` means that the attempt has ended for the server.
-The node must then stop the attempt and send no more reports.
+A report uses the attempt's own token. If the attempt has several nodes, each node reports about its own ranks. The
+server applies a report completely or not at all, and accepts repeated reports. The server identifies pieces of logs by
+their offset, and facts and files by their name. States never go backwards. An answer with `stale` means that the server
+considers the attempt ended. The node must then stop the attempt and send no more reports.
 """
 
 from __future__ import annotations
@@ -66,12 +66,13 @@ class AgentHello(Request, frozen=True, kw_only=True):
         boot_id: boot identifier. A new value proves that no process of the previous boot is running.
         draining: reason why the node accepts no new attempts while its runs continue, or "".
         degraded: reason why the state of the devices is unknown, or "". The server places nothing on a degraded node.
-        findings: other remarks about the devices for operators, one sentence each.
+        findings: further remarks about the devices for operators, one sentence each.
         problem: reason why the node can run nothing now, or "".
         takes: optional features that the node supports: "renewal" of attempts' tokens, "secrets", "without" (excluded
             devices), "max_run" in a spec, and "crews" (gangs on several nodes).
         protocol: version from `wire.base`. The server refuses an unsupported version with an error that names it.
-        process: random identifier of the uplink process. The server admits one of two processes of a home.
+        process: random identifier of the uplink process. If a home has two uplink processes, the server admits only
+            one.
     """
 
     name: str
@@ -100,8 +101,9 @@ class AgentWelcome(Answer, frozen=True, kw_only=True):
     """The node's identifier, and the interval of its heartbeats.
 
     Attributes:
-        stale: gangs (`run:fence`) from the hello that have ended for the server. The node must stop and forget them.
-        at_ns: the server's time of the answer, in nanoseconds since 1970. A server with protocol 1 sends 0.
+        stale: gangs (`run:fence`) from the hello that the server considers ended. The node must stop and forget these
+            gangs.
+        at_ns: the server's time when it answered, in nanoseconds since 1970. A server with protocol 1 sends 0.
     """
 
     node: str
@@ -137,9 +139,9 @@ def clock_text(clock: ClockReading | None) -> str:
 
 
 class Heartbeat(Request, frozen=True, kw_only=True):
-    """A sign of life from a node, with the current state of its devices.
+    """A heartbeat of a node, with the current state of its devices.
 
-    `unavailable` has the UUIDs of devices that other users hold or that are in quarantine.
+    `unavailable` contains the UUIDs of devices that other users hold or that are in quarantine.
 
     Attributes:
         renew: gangs whose tokens the server refused and that need new tokens.
@@ -165,7 +167,7 @@ class HeartbeatAnswer(Answer, frozen=True, kw_only=True):
     """The server's answer to a heartbeat.
 
     Attributes:
-        stale: gangs that have ended for the server. The node must stop and forget them.
+        stale: gangs that the server considers ended. The node must stop and forget these gangs.
         tokens: new tokens by gang, for the gangs in `renew` that belong to this node.
         at_ns: as in `AgentWelcome`.
     """
@@ -188,11 +190,11 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
         call: as in `RunRequest`. None if the call is a blob.
         submitted_ns: time of the client's request, in nanoseconds since 1970.
         secrets: secrets of the attempt. Empty if the node does not support "secrets".
-        without: UUIDs of devices that the attempt must not get, whatever the node reports about them.
+        without: UUIDs of devices that the attempt must not get, regardless of the node's reports.
         tariff: price of the attempt. None from an old server. The node then uses its own prices.
-        crews: crews of a gang on several nodes, in order. Empty for a gang on one node.
-        crew: number of the crew that this node must start.
-        nonce: random text by which the crews of a gang recognize each other, or "" on one node.
+        crews: parts of a gang on several nodes, in node order. Empty for a gang on one node.
+        crew: number of the part that this node must start.
+        nonce: random text by which the nodes of a gang recognize each other, or "" on one node.
     """
 
     seq: int
@@ -222,9 +224,9 @@ class Start(Answer, frozen=True, kw_only=True, tag="start"):
 
 
 class ReportNow(Answer, frozen=True, kw_only=True, tag="look"):
-    """Ask the node to report about an attempt now, because the answer has news for it.
+    """Ask the node to report about an attempt now, because the server has news about the attempt.
 
-    `seq` is 0, and the node does not acknowledge this order. The message itself contains the news about the rendezvous
+    `seq` is 0, and the node does not acknowledge this order. This order already contains the news about the rendezvous
     and the end of the gang. The node therefore need not wait for the answer to its report.
 
     Attributes:
@@ -241,7 +243,7 @@ class ReportNow(Answer, frozen=True, kw_only=True, tag="look"):
 
 
 class Stop(Answer, frozen=True, kw_only=True, tag="stop"):
-    """Stop an attempt in order.
+    """Stop an attempt gracefully.
 
     Attributes:
         released: True if all ranks on all nodes had returned before the stop request. The ranks may then exit, and the
@@ -290,11 +292,11 @@ class File(Request, frozen=True, kw_only=True):
 
 
 class Ending(Request, frozen=True, kw_only=True):
-    """The ending of an attempt. The node reports all files with the ending or before it.
+    """The ending of an attempt. The node reports all files with the ending or earlier.
 
     Attributes:
         began: True if user code had started.
-        stopped: `node.protocol.Stopped` as JSON. Unset if the supervisor was lost.
+        stopped: `node.protocol.Stopped` as JSON. Unset if the supervisor died.
         log_ends: end offset of each log that the server did not store completely: ``"<rank>.<stream>"`` → bytes.
         proven: True if the node's kernel confirms that no process of the attempt is running. Otherwise the server
             starts no other attempt and places nothing on the node until the confirmation.
@@ -312,23 +314,22 @@ class Report(Request, frozen=True, kw_only=True):
     """News about an attempt since the last report that the server answered.
 
     Attributes:
-        state: STARTING, RUNNING or STOPPING from the view of the node.
+        state: STARTING, RUNNING or STOPPING, as the node sees the attempt.
         sentence: reason for a wait, or a remark about the attempt.
         world_size: number of ranks, once known.
-        exec_ns: start of user code in the server's time, in nanoseconds since 1970, as exactly as the node knows it.
-            None before the start.
+        exec_ns: start of user code in the server's time, in nanoseconds since 1970. None before the start.
         ending: the ending, once no rank is running.
-        receipt: `model.receipt.Receipt` as JSON, once the devices are handed back. The receipt settles the attempt.
-        freed: True if no process is running and the devices are handed back. Outputs may still be missing.
+        receipt: `model.receipt.Receipt` as JSON, once the devices are released. The receipt settles the attempt.
+        freed: True if no process is running and the devices are released. Outputs may still be missing.
         tracked: link to the run in MLflow, once known.
-        offer: addresses at which other crews can try to reach this crew before the rendezvous.
-        reach: results of this crew's attempts to reach the other crews, once it has all offers.
-        returned: True if all ranks of the crew have returned and wait for ranks on other nodes.
+        offer: addresses at which the gang's other nodes can try to reach this node before the rendezvous.
+        reach: results of this node's attempts to reach the gang's other nodes, once it has all offers.
+        returned: True if all ranks on this node have returned and wait for ranks on other nodes.
         halt: reason of an early end, sent at once, because the ending may take longer.
-        silence: silence of the ranks of a gang on several nodes. None while they produce output.
+        silence: silence of this node's ranks, for a gang on several nodes. None while these ranks produce output.
         seen: observations of the ranks at the last inspection request.
-        idle: the action that the crew's idle time requires, for a gang on several nodes.
-        saved: number of the newest attempt with checkpoints that this node can see, or 0 without any or if unknown.
+        idle: the action that this node's idle time requires, for a gang on several nodes.
+        saved: number of the newest attempt with checkpoints that this node can see. 0 means none or unknown.
     """
 
     state: State
@@ -357,17 +358,17 @@ class ReportAnswer(Answer, frozen=True, kw_only=True):
     """The server's answer to a report.
 
     Attributes:
-        stale: True if the attempt has ended for the server.
+        stale: True if the server considers the attempt ended.
         stop: reason of a stop request, or None.
         offsets: required offsets for log pieces that did not continue the server's copy: `"<rank>.<stream>"` → offset.
         partition_grace_s: seconds from the *start* of the request for which the attempt may continue without another
             answer.
         heartbeat_s: maximum interval between two reports, in seconds.
         token: next token, or "" if the current token stays valid.
-        offers: offers of all crews, once complete and until this crew has reported its reach.
+        offers: offers of all nodes of the gang, once complete and until this node has reported its reach.
         chosen: rendezvous of the gang, once decided. User code waits for it.
-        release: True if all ranks on all nodes have returned. The ranks of this crew may then exit.
-        peer_failed: failure on another node as a sentence, or "". This crew must then end, too.
+        release: True if all ranks on all nodes have returned. The ranks on this node may then exit.
+        peer_failed: failure on another node as a sentence, or "". The ranks on this node must then end, too.
         ask: request to inspect the ranks, because the ranks of all nodes are silent.
         judgement: result of the current or the last inspection.
         idle: the action that the idle time of all nodes requires. None if unknown.

@@ -11,7 +11,7 @@ import msgspec
 
 API = "/api/v1"
 PROTOCOL = 2
-"""Protocol version of nodes and clients. Each hello of a node has it, and each request in `SGPU-Protocol`."""
+"""Protocol version, in each hello of a node and in the `SGPU-Protocol` header of each request."""
 PROTOCOLS = (1, 2)
 """Protocol versions that a server accepts: its own and the previous one. Servers are upgraded first, nodes and clients
 later.
@@ -21,7 +21,7 @@ later.
 """
 BODY_BYTES_MAX = 8 << 20
 INLINE_BYTES_MAX = 1 << 20
-"""Maximum size of an inline payload, and of the inline outputs of one report. Larger ones are blobs."""
+"""Maximum bytes of an inline payload, and of the inline outputs of a report. Larger content is a blob."""
 INLINE_OUTPUT_BYTES_MAX = 64 << 10
 LOG_REPORT_BYTES_MAX = 1 << 20
 LABEL_CHARACTERS_MAX = 256
@@ -29,10 +29,10 @@ NAME_CHARACTERS_MAX = 64
 PAGE_MAX = 500
 PAGE_DEFAULT = 50
 LIVE_STREAMS_MAX = 128
-"""Maximum number of output streams in one event stream. A rank has two."""
+"""Maximum number of output streams in one event stream. A rank has two streams."""
 
 Json = msgspec.Raw | msgspec.UnsetType
-"""Unparsed JSON, or `msgspec.UNSET`, which is false and not sent. msgspec cannot decode `Raw | None`."""
+"""Unparsed JSON, or `msgspec.UNSET`, which is falsy and not sent. msgspec cannot decode `Raw | None`."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,7 +50,8 @@ class ShortageView(Answer, frozen=True, kw_only=True):
         gpus: requested number of devices, or None for all devices of a node.
         gpu_type: requested type, or None.
         pool: requested pool, or "".
-        choices: similar requests. Each has ``gpus``, ``gpu_type``, ``pool`` and ``env`` only if they differ.
+        choices: similar requests. A choice contains only those of ``gpus``, ``gpu_type``, ``pool`` and ``env`` that
+            differ.
     """
 
     gpus: int | None = None

@@ -7,7 +7,7 @@
     DELETE /budgets/{name}                            → BudgetView    the deleted budget
 
     GET    /prices?all                                → PriceList     in force and planned; `all`: also ended prices
-    PUT    /prices/{resource}       PriceRequest      → PriceSet      from a time on, which ends the previous price
+    PUT    /prices/{resource}       PriceRequest      → PriceSet      starts at a given time and ends the previous price
     DELETE /prices/{resource}?pool&at_ns              → PriceSet      the resource has no price from this time on
 
     GET    /usage?by&from_day&until_day&where&limit   → UsageView     sums by user, team, tag, month …
@@ -42,15 +42,16 @@ class BudgetView(Answer, frozen=True, kw_only=True):
         kind: type of the scope: "everything", "user", "team", "pool", "policy" or "tag".
         scope: name within the type. For a tag, ``key=value``, or ``key`` for each run that has the tag.
         limit_micros: limit in money. A budget has either this limit or `limit_gpu_ms`.
-        hard: True if the server stops runs when the budget is used up. Otherwise they finish, and no new run starts.
+        hard: True if the server stops runs when the budget is used up. Otherwise running runs finish, and no new run
+            starts.
         start_ns: start of the period, in nanoseconds since 1970. `end_ns` is the start of the next period.
         used: use in the unit of the limit. `held` is the additional reservation of running attempts.
         percent: used percentage of the limit.
         unpriced_ms: device-milliseconds of runs without a price, which do not count toward a budget of money.
         going_on: number of running attempts that count toward the budget.
-        forecast: expected use at the end of the period, at the rate of the last days.
-        per_day: the rate of the forecast.
-        reached_ns: time at which the budget is used up at that rate. None means after this period.
+        forecast: expected use at the end of the period, at the average rate of the last days.
+        per_day: use per day that the forecast assumes.
+        reached_ns: time at which the budget is used up at the rate of the forecast. None means after this period.
         basis: basis of the forecast as a sentence.
         sentence: state of the budget as a sentence.
         time_zone: time zone of the periods.
@@ -173,7 +174,7 @@ class PriceSet(Answer, frozen=True, kw_only=True):
 
     Attributes:
         price: the new price, or None if a price was ended.
-        ended: prices that the change ends, in their previous form.
+        ended: prices that the change ends, as they were before the change.
         withdrawn: planned prices that the change removes.
         is_known: True if the catalogue or a node has a resource of this name.
         currency: currency of all prices.
@@ -198,11 +199,11 @@ class UsageView(Answer, frozen=True, kw_only=True):
     Attributes:
         by: grouping of the report.
         from_day: first day of the report. `until_day` is the first day after the report.
-        groups: groups with the highest cost, or periods in their order.
-        totals: sums of all groups, shown or not, with one row per currency.
+        groups: groups with the highest cost, or periods in chronological order.
+        totals: sums of all groups, including omitted groups, with one row per currency.
         is_cut: True if there are more groups.
-        going: number of attempts that are running or not in the ledger yet. Their use is computed from reports of their
-            nodes.
+        going: number of attempts that are running or not in the ledger yet. The server computes their use from reports
+            of their nodes.
         is_going_cut: True if the report omits some of these attempts.
     """
 
@@ -249,11 +250,12 @@ class DemandRow(Answer, frozen=True, kw_only=True):
         start_ns: start in nanoseconds since 1970. `end_ns` is the end.
         gpus: maximum number of devices lent at the same time.
         queued_ms: waiting time of the attempt. Only its first day has a value above 0.
-        gpu_ms: device-milliseconds that count as use. `billed_ms` has those that are billed at a price.
-        lent_ms: device-milliseconds of lent devices, for all segments together.
+        gpu_ms: device-milliseconds that count as use. `billed_ms` counts the device-milliseconds that are billed at a
+            price.
+        lent_ms: device-milliseconds of lent devices, summed over all segments.
         micros: cost in millionths of the currency unit, or None without a price.
         used_ms: device-milliseconds of the whole attempt, repeated on each of its days, like the next three fields.
-        observed_ms: device-milliseconds with telemetry. `busy_ms` has those of busy devices.
+        observed_ms: device-milliseconds with telemetry. `busy_ms` counts device-milliseconds of busy devices.
         peak_memory_bytes: maximum memory of one device, or None if unknown.
     """
 

@@ -4,8 +4,9 @@
     PUT  /blobs/{digest}       bytes, up to BLOB_PART_BYTES → 204; durable, and checked against its name (BLAKE3)
 
 A client sends a blob as parts and names it by the list of parts (`BlobReference`). An interrupted upload therefore
-continues with the missing parts. No route returns a part by its digest. Payloads are read through their attempt,
-outputs through their run. The server shows no digests, because a run that names parts as its payload gets their bytes.
+continues with the missing parts. No route returns a part by its digest. Nodes read payloads through the attempt, and
+clients read outputs through the run. The server shows no digests, because a run that names parts as its payload gets
+the bytes of these parts.
 
     GET    /environments/objects/{key}?start&length          → bytes
     PUT    /environments/objects/{key}                       bytes → 204

@@ -1,6 +1,6 @@
 """The connection of clients and nodes to a server, which sends and returns bodies.
 
-Problems are raised as exceptions of `errors`.
+The connection raises problems as exceptions of `errors`.
 
     ask     one request, one answer            retried for `patience_s` while the server is unreachable
     put     bytes of a part or an object       retried like `ask`
@@ -30,7 +30,7 @@ EVENT_BYTES_MAX = 32 << 20
 
 
 class Connection(HttpClient):
-    """One server and one token. Several threads may share a connection, but not a forked process.
+    """A connection to one server with one token. Threads may share a connection, forked processes may not.
 
     The arguments are those of `HttpClient`.
     """
@@ -61,7 +61,7 @@ class Connection(HttpClient):
         answer: Any,
         query: Mapping[str, str] | None = None,
     ) -> Iterator[Any]:
-        """Yield the events of a stream until the server ends it. `answer` is their type or tagged union.
+        """Yield the events of a stream until the server ends the stream. `answer` is the type of the events.
 
         Raises ServerUnavailable if the connection breaks, because only the reader knows the position to continue from.
         """

@@ -2,17 +2,17 @@
 
     Connection        `connection.py`: many requests, threads, streams; with httpx2
     BriefConnection   here: a few requests of a command, with the standard library, because importing httpx2 and its
-                      dependencies takes more CPU time than the rest of such a command. No streams, no threads
+                      dependencies takes more CPU time than such a command. No streams, no threads
 
-A retried request must have the same meaning as the first one. All routes of `wire` are idempotent: clients create the
-identifiers, and reports and parts may be repeated. Plain `http://` is only for loopback, because each request contains
-a token.
+A retried request must have the same meaning as the first request. All routes of `wire` are idempotent: clients create
+the identifiers, and reports and parts may be repeated. Plain `http://` is only for loopback, because each request
+contains a token.
 
-Failure cases: without a listener, after a broken connection, or for status 502 to 504, the client retries for
-`patience_s`. The same applies to a problem with a retryable class. Then the client raises `ServerUnavailable`. It
-prints one line when the wait starts and one when the wait ends. If `url` and `token` are functions, the wait follows a
-server that restarted on another port or with another token. An answer that is not valid JSON of this protocol, such as
-the page of a proxy, raises `ServerProblem` with its status.
+Failure cases: the client retries for `patience_s` if no process listens, if the connection breaks, or for status 502 to
+504. The client also retries problems with a retryable class. After `patience_s`, the client raises `ServerUnavailable`.
+The client prints one line when the wait starts and one line when the wait ends. If `url` and `token` are functions, the
+client finds a server that restarted on another port or with another token. An answer that is not valid JSON of this
+protocol, such as the page of a proxy, raises `ServerProblem` with its status.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Reply(NamedTuple):
 
 
 class HttpClient(abc.ABC):
-    """One server and one token.
+    """A client of one server with one token.
 
-    `url` and `token` are texts, or functions that return the current values. If the server does not answer, the client
-    calls `url` again, possibly in another thread. If the server rejects the token, the client calls `token`.
+    `url` and `token` are strings, or functions that return the current values. If the server does not answer, the
+    client calls `url` again, possibly in another thread. If the server rejects the token, the client calls `token`.
     `patience_s` limits the wait for an unreachable server, in seconds. `announce` gets a line at the start and the end
     of the wait. `ca` is a file with trusted certificates, or "" for the system's certificates.
     """
@@ -117,7 +117,7 @@ class HttpClient(abc.ABC):
             raise ServerProblem(f"the answer of {reply.url} cannot be understood: {error}") from None
 
     def health(self) -> Health:
-        """Return the health of the server, even if it is not healthy. Raise the same errors as `ask`."""
+        """Return the health of the server, even if the server is not healthy. Raise the same errors as `ask`."""
         reply = self._patiently("GET", "/health", fine=(503,))
         try:
             return from_json(reply.content, Health)
@@ -162,7 +162,7 @@ class HttpClient(abc.ABC):
     def _send(
         self, method: str, path: str, *, content: bytes | None, headers: Mapping[str, str], params: Mapping[str, str]
     ) -> Reply:
-        """Send a request to `self.url` with `self._headers()`. Raise `_away`'s exception without an answer."""
+        """Send a request to `self.url` with `self._headers()`. Without an answer, raise the error of `_away`."""
 
     def _headers(self) -> dict[str, str]:
         """Return the headers of every request."""
@@ -227,7 +227,8 @@ class HttpClient(abc.ABC):
         said = str(error)
         if _UNTRUSTED in said:
             hint = (
-                "for a certificate of your own authority, run `sgpu login URL --ca FILE` with the authority's "
+                "for a certificate of your own certificate authority, run `sgpu login URL --ca FILE` with the "
+                "authority's "
                 "certificate"
             )
             if "mismatch" in said:
@@ -250,7 +251,7 @@ class HttpClient(abc.ABC):
 
 
 class BriefConnection(HttpClient):
-    """One server and one token, for a few requests in sequence. The arguments are those of `HttpClient`."""
+    """A client for a few requests in sequence to one server. The arguments are those of `HttpClient`."""
 
     def _send(
         self, method: str, path: str, *, content: bytes | None, headers: Mapping[str, str], params: Mapping[str, str]
@@ -317,7 +318,7 @@ def problem_of(reply: Reply) -> ServerlessGpuError:
 def trust(ca: str) -> ssl.SSLContext:
     """Return the TLS context that checks a server's certificate. `ca` is "" for the system's certificates.
 
-    The creation takes 20 ms.
+    Creating the context takes 20 ms.
     """
     try:
         return ssl.create_default_context(cafile=ca or None)

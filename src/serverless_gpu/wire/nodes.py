@@ -1,7 +1,7 @@
 """Bodies for nodes and pools, for the rules that operators set, and for joining machines.
 
     GET    /nodes                                      → NodeList
-    POST   /nodes/{node}/forget      ForgetRequest     → NodeView         gives up its attempts at once
+    POST   /nodes/{node}/forget      ForgetRequest     → NodeView         gives up the node's attempts at once
     PUT    /nodes/{node}/drain       NodeDrainRequest  → NodeView
     PUT    /nodes/{node}/calendar    CalendarRequest   → NodeView
     PUT    /nodes/{node}/quarantine  QuarantineRequest → NodeView
@@ -14,12 +14,12 @@
     POST   /nodes/approve            ApproveRequest    → NodeView         (administrators)
 
 The server stores the rules of a node, so that they survive restarts of the server, the node's agent and the machine.
-`sgpu node list` shows them. Operators may change them, and so may the owner that a node's calendar names.
+`sgpu node list` shows these rules. Operators and the owner in the node's calendar may change them.
 
 A join token (scope "joining") permits only joins, for a limited time and a limited number of homes. The answer to a
 join contains an agent's token for one name and one home, which can be revoked separately. If an answer is lost, the
-home asks again with the same join token and gets another agent's token. The repeated request does not count as another
-use. The answer also contains Ray's token, which is not in the join file.
+home repeats the request with the same join token and gets a new agent's token. The repeated request does not count as
+another use. The answer also contains Ray's token, which is not in the join file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INVITED_S = 86_400.0
 class NodeDrain(Answer, frozen=True, kw_only=True):
     """The principal who drains a node, the start time (nanoseconds since 1970) and the reason.
 
-    `stop` means that the runs on the node are stopped, too.
+    `stop` means that the server also stops the runs on the node.
     """
 
     by: str
@@ -54,7 +54,7 @@ class NodeCalendar(Answer, frozen=True, kw_only=True):
 
 
 class LeftOut(Answer, frozen=True, kw_only=True):
-    """A device that runs of the server do not get.
+    """A device that the server excludes from runs.
 
     The other fields are the principal who excluded the device, the time (nanoseconds since 1970) and the reason.
     """
@@ -70,7 +70,7 @@ class NodeRules(Answer, frozen=True, kw_only=True):
 
     Attributes:
         drain: the drain request, or None.
-        quarantined: excluded devices, in addition to those that the node itself has in quarantine.
+        quarantined: devices that an operator excluded, in addition to the node's own quarantine.
     """
 
     drain: NodeDrain | None = None
@@ -90,7 +90,7 @@ class NodeView(Answer, frozen=True, kw_only=True):
         rules: rules that operators and the owner have set.
         shared: True if the calendar currently lets users other than the owner use the node.
         turns_ns: time at which `shared` changes, in nanoseconds since 1970, or None for never.
-        findings: other remarks about the devices for operators, one sentence each.
+        findings: further remarks about the devices for operators, one sentence each.
     """
 
     id: str
@@ -121,7 +121,7 @@ class NodeDrainRequest(Request, frozen=True, kw_only=True):
     """Set or lift the drain of a node, with a reason.
 
     Attributes:
-        stop: True to also stop the runs on the node in order. They continue on other nodes if possible.
+        stop: True to also stop the runs on the node gracefully. The runs continue on other nodes if possible.
     """
 
     on: bool
@@ -134,7 +134,7 @@ class CalendarRequest(Request, frozen=True, kw_only=True):
 
     Attributes:
         owner: principal who may always use the node, or "" for none.
-        owner_first: True if runs of other users make way for the owner's runs even while the node is shared.
+        owner_first: True if the owner's runs preempt runs of other users even while the node is shared.
         shared: times at which others may use the node, such as ``"mon-fri 19:00-07:00"``. Empty means always.
         zone: time zone of these times, such as ``"Europe/Berlin"``. "" means UTC.
     """
@@ -164,11 +164,11 @@ class ForgetRequest(Request, frozen=True, kw_only=True):
 
 
 class PoolView(Answer, frozen=True, kw_only=True):
-    """Nodes under one policy. `free` and `total` count devices by type.
+    """A pool: nodes under one policy. `free` and `total` count devices by type.
 
     Attributes:
         lends: True if the pool is reserved and lends idle devices to `BEST_EFFORT` runs that name no pool.
-        return_s: seconds within which lent devices return.
+        return_s: maximum seconds until borrowers release lent devices.
         isolation: "none" if an administrator accepts that runs of several principals share a uid, else "unset".
     """
 
@@ -229,7 +229,7 @@ class RayPool(Answer, frozen=True, kw_only=True):
     """The Ray cluster of a server.
 
     Attributes:
-        address: address of its head.
+        address: address of the cluster's head.
         port: first port of Ray's port range on the server's machine.
         token: token of the cluster.
         version: Ray version. Every machine needs the same version.

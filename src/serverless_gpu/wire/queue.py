@@ -5,7 +5,7 @@
     PUT    /shares/{kind}/{name}    ShareRequest           → ShareView    kind: "team", "user"
     DELETE /shares/{kind}/{name}                           → ShareView    restores the default weight of 1
 
-`WaitView` is the wire form of `Wait` in `model/scheduling/values.py`. The reader composes the sentence from its parts,
+`WaitView` is the wire form of `Wait` in `model/scheduling/values.py`. The client composes the sentence from these parts
 in its own time zone. Times are nanoseconds since 1970 by the server's clock.
 """
 
@@ -30,17 +30,17 @@ class HolderView(DeviceHolder, frozen=True, kw_only=True):
 
     Attributes:
         title: owner and name of the holding run.
-        until_ns: time at which the run hands the devices back, or None if unknown.
-        is_bound: True if `until_ns` is the latest time, from a declared limit.
+        until_ns: time at which the run releases the devices, or None if unknown.
+        is_bound: True if `until_ns` is the latest possible time, from a declared limit.
         is_leaving: True if the server has asked the run to stop.
         asked_ns: time of the planned preemption request. None for never, or if the request was already sent.
-        node: node of these devices if the waiting gang needs several nodes, else "".
-        likely_ns: likely time of the hand-back, from earlier runs of that name, if it is before `until_ns`.
+        node: node of the held devices if the waiting gang needs several nodes, else "".
+        likely_ns: likely release time, estimated from earlier runs of the same name, if before `until_ns`.
     """
 
 
 class PartView(GangPart, frozen=True, kw_only=True):
-    """One node for which a gang on several nodes waits: its devices for the gang, and the free ones."""
+    """A node for which a gang waits: the gang's number of devices on this node, and the free devices."""
 
 
 class WaitView(Answer, frozen=True, kw_only=True):
@@ -48,10 +48,10 @@ class WaitView(Answer, frozen=True, kw_only=True):
 
     Attributes:
         reason: value of `WaitReason`. A newer server may send other values.
-        count: number of required devices, or 0 if it depends on the node.
-        gpu_type: required type, or "" if it depends on the node.
+        count: number of required devices, or 0 if the number depends on the node.
+        gpu_type: required type, or "" if the type depends on the node.
         one_node: True if all devices must be on one node.
-        whole: True if the run requests all devices of a node, whatever their number.
+        whole: True if the run requests all devices of a node, regardless of their number.
         nodes: nodes on which a gang on several nodes fits soonest.
         node: name of the node on which the run fits soonest, or "".
         free: number of free devices of the required type on that node.
@@ -59,14 +59,14 @@ class WaitView(Answer, frozen=True, kw_only=True):
         holders: runs that hold the other devices, sorted by their expected end, at most `HOLDERS_MAX`.
         others: number of devices of the holders that are not named.
         ahead: title of the run for which the free devices are reserved, or "".
-        kept_ns: start of that reservation, or None for now.
+        kept_ns: start of the reservation for the run `ahead`. None means now.
         spare_s: maximum declared duration with which a run would start now, or 0 for none.
-        place: position among runs that need the same type of devices. 1 is the next, and 0 means not in line.
-        at_ns: expected start time, if known. `is_bound` means that it is the latest time.
+        place: position among runs that need the same type of devices. 1 means the next run, and 0 means not in line.
+        at_ns: expected start time, if known. `is_bound` means that this time is the latest possible time.
         owner: owner of `node` if a calendar is the reason.
-        turns_ns: time at which that node's calendar changes its users.
-        words: additional sentence, or a sentence in place of the other parts.
-        likely_ns: likely start time, from earlier runs of those names, if it is before `at_ns`.
+        turns_ns: time at which the calendar of `node` admits other users.
+        words: additional sentence, or a sentence that replaces the other parts.
+        likely_ns: likely start time, estimated from earlier runs of the same names, if before `at_ns`.
         ends_ns: time at which the run ends without a start if no suitable node joins. None for never.
     """
 
@@ -121,15 +121,15 @@ class QueueEntry(Answer, frozen=True, kw_only=True):
     Attributes:
         run: identifier of the run, or "" if the caller may not see the run. `name` and `sentence` are then also "", and
             `place` is 0.
-        waiting: parts of `sentence`. None before the first look of the scheduler, or if the caller may not see the run.
-        place: position among runs that need the same type of devices. 1 is the next, and 0 means not in line.
+        waiting: parts of `sentence`. None before the first scheduling pass, or if the caller may not see the run.
+        place: position among runs that need the same type of devices. 1 means the next run, and 0 means not in line.
         gpus: number of requested devices, or None for all devices of a node.
         gpu_type: requested type, or "" for any type.
         pool: requested pool, or "" for any on-demand pool.
         since_ns: start of the wait, in nanoseconds since 1970.
         sentence: the awaited devices, their holders, and the expected time.
         reserved_ns: time at which the reserved devices are free, or None if unknown or without a reservation.
-        is_bound: True if `reserved_ns` is the latest time.
+        is_bound: True if `reserved_ns` is the latest possible time.
     """
 
     run: str
@@ -160,17 +160,19 @@ class QueueView(Answer, frozen=True, kw_only=True):
 
 
 class ShareView(Answer, frozen=True, kw_only=True):
-    """The part of the devices that a team or user gets while others also want devices.
+    """The share of all devices that a team or user gets while others also request devices.
 
     Attributes:
-        kind: "team" or "user". A user shares within a team, or competes with the teams if the user has no team.
+        kind: "team" or "user". The users of a team divide the team's share. A user without a team competes with the
+            teams.
         weight: weight against other teams or users. The default is 1.
-        due: fair part of all devices while all teams and users in this list want devices. None for a user in a team.
+        due: fair share of all devices while all teams and users in this list request devices. None for a user in a
+            team.
         used_gpu_s: device-seconds used, with less weight for older use. A CPU slot counts as 1/32 of a GPU. None for a
             user in a team.
         counted_gpu_s: use that the scheduler counts: `used_gpu_s`, and one minute in advance (`queue_entry_penalty`)
             for each device of each running run. None for a user in a team.
-        part: part of all use. None for a user in a team.
+        part: fraction of all use. None for a user in a team.
     """
 
     kind: ShareKind
@@ -183,7 +185,7 @@ class ShareView(Answer, frozen=True, kw_only=True):
 
 
 class ShareList(Answer, frozen=True, kw_only=True):
-    """All shares.
+    """The list of all shares.
 
     Attributes:
         half_life_s: time in seconds after which use counts half.

@@ -62,8 +62,8 @@ class RunRequest(Request, frozen=True, kw_only=True):
         id: identifier from `ambient.new_run_id`. The client writes it to disk before it sends the request.
         spec: specification of the run.
         target: requirements for the node.
-        context: `node.protocol.Context` as JSON, which ranks inherit from the caller. The server stores it encrypted,
-            because it has environment variables, and sends it only to the node.
+        context: `node.protocol.Context` as JSON, which ranks inherit from the caller. The server encrypts the stored
+            context, because it contains environment variables. Only the node gets the context.
         call: the pickled call, up to `INLINE_BYTES_MAX`. None if `spec.payload` refers to a blob or has no call.
         snapshot: address of the environment that ranks import, or "" for the caller's own files.
         version: version of the client's package.
@@ -88,7 +88,7 @@ class CrewView(Answer, frozen=True, kw_only=True):
         first_rank: lowest global rank on this node, for runs with one rank per device.
         gpus: number of devices on this node.
         sentence: message of the node about the run.
-        heard_ns: time of the last report, up to 15 s late.
+        heard_ns: time of the last report. The value may be up to 15 s old.
         Times are nanoseconds since 1970.
     """
 
@@ -116,7 +116,7 @@ class RunView(Answer, frozen=True, kw_only=True):
         deduplicated: True if the server had already received this request.
         finished: True if state, files and receipt are final.
         tracked: link to the run in MLflow, once known.
-        waiting: parts of `sentence` during a wait, after the first look of the scheduler.
+        waiting: parts of `sentence` during a wait, after the first scheduling pass.
         crews: parts of the attempt by node, for an attempt on several nodes.
         Times are nanoseconds since 1970.
     """
@@ -178,7 +178,7 @@ class FileView(Answer, frozen=True, kw_only=True):
     Attributes:
         name: `results/<rank>.pkl`, `failures/<rank>.json`, `.pkl`, `.stack`, `hang-<n>.txt`, `receipt.json` …
             With several nodes, whose files share one directory, `hang-<number of the node>-<n>.txt`.
-        inline: bytes of a small file. Larger files are read from `/runs/{run}/files/{name}`.
+        inline: bytes of a small file. Clients read larger files from `/runs/{run}/files/{name}`.
     """
 
     name: str
@@ -259,7 +259,7 @@ class LogMessage(Answer, frozen=True, kw_only=True, tag="log"):
 
 
 class GapMessage(Answer, frozen=True, kw_only=True, tag="gap"):
-    """A gap in the live output of `size` bytes from `offset` on. The log has these bytes."""
+    """A gap in the live output of `size` bytes from `offset` on. The log contains these bytes."""
 
     fence: int
     rank: int
@@ -271,11 +271,13 @@ class GapMessage(Answer, frozen=True, kw_only=True, tag="gap"):
 class EndedMessage(Answer, frozen=True, kw_only=True, tag="ended"):
     """The final message about the ending: no rank is running.
 
-    For a run on several nodes, a message with `seq` 0 may precede it while nodes still clean up. At that time the cause
-    of the ending is known, and the run gets no further attempt. The last message also has the failures on other nodes.
+    For a run on several nodes, an earlier message with `seq` 0 may arrive while nodes still clean up. At that time, the
+    server knows the cause of the ending and starts no further attempt. The final message also contains the failures on
+    other nodes.
 
     Attributes:
-        ending: `node.protocol.Stopped` as JSON. Unset if no node could report. Then only state and reason are known.
+        ending: `node.protocol.Stopped` as JSON. Unset if no node could report. In that case, only state and reason are
+            known.
         files: outputs of the last attempt.
     """
 
@@ -289,7 +291,7 @@ class EndedMessage(Answer, frozen=True, kw_only=True, tag="ended"):
 
 
 class SettledMessage(Answer, frozen=True, kw_only=True, tag="settled"):
-    """The last message of a stream: the devices are verified and handed back.
+    """The last message of a stream: the devices are verified and released.
 
     Attributes:
         receipt: `model.receipt.Receipt` as JSON. Unset for a run without a receipt.

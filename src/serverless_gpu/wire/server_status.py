@@ -44,9 +44,9 @@ class Version(Answer, frozen=True, kw_only=True):
         protocol: protocol version of the server. `protocols` has all versions that it accepts, and is empty from a
             server of protocol 1.
         machine: `ambient.machine()` of the server, by which a client detects that it runs on the same machine.
-        mlflow: address of the server's MLflow for clients and nodes. It tracks runs whose caller configured no MLflow.
-            "" for none.
-        joinable: True if other machines can join. A run may then be on a machine without the caller's files.
+        mlflow: address of the server's MLflow for clients and nodes. This MLflow tracks runs whose caller configured no
+            MLflow. "" means none.
+        joinable: True if other machines can join. A run may then start on a machine without the caller's files.
     """
 
     version: str

@@ -32,7 +32,7 @@ def test_23B13_what_stays_after_stop_is_what_the_page_lists(home: Path) -> None:
     if cgroups is not None:
         wait_for(lambda: not cgroups.exists(), "the control groups are gone")
 
-    listed = PAGE.read_text(encoding="utf-8").partition("## Remove it")[2]
+    listed = PAGE.read_text(encoding="utf-8").partition("## Remove the package")[2]
     names = set(re.findall(r"`([a-z]+(?:/|\.\w+)?)`", listed))
     stays = {entry.name + ("/" if entry.is_dir() else "") for entry in home.iterdir()}
     assert stays <= names, f"the page does not list {sorted(stays - names)}"

@@ -76,7 +76,7 @@ def test_whoever_changes_the_database_is_found_out(own_server: ServerProcess, ho
         database.execute("UPDATE audit SET principal = 'eve' WHERE subject = 'two'")
     database.close()
     refused(f"entry {entry['number']} or the entry before it was changed", "verify")
-    refused("the server's is team.create of eve on two: they differ in principal", "verify", str(copy))
+    refused("the server's entry is team.create of eve on two: they differ in principal", "verify", str(copy))
     with sqlite3.connect(
         home / "server" / "server.db", timeout=30
     ) as database:  # and one who hides it by cutting the end off

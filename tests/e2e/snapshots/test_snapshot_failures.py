@@ -19,7 +19,7 @@ from serverless_gpu import distributed
 from serverless_gpu.client.agent import stop_agent
 from serverless_gpu.client.launch import launch
 from serverless_gpu.client.launch.preflight import pack
-from serverless_gpu.model.lifecycle.attempt import Reason, State
+from serverless_gpu.model.lifecycle.attempt import MEANINGS, Reason, State
 from serverless_gpu.model.spec import RunSpec
 from serverless_gpu.node.agent.connection import connect
 from serverless_gpu.node.attempt.history import read_ending, read_receipt
@@ -225,7 +225,7 @@ def test_F29_what_was_altered_and_is_there_no_more_fails_the_run_by_name(
     small.install("toy", "3.0", {"toy/__init__.py": "VALUE = 'three'\n"})
     stopped.send(signal.SIGCONT)
     answer = warmed.ask("sys.going.results(60)")
-    assert answer.startswith("RunError: the stored environment is missing or is not what was"), answer
+    assert answer.startswith(f"RunError: {MEANINGS[Reason.ENV_CORRUPT].sentence}: pack "), answer
     assert golden("snapshots.snapshot_failures.removed-store") in answer and "call the function again" in answer
     assert warmed.ask("call(work.code)") == "'first'"
 

@@ -213,8 +213,8 @@ def test_showing_loads_nothing_of_the_users(runs: Path) -> None:
         (
             ("--rank", "1", "--stream", "stderr"),
             "",
-            f"sgpu: rank 1 of run {FIRST} wrote nothing to stderr; rank 0 did: sgpu logs {FIRST} --rank 0; "
-            f"how it ended: sgpu show {FIRST}\n",
+            f"sgpu: rank 1 of run {FIRST} wrote nothing to stderr; rank 0 wrote output: sgpu logs {FIRST} --rank 0; "
+            f"sgpu show {FIRST} shows how the run ended\n",
         ),
         (("--rank", "0", "--follow"), "one\ntwo\nthree\n", "100%\nnot ended\n"),
     ],
@@ -235,7 +235,10 @@ def test_23B3_a_rank_that_wrote_nothing_names_the_option_that_shows_the_others(r
     for path in (runs / FIRST / "1" / "logs").glob("0.*"):
         path.unlink()
     result = sgpu("logs", "--rank", "0")
-    told = f"sgpu: rank 0 of run {FIRST} wrote nothing to stdout or stderr; rank 1 did: sgpu logs {FIRST} --rank 1\n"
+    told = (
+        f"sgpu: rank 0 of run {FIRST} wrote nothing to stdout or stderr; "
+        f"rank 1 wrote output: sgpu logs {FIRST} --rank 1\n"
+    )
     assert (result.stdout, result.stderr) == ("", told)
 
 
@@ -286,7 +289,7 @@ def test_clean_says_which_rule_keeps_what_is_too_much(runs: Path, size: str) -> 
     now_ns = SystemClock().wall_ns()
     for path in make(runs, SECOND).rglob("*"):
         os.utime(path, ns=(now_ns, now_ns))
-    rule = "; 1 run that ended less than an hour ago is kept by that rule: name it to delete it now\n"
+    rule = "; 1 run that ended less than an hour ago is kept; to delete it now, name it: sgpu clean RUN\n"
     assert sgpu("clean", "--keep", size, "--dry-run").output.endswith(rule)
     assert sgpu("clean", "--keep", size).output.startswith("deleted 1 run, ")
     assert sgpu("clean", "--keep", size).output == golden("cli.cli.nothing-delete-run") + rule
@@ -310,7 +313,7 @@ def test_a_run_that_goes_on_is_not_deleted(runs: Path) -> None:
         listed = sgpu("cancel")
     assert listed.exit_code == 2
     assert listed.stderr.startswith(f"{SECOND}  train  QUEUED  ")
-    assert listed.stderr.endswith("Error: which run? These are running.\n")
+    assert listed.stderr.endswith("Error: name a run; these runs are running.\n")
 
 
 def test_a_run_that_gives_its_devices_back_is_not_deleted_and_not_to_be_cancelled(runs: Path) -> None:
@@ -328,7 +331,7 @@ def test_a_run_that_gives_its_devices_back_is_not_deleted_and_not_to_be_cancelle
 def test_cancel_without_a_run_when_none_goes_on(runs: Path) -> None:
     listed = sgpu("cancel")
     assert listed.exit_code == 2
-    assert listed.stderr.endswith("Error: which run? None is running.\n")
+    assert listed.stderr.endswith("Error: name a run; no run is running.\n")
 
 
 @pytest.mark.parametrize(
@@ -384,7 +387,7 @@ def test_columns() -> None:
         ("CANCELLED", "1 GPU free: no process of the run is left"),
         (
             "FAILED",
-            "it no longer had devices; attempt 1 released them: 1 GPU free: no process of the run is left",
+            "the run no longer had devices; attempt 1 released them: 1 GPU free: no process of the run is left",
         ),
     ],
 )

@@ -1,1 +1,1 @@
-"""Commands about people and their rights: users, teams, tokens, secrets, usage policies and the audit log."""
+"""Commands for users, teams, tokens, secrets, usage policies and the audit log."""

@@ -4,9 +4,9 @@ A copy is a file of JSON lines with one entry on each line. The command verifies
 
     {"number":1,"seq":1,"at_ns":…,"principal":"ada","action":"run.create","subject":"01m…","detail":{…},"sha256":"…", …}
 
-Failure cases: A killed export leaves an incomplete last line, which the next export removes. A full disk raises OSError
-and leaves the earlier lines valid. The second of two concurrent exports into one file is refused. A changed entry
-raises `AuditBroken`, which names the entry.
+Failure cases: A killed export leaves an incomplete last line, which the next export removes. A full disk raises
+OSError and leaves the earlier lines valid. The command refuses the second of two concurrent exports into one file. A
+changed entry raises `AuditBroken`, which names the entry.
 """
 
 from __future__ import annotations
@@ -142,10 +142,11 @@ def compare_links(links: Iterable[ChainedEntry], copied: Iterator[ChainedEntry],
             fields = " and ".join(
                 name for name in ChainedEntry.__struct_fields__ if getattr(known, name) != getattr(link, name)
             )
-            both = f"entry {known.number} of {file} is {_entry_text(known)}; the server's is {_entry_text(link)}"
+            both = f"entry {known.number} of {file} is {_entry_text(known)}; the server's entry is {_entry_text(link)}"
             raise AuditBroken(
                 f"{both}: they differ in {fields}",
-                hint="one of them was changed after the server wrote it; trust a copy that only you can write to",
+                hint="one of the two entries was changed after the server wrote it; trust a copy that only you "
+                "can write to",
             )
         yield link
     known = next(copied, None)
@@ -161,9 +162,9 @@ def _refuse_another(connection: Connection, head: ChainHead, file: Path) -> None
     found = connection.ask("GET", "/audit", answer=AuditPage, query=asked).entries
     if not found or (found[0].number, found[0].sha256) != (head.number, head.sha256):
         raise AuditBroken(
-            f"{file} ends with {_head_text(head)}, but the server's entry of that number is a different one",
-            hint="the server is a different one, was restored from a backup, or its audit log was changed. Run "
-            "`sgpu audit verify` for details. Export into a new file and keep this one",
+            f"{file} ends with {_head_text(head)}, but the server has another entry of that number",
+            hint="this is another server, the server was restored from a backup, or its audit log was changed. "
+            "Run `sgpu audit verify` for details. Export into a new file and keep the old file",
         )
 
 
@@ -196,7 +197,7 @@ def check_copy(path: Path, *, after: ChainHead = ChainHead()) -> ChainHead:  # n
     """Return the number and digest of a copy's last entry. Raise AuditBroken unless the chain is intact."""
     head, problem = follow(read_copy(path), after=after)
     if problem:
-        raise AuditBroken(f"{path}: {problem}", hint="compare it with another copy")
+        raise AuditBroken(f"{path}: {problem}", hint="compare the file with another copy")
     return head
 
 
@@ -204,7 +205,7 @@ def check_copy(path: Path, *, after: ChainHead = ChainHead()) -> ChainHead:  # n
 def open_copy(path: Path) -> Iterator[tuple[IO[bytes], ChainHead]]:
     """Yield a copy under an exclusive lock, with the number and digest of its last entry.
 
-    A missing file is created. A changed copy raises AuditBroken.
+    The function creates a missing file. It raises AuditBroken for a changed copy.
     """
     refuse_irregular(path)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -213,7 +214,7 @@ def open_copy(path: Path) -> Iterator[tuple[IO[bytes], ChainHead]]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InvalidValue(
-                f"another process exports into {path}", hint="wait for it, or name another file"
+                f"another process exports into {path}", hint="wait until that export ends, or name another file"
             ) from None
         except OSError as error:
             raise lock_error(path, error.strerror or str(error), is_home=False) from error

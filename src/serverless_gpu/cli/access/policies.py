@@ -19,7 +19,7 @@ from serverless_gpu.model.usage_policy import HOLDER_KINDS, UsagePolicy, describ
 from serverless_gpu.wire.access import PolicyList, PolicyView, policy_of, request_of
 
 ANY = "any"
-"""Option value that removes a limit."""
+"""Value of an option that removes the limit."""
 
 
 _COUNTS = {
@@ -69,7 +69,7 @@ def my_policies(wide: bool, as_json: bool) -> None:
     elif len(attached) == 1:
         say(f"{attached[0]} applies automatically")
     else:
-        say("choose one with policy= or SGPU_POLICY; policies of a run's team count too")
+        say("choose a policy with policy= or SGPU_POLICY; policies of a run's team count too")
 
 
 @policy.command("show")
@@ -90,7 +90,7 @@ def show_policy(name: str, as_json: bool) -> None:
 
 @policy.command("set")
 @click.argument("name", shell_complete=complete_policy)
-@click.option("--pool", metavar="NAME", help="Pool of runs that name none.", shell_complete=complete_pool)
+@click.option("--pool", metavar="NAME", help="Pool of runs that name no pool.", shell_complete=complete_pool)
 @click.option("--pools", metavar="A,B", help="Pools that runs may name.")
 @click.option(
     "--require-tag", "required", multiple=True, metavar="KEY[=A,B]", help="Tag that runs must have. Repeatable."
@@ -106,22 +106,26 @@ def show_policy(name: str, as_json: bool) -> None:
 @click.option(
     "--max-run", metavar="DURATION", help="Maximum time of an attempt; with resume=True another attempt follows."
 )
-@click.option("--attempts", metavar="N", help="Maximum attempts of a run that start its code.")
+@click.option("--attempts", metavar="N", help="Maximum number of attempts that start the run's code.")
 @click.option("--total-run", metavar="DURATION", help="Maximum run time of a run's code in all attempts together.")
 @click.option(
     "--unsaved-attempts",
     metavar="N",
-    help="Consecutive attempts without a checkpoint that end resume=True (default: 3).",
+    help="Number of attempts in a row without a checkpoint after which resume=True ends (default: 3).",
 )
 @click.option(
-    "--mandatory/--optional", default=None, help="Apply in addition to other policies, or only to runs that choose it."
+    "--mandatory/--optional",
+    default=None,
+    help="Apply the policy to all runs in addition to others, or only to runs that choose it.",
 )
-@click.option("--idle", metavar="DURATION", help="Stop a run after its devices idled this long; users may choose less.")
-@click.option("--timeout", metavar="DURATION", help="Time limit of runs that set none.")
+@click.option(
+    "--idle", metavar="DURATION", help="Stop a run after its devices idled this long; users may set a shorter time."
+)
+@click.option("--timeout", metavar="DURATION", help="Time limit of runs that set no limit.")
 @click.option(
     "--team",
     metavar="NAME",
-    help="Team of runs that name none, if their owner is a member.",
+    help="Team of runs that name no team, if the run's owner is a member.",
     shell_complete=complete_team,
 )
 @click.option("--require-team/--no-require-team", "team_required", default=None, help="Require that runs name a team.")
@@ -181,7 +185,7 @@ def detach_policy(name: str, user: tuple[str, ...], service: tuple[str, ...], te
 def delete_policy(name: str) -> None:
     """Delete a usage policy.
 
-    The policy must not be attached to a principal. The server refuses later runs that name it.
+    The policy must not be attached to a principal. The server refuses later runs that name the policy.
     """
     with server() as connection:
         view = connection.ask("DELETE", _path(name), answer=PolicyView)
@@ -283,7 +287,7 @@ def _parse_required_tag(text: str) -> tuple[str, tuple[str, ...]]:
     key, sign, values = text.partition("=")
     accepted = tuple(value for value in values.split(",") if value)
     if sign and not accepted:
-        _refuse_option("require_tag", f"{text!r} accepts no value; {key!r} alone accepts any")
+        _refuse_option("require_tag", f"{text!r} accepts no value; {key!r} alone accepts any value")
     return key, accepted
 
 

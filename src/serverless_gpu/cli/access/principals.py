@@ -132,8 +132,8 @@ def say_secret(made: TokenMade) -> None:
 def login(url: str, token_file: Path | None, ca: Path | None) -> None:
     """Log in to a server.
 
-    URL is the server's address. The command checks the token and stores both in this home, in a file that only you can
-    read. The token is never an argument, because every user of the machine can read arguments.
+    URL is the server's address. The command checks the token. It stores address and token in a file of this home that
+    only you can read. The token is never an argument, because every user of the machine can read arguments.
     """
     check_address(url)
     token = _read_token(token_file)
@@ -156,7 +156,7 @@ def login(url: str, token_file: Path | None, ca: Path | None) -> None:
 def logout() -> None:
     """Delete the server's address and token here.
 
-    The token stays valid; `sgpu token revoke` ends it. A server that uses this home writes its address again when it
+    The token stays valid; `sgpu token revoke` ends it. A server of this home writes its address here again when it
     starts.
     """
     home = durable_home("the token is stored there").root
@@ -185,7 +185,7 @@ def whoami(as_json: bool) -> None:
 def user() -> None:
     """List, create, change and delete users.
 
-    A service is a user that is a program.
+    A service is a user that represents a program.
     """
 
 
@@ -250,7 +250,7 @@ def create_user(name: str, role: Role, service: bool, teams: tuple[str, ...], as
     "--runs",
     type=click.Choice(get_args(OnDisabled)),
     default=None,
-    help="What happens to runs of a user who may no longer start any (default: the server's setting).",
+    help="Action for runs of a user who may no longer start runs (default: the server's setting).",
 )
 def set_user(name: str, role: Role | None, disabled: bool | None, runs: OnDisabled | None) -> None:
     """Change, disable or enable a user."""
@@ -269,8 +269,8 @@ def set_user(name: str, role: Role | None, disabled: bool | None, runs: OnDisabl
 def delete_user(name: str) -> None:
     """Delete a user or a service.
 
-    The user must own no runs that the server still has, no nodes and no secrets, and no budget or policy may name them.
-    To end the access of a user with runs, use `sgpu user set NAME --disable`. Reports keep their use.
+    The user must own no runs, nodes or secrets on the server. No budget or policy may name the user. To end the
+    access of a user with runs, use `sgpu user set NAME --disable`. Reports still include the user's past use.
     """
     with server() as connection:
         gone = connection.ask("DELETE", f"/users/{quote(name, safe='')}", answer=PrincipalView)
@@ -311,8 +311,8 @@ def create_team(name: str) -> None:
 def delete_team(name: str) -> None:
     """Delete a team.
 
-    The team must have no waiting or running runs and no secrets. No budget or policy may name it. Its ended runs stay
-    with their owners, and its use stays in reports.
+    The team must have no waiting or running runs and no secrets. No budget or policy may name it. The team's ended
+    runs remain with their owners, and its past use remains in reports.
     """
     with server() as connection:
         gone = connection.ask("DELETE", f"/teams/{quote(name, safe='')}", answer=TeamView)
@@ -330,7 +330,7 @@ def delete_team(name: str) -> None:
 def set_team(name: str, time_zone: str) -> None:
     """Set the time zone of a team.
 
-    The time zone applies to the periods of the team's budgets that have no time zone of their own.
+    The time zone applies to the periods of the team's budgets that set no time zone.
     """
     with server() as connection:
         changed = connection.ask("PATCH", f"/teams/{name}", TeamChange(time_zone=time_zone), answer=TeamView)
@@ -373,6 +373,7 @@ def _read_token(path: Path | None) -> str:
     token = text.strip()
     if not token or not token.isascii() or not token.isprintable():
         raise InvalidValue(
-            "this is not a token", hint="create one with `sgpu token create`, or ask the operator of the server"
+            "the text is not a valid token",
+            hint="create a token with `sgpu token create`, or ask the operator of the server",
         )
     return token

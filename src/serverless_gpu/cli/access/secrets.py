@@ -21,7 +21,7 @@ from serverless_gpu.client.launch import local_secrets
 from serverless_gpu.model.secrets import VALUE_BYTES_MAX, check_name, check_value
 from serverless_gpu.wire.access import SecretList, SecretRequest, SecretView
 
-_LOCAL = click.option("--local", is_flag=True, help="Use the secrets of this home, which runs of this machine get.")
+_LOCAL = click.option("--local", is_flag=True, help="Use the secrets of this home, for runs on this machine.")
 _TEAM = click.option(
     "--team",
     default="",
@@ -71,7 +71,7 @@ def set_secret(name: str, path: Path | None, team: str, local: bool) -> None:
 def list_secrets(local: bool, wide: bool, as_json: bool) -> None:
     """List your and your teams' secrets.
 
-    Values are never shown.
+    The command never prints values.
     """
     if local:
         names = local_secrets.names(this_home())

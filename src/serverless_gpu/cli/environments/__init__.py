@@ -91,7 +91,7 @@ def capture(repair: bool, python: str | None, store: str | None, as_json: bool) 
     only the files that are still missing.
     """
     with _interruptible(
-        "no snapshot was made; the store keeps the files sent so far, and the next capture sends the rest"
+        "no snapshot was made; the store keeps the files sent so far, and the next capture sends the missing files"
     ):
         _module("store").capture(python, store, repair=repair, as_json=as_json)
 
@@ -106,11 +106,12 @@ def capture(repair: bool, python: str | None, store: str | None, as_json: bool) 
 def restore(address: str, directory: str, copies: bool, python: str | None, store: str | None, as_json: bool) -> None:
     """Restore a snapshot into DIRECTORY.
 
-    DIRECTORY must be new or empty. The command prints the path of the interpreter to use. The option --python names the
-    base interpreter. By default the command uses one of the same version on this machine.
+    DIRECTORY must be new or empty. The command prints the path of the interpreter to use. The option --python names
+    the base interpreter. By default, the command uses an interpreter of the same version on this machine.
     """
     with _interruptible(
-        "the directory was not created; the cache keeps the files fetched so far, and the next restore fetches the rest"
+        "the directory was not created; the cache keeps the files fetched so far, and the next restore fetches "
+        "the missing files"
     ):
         _module("store").restore_into(address, directory, python, store, copies=copies, as_json=as_json)
 
@@ -167,7 +168,7 @@ def gc(keep: str, grace: str, cache: str | None, store: str | None, **flags: boo
     The command keeps all units of recent snapshots and running attempts. It deletes in two steps, so that concurrent
     captures lose nothing. It marks unused units as condemned, and a later gc deletes them after --grace.
     """
-    with _interruptible("some units may be deleted already, and the next gc deletes the rest"):
+    with _interruptible("some units may be deleted already, and the next gc deletes the other unused units"):
         _module("store").collect_garbage((keep, grace, cache), store, **flags)
 
 

@@ -26,7 +26,7 @@ def environments_directory() -> Path:
 
 
 def known_environments(directory: Path) -> Recogniser:
-    """Return the recogniser of environments that this home captured."""
+    """Return the object that recognises environments that this home captured."""
     return Recogniser(directory / "index")
 
 
@@ -51,14 +51,14 @@ def describe(python: str | None) -> Description:
 
 
 def interpreter(python: str | None) -> str:
-    """Return the base interpreter for a restored environment, or "" for any that fits."""
+    """Return the base interpreter for a restored environment, or "" for any suitable one."""
     return "" if python is None else str(_interpreter(python))
 
 
 def choose_snapshot(wanted: str, among: StoreBlobs) -> Snapshot:
     """Return the snapshot with this address, or with a unique prefix of it."""
     text = wanted.strip().lower()
-    # A whole address needs no list of the store. The list may be long, and the store may be remote.
+    # A whole address needs no listing of the store, which may be large and remote.
     return read_snapshot(among, text if len(text) == _ADDRESS_DIGITS else among.find_snapshot(text))
 
 

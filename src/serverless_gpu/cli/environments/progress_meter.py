@@ -47,7 +47,7 @@ class ProgressMeter:
         self._latest = ProgressPoint(phase=phase)
 
     def note(self, progress: ProgressPoint, now_ns: int) -> None:
-        """Record a report. Ignore a report of a slower thread that is behind an earlier report."""
+        """Record a report. Ignore a late report of a slower thread."""
         if progress.bytes_done < self._latest.bytes_done:
             return
         self._latest = progress
@@ -107,7 +107,7 @@ class Meters:
                 self._write("\r\x1b[K")
 
     def report(self, progress: ProgressPoint) -> None:
-        """Take a progress report from any thread."""
+        """Accept a progress report from any thread."""
         with self._lock:
             if self._is_over:
                 return

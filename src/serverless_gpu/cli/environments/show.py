@@ -32,10 +32,10 @@ _CODE_CHARACTERS_MAX = 60
 class EnvironmentState(msgspec.Struct, kw_only=True):
     """The current state of an environment and its last capture."""
 
-    last: Snapshot | None  # None before the first capture.
+    last: Snapshot | None  # The last capture; None before the first capture.
     now: Snapshot
-    sources: Mapping[str, LocalUnit]  # Keyed by the unit's address. Empty if the scan read no file.
-    times: dict[str, int]  # Milliseconds by name of the step.
+    sources: Mapping[str, LocalUnit]  # Local units by address; empty if the scan read no file.
+    times: dict[str, int]  # Duration of each step in milliseconds, by name of the step.
 
     @property
     def known(self) -> bool:
@@ -72,7 +72,8 @@ def show_stored(address: str, store: str | None, *, as_json: bool, everything: b
     """Show a snapshot of a store."""
     blobs = locations.open_blobs(store, locations.environments_directory())
     snapshot = locations.choose_snapshot(address, blobs)
-    # Reading the documents of all units could need many requests to a remote store. Unowned files need one for each
+    # Reading the documents of all units could need many requests to a remote store. Unowned files need one request for
+    # each
     # root.
     wanted = {m.address for root in snapshot.roots for m in root.members if everything or m.kind == "unowned"}
     contents = Contents(rows={one: blobs.read_unit(one).rows for one in sorted(wanted)})
@@ -118,8 +119,7 @@ def differences(first: str | None, second: str | None, python: str | None, store
         look.last = old or look.last
     if look.last is None:
         raise EnvironmentMissing(
-            "this environment was never captured from this home and directory, so there is no snapshot to compare "
-            "it with",
+            "this environment was never captured from this home and directory, so no snapshot exists to compare with",
             hint="capture it with `sgpu env capture`, or name a snapshot: `sgpu env diff ADDRESS`",
         )
     difference = _difference(look, blobs)
@@ -187,7 +187,7 @@ def _print(lines: list[str]) -> None:
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """File rows and `.pth` texts of a snapshot, as far as they are known."""
 
-    # Keyed by the unit's address. For a missing unit, the output shows only its size and number of files.
+    # File rows by address of the unit. For a missing unit, the output shows only the unit's size and number of files.
     rows: Mapping[str, tuple[FileRow, ...]] = {}
     texts: Mapping[tuple[str, str], str] = {}  # Texts of `.pth` files, keyed by the unit's address and the row's path.
 
@@ -203,7 +203,7 @@ class Pth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def snapshot_lines(snapshot: Snapshot, contents: Contents, *, everything: bool, state: str) -> list[str]:
-    """Return a snapshot as lines of text. `state` describes its capture."""
+    """Return a snapshot as lines of text. `state` is the text about the capture."""
     python, count = snapshot.interpreter, sum(_is_distribution(m) for root in snapshot.roots for m in root.members)
     glibc = f", glibc {python.glibc}" if python.glibc else ""
     where = f": {snapshot.facts.python}" if snapshot.facts.python else ""

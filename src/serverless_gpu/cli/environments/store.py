@@ -56,7 +56,7 @@ def capture(python: str | None, store: str | None, *, repair: bool, as_json: boo
 
 
 def captured_text(captured: CaptureResult, url: str, took_ms: int) -> list[str]:
-    """Return the summary of a capture. Its last line is the address."""
+    """Return the summary of a capture. The last line is the address."""
     snapshot, new = captured.snapshot, _new(captured)
     known = len(snapshot.addresses()) - len(new)
     lines = [f"captured {format_bytes(snapshot.size)} in {snapshot.files:,} files, in {format_duration_ms(took_ms)}"]
@@ -113,7 +113,7 @@ def restore_into(
 
 
 def restored_text(made: ExportedTree, snapshot: Snapshot) -> list[str]:
-    """Return the summary of a restore. Its last line is the command that uses it."""
+    """Return the summary of a restore. The last line is the command that uses the restored environment."""
     lines = [
         f"restored {format_bytes(snapshot.size)} in {snapshot.files:,} files, in {format_duration_ms(made.ms)}",
         f"fetched: {made.units_fetched} of {len(snapshot.addresses())} units, {format_bytes(made.fetched_bytes)}",
@@ -121,7 +121,7 @@ def restored_text(made: ExportedTree, snapshot: Snapshot) -> list[str]:
     if made.note:
         lines.append(f"note: {made.note}")
     if made.linked:
-        lines.append("files of packages are read-only links to the cache; to edit one, restore with --copies")
+        lines.append("files of packages are read-only links to the cache; to edit a file, restore with --copies")
     return [*lines, f"use it: {shlex.quote(made.python)}"]
 
 
@@ -153,8 +153,8 @@ def collect_garbage(
         done = collect(blobs, in_use=in_use, keep_s=keep_s, grace_s=grace_s, dry_run=dry_run, report=meters.report)
     if done.busy:
         raise StorageError(
-            f"another garbage collection of {blobs.store.url} is running; this one deleted nothing",
-            hint="try again after it ends",
+            f"another garbage collection of {blobs.store.url} is running; this command deleted nothing",
+            hint="try again after the other garbage collection ends",
         )
     freed = cache.evict(max_bytes=limit) if limit is not None and not dry_run else 0
     units, held = cache.sizes()
@@ -182,7 +182,9 @@ def collected_text(done: CollectionResult, url: str) -> list[str]:
     ]
     if done.unreadable:
         few = ", ".join(done.unreadable[:_UNREADABLE_MAX])
-        lines.append(f"  {len(done.unreadable)} could not be read, so units that they may need were kept: {few}")
+        lines.append(
+            f"  {len(done.unreadable)} could not be read, so the command kept the units that they may need: {few}"
+        )
     return lines
 
 

@@ -46,7 +46,7 @@ def list_budgets(wide: bool, as_json: bool) -> None:
         print_json(found)
         return
     if not found.budgets:
-        say("no budgets that you can see; create one with `sgpu budget set`")
+        say("no budgets that you can see; create a budget with `sgpu budget set`")
     rows = [_row(each) for each in found.budgets]
     if rows:
         print_table(["BUDGET", "FOR", "PER", "USED", "LIMIT", "%", "HELD", "FORECAST", "AT 100 %"], rows, wide=wide)
@@ -115,7 +115,7 @@ def set_budget(
             before = _request_of(connection.ask("GET", _path(name), answer=BudgetView))
         except NotFound:
             if "kind" not in changes:
-                raise click.UsageError(f"this budget does not exist yet; name what it limits with {_FOR}") from None
+                raise click.UsageError(f"this budget does not exist yet; give {_FOR} to create it") from None
             if "limit_micros" not in changes:
                 raise click.UsageError(f"this budget does not exist yet; set its limit with {_MUCH}") from None
             before = BudgetRequest(kind="everything", period=Period.MONTH)
@@ -129,8 +129,8 @@ def set_budget(
 def reopen_budget(name: str) -> None:
     """Reopen a hard budget that stopped runs.
 
-    New runs start until the rest of the budget is used up. If nothing is left, raise the budget instead (sgpu budget
-    set). Stopped runs stay stopped.
+    New runs start until the budget is used up. If the budget is already used up, raise it instead (sgpu budget set).
+    Stopped runs stay stopped.
     """
     with server() as connection:
         found = connection.ask("POST", f"{_path(name)}/reopen", answer=BudgetView)

@@ -23,7 +23,7 @@ _UNITS = {"core": "core", "memory": "GiB"}
 def price() -> None:
     """List, set and end prices.
 
-    Nothing has a default price. Without a price, the server meters the use and reports it as unpriced.
+    No resource has a default price. Without a price, the server meters the use and reports it as unpriced.
     """
 
 
@@ -48,7 +48,7 @@ def list_prices(past: bool, records: bool, wide: bool, as_json: bool) -> None:
         print_json(found)
         return
     if not found.prices:
-        say("no price is set, so all use is unpriced; set one, for example: sgpu price set H100 2.99")
+        say("no price is set, so all use is unpriced; set a price, for example: sgpu price set H100 2.99")
         return
     rows = [["WHAT", "POOL", "PRICE", "DBU", "FROM", "UNTIL", "STATE"]]
     for each in found.prices:
@@ -87,8 +87,8 @@ def set_price(
     """Set the hourly price of a resource.
 
     RESOURCE is a GPU type (H100), `core` or `memory` (one GiB). The price applies to attempts that the server places
-    after its start. It ends the previous price, and earlier attempts keep theirs. The price of a family (H100) also
-    applies to its members without a price of their own.
+    after its start. The new price ends the previous price. Earlier attempts keep their price. The price of a family
+    (H100) also applies to its members that have no price.
     """
     dbu_per_gpu_hour, usd_per_dbu = dbu["dbu_per_gpu_hour"], dbu["usd_per_dbu"]
     made = (dbu_per_gpu_hour, usd_per_dbu)
@@ -120,7 +120,7 @@ def set_price(
 def end_price(resource: str, pool: str, until: str | None, as_json: bool) -> None:
     """End a price.
 
-    Attempts that the server places later use the price for all pools, if there is one. The command also withdraws
+    Attempts that the server places later use the price for all pools, if one is set. The command also withdraws
     prices that are planned for later.
     """
     query = {"pool": pool} if pool else {}

@@ -140,11 +140,14 @@ def usage(as_json: bool, as_csv: bool, parquet: Path | None, **asked: Any) -> No
             say(line)
 
 
-# --- what is asked ----------------------------------------------------------------------------------------------------
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 
 def _window(asked: dict[str, Any]) -> DayRange:
-    """Return the requested days, by default the last 30. A month would be empty on its first day."""
+    """Return the requested days, by default the last 30.
+
+    The current month would be empty on its first day.
+    """
     ways = [name for name in ("lately", "in_month", "chargeback") if asked[name]]
     ways += ["first"] if asked["first"] or asked["last"] else []
     if len(ways) > 1:
@@ -194,7 +197,7 @@ def _records(connection: Connection, window: DayRange) -> Iterator[BillingRow]:
     return rows(page(0))
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
+# --- reports ----------------------------------------------------------------------------------------------------------
 
 
 def _lines(view: UsageView) -> list[str]:
@@ -258,7 +261,7 @@ def _remarks(view: UsageView) -> list[str]:
         rest_ms = total.amounts.gpu_ms - part.gpu_ms
         money = (total.amounts.micros or 0) - (part.micros or 0)
         used = f"{format_gpu_ms(rest_ms, unit=word)} for {format_micros(money, total.currency)}"
-        found.append(f"cut: other rows have {used}; a larger --limit shows more")
+        found.append(f"the report omits rows with {used}; a larger --limit shows more")
     for total in view.totals:
         amounts = total.amounts
         if amounts.unpriced_ms:
@@ -410,7 +413,7 @@ def put_prices(found: ListPrices, *, as_json: bool) -> None:
     else:
         _say_csv(ListPrice.__struct_fields__, (_csv_cells(price) for price in found.prices))
     if found.is_cut:
-        say("sgpu: cut: the server has more prices than it sent", err=True)
+        say("sgpu: the list is incomplete: the server has more prices than it sent", err=True)
 
 
 # --- CSV --------------------------------------------------------------------------------------------------------------

@@ -4,10 +4,10 @@
     history   receipts of this home                ended runs that have a receipt
     trace     what `sgpu simulate` reads           only submit times, durations and GPU counts of jobs
 
-Each run counts from its submission, for as long as it had its GPUs. The advice assumes that no run waits. A session
-counts while no run has its devices, because those runs count themselves.
+The advice counts each run from its submission, for as long as the run had its GPUs. The advice assumes that no run
+waits. A session counts only while none of its runs uses its devices, because these runs also count.
 
-Rows beyond the limit and incomplete receipts are left out, and a remark reports them.
+The command omits rows beyond the limit and incomplete receipts, and reports both in a remark.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _SECOND_NS = 1_000_000_000
 
 
 class UseFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Filter of past use by time, team, pool and GPU type. "" matches all."""
+    """Filter of past use by time, team, pool and GPU type. An empty text matches everything."""
 
-    start_ns: int  # Inclusive. The filter ends before `end_ns`.
+    start_ns: int  # Start of the filter, inclusive; `end_ns` is exclusive.
     end_ns: int
     team: str = ""
     pool: str = ""
@@ -55,8 +55,8 @@ class UseFilter(msgspec.Struct, frozen=True, kw_only=True):
 class GpuTypeUses(msgspec.Struct, kw_only=True):
     """All past use of one GPU type."""
 
-    uses: list[GpuUse] = []  # Start times assume that no run waited.
-    waited_ns: int = 0  # GPU-nanoseconds in the queue.
+    uses: list[GpuUse] = []  # The uses, with the start times of runs that never wait.
+    waited_ns: int = 0  # GPU-nanoseconds for which runs waited in the queue.
     gpu_ms: int = 0  # GPU-milliseconds that count as use. `unpriced_ms` is the part without a price.
     unpriced_ms: int = 0
     lent_ms: int = 0  # GPU-milliseconds on loan. `billed_ms` is the billed part.
@@ -65,7 +65,7 @@ class GpuTypeUses(msgspec.Struct, kw_only=True):
 
     @property
     def billed(self) -> Fraction:
-        """Return the billed part of the time on loan, or 1 without any such time."""
+        """Return the billed fraction of the GPU time on loan, or 1 if no time was on loan."""
         return Fraction(self.billed_ms, self.lent_ms) if self.lent_ms else Fraction(1)
 
 
@@ -75,13 +75,13 @@ class PastUse(msgspec.Struct, kw_only=True):
     source: str  # Name of the source, for messages.
     start_ns: int
     end_ns: int
-    kinds: dict[str, GpuTypeUses] = {}  # Keyed by GPU type.
+    kinds: dict[str, GpuTypeUses] = {}  # Past use by GPU type.
     ran: list[ObservedAttempt] = []  # Attempts as telemetry observed them.
     attempts: int = 0  # Number of attempts or jobs.
     remarks: list[str] = []  # omissions
 
     def kind(self, gpu_type: str) -> GpuTypeUses:
-        """Return the uses of a GPU type, to which callers add."""
+        """Return the mutable uses of a GPU type."""
         return self.kinds.setdefault(gpu_type or "GPU", GpuTypeUses())
 
 

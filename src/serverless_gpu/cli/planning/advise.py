@@ -291,7 +291,7 @@ def title_of(report: AdviceReport) -> str:
     return f"{report.gpu_type}: {report.past.source}, {_span(report.past)}"
 
 
-# --- people -----------------------------------------------------------------------------------------------------------
+# --- text for the terminal --------------------------------------------------------------------------------------------
 
 
 def _head(report: AdviceReport) -> Iterator[str]:
@@ -305,7 +305,7 @@ def _head(report: AdviceReport) -> Iterator[str]:
         if name != report.gpu_type
     )
     if named:
-        yield f"also used, but not in this report: {named}; choose one with --gpu-type"
+        yield f"also used, but not in this report: {named}; choose a GPU type with --gpu-type"
     word = time_unit([report.gpu_type])
     charged = f", charged {format_micros(kind.micros, report.currency)}" if kind.micros else ""
     unpriced = f", {format_gpu_ms(kind.unpriced_ms, unit=word)} unpriced" if kind.unpriced_ms and charged else ""
@@ -406,19 +406,19 @@ def _queues(report: AdviceReport) -> list[str]:
     shown = columns(rows)
     if any(queue.too_large for queue in report.queues):
         parts = (f"{queue.too_large:,} with {queue.slots}" for queue in report.queues if queue.too_large)
-        shown.append(f"left out, because they need more GPUs than the pool has: {', '.join(parts)}")
+        shown.append(f"omitted runs, which need more GPUs than the pool has: {', '.join(parts)}")
     if replayed < len(report.kind.uses):
         shown.append(
-            f"replayed: the latest {replayed:,} of {len(report.kind.uses):,} uses; the figures cover only their time"
+            f"replayed: the latest {replayed:,} of {len(report.kind.uses):,} uses; the figures cover only these uses"
         )
     return shown
 
 
 def _runs(report: AdviceReport) -> list[str]:
     if not report.past.ran:
-        return ["runs: no telemetry of their GPUs"]
+        return ["runs: no run has telemetry of its GPUs"]
     if not report.runs:
-        return ["runs: none with 10 minutes of telemetry had much more GPU than it used"]
+        return ["runs: no run with 10 minutes of telemetry had much more GPU than it used"]
     rows = [["SAVES", "COST", "USED", "BUSY", "RUN", "ON", "ADVICE"]]
     for run in report.runs[:_RUNS_MAX]:
         money = (

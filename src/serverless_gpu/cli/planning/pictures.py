@@ -1,4 +1,7 @@
-"""Draws the pictures of commands, and reports obstacles before the computation starts."""
+"""Draws the pictures of commands.
+
+Reports missing packages and directories before the computation starts.
+"""
 
 from __future__ import annotations
 

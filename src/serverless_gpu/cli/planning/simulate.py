@@ -85,11 +85,13 @@ class _TraceChoice(NamedTuple):
     type=click.Choice(["unknown", "learned", "known"]),
     default="unknown",
     show_default=True,
-    help="Knowledge of our scheduler about the duration of jobs.",
+    help="Durations of jobs that our scheduler knows in advance.",
 )
 @click.option("--preemption", is_flag=True, help="Allow our scheduler to stop any job and continue it later.")
 @click.option("--half-life", metavar="AGE", help="Age at which past use counts half, for example 7d.")
-@click.option("--guard", metavar="AGE", help="Waiting time after which a job is first in line, for example 14d.")
+@click.option(
+    "--guard", metavar="AGE", help="Waiting time after which a job moves to the front of the queue, for example 14d."
+)
 @click.option("--reservations", type=click.IntRange(min=0), help="Number of blocked gangs that get reserved devices.")
 @click.option("--share", multiple=True, metavar="TEAM=WEIGHT", help="Weight of a team (default: 1). Repeatable.")
 @click.option(
@@ -132,7 +134,7 @@ def simulate_command(**options: Any) -> None:
         write_picture(lambda: drawing.draw_replays(outcomes, title, options["png"]), options["png"])
 
 
-# --- what is asked ----------------------------------------------------------------------------------------------------
+# --- sources of jobs --------------------------------------------------------------------------------------------------
 
 
 def _trace(asked: _TraceChoice, cluster: Cluster, options: Mapping[str, Any]) -> Trace:
@@ -214,7 +216,7 @@ class _Progress:
             click.echo("\r\x1b[K", err=True, nl=False)
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
+# --- output -----------------------------------------------------------------------------------------------------------
 
 
 def _lines(outcomes: Sequence[Outcome], trace: Trace) -> list[str]:

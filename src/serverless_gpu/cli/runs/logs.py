@@ -4,8 +4,8 @@
     server: /runs/{run}/logs/{rank}/{stream}    ┘  for each rank and stream      └── --raw ──▶ the bytes
 
 If the selected ranks wrote nothing, the command names ranks with output. With --follow, the command prints all output
-of a run that ends. If the server is unreachable, the command prints one notice and waits. If the server starts another
-attempt of the run, the command first prints the rest of the previous attempt's output.
+of a run that ends. If the server is unreachable, the command prints one notice and waits. If the server starts
+another attempt of the run, the command first prints the remaining output of the previous attempt.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.1
 PIECE_BYTES = 1 << 16
-_LAUNCH_S = 10.0  # A client takes at most this long between creating the run's directory and handing the run over.
+_LAUNCH_S = 10.0  # Maximum seconds from the creation of a run's directory until the agent has the run.
 _LOOK_S_MAX = 1.0
 _RANKS_ASKED_MAX = 64
 _READ_BYTES = 1 << 20
@@ -60,7 +60,9 @@ _READ_BYTES = 1 << 20
     show_default=True,
     help="Streams to print.",
 )
-@click.option("--attempt", type=click.IntRange(min=1), metavar="N", help="Only this attempt (default: the last one).")
+@click.option(
+    "--attempt", type=click.IntRange(min=1), metavar="N", help="Only this attempt (default: the last attempt)."
+)
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each stream.")
 @click.option("--follow", "-f", is_flag=True, help="Continue with new output until the run ends.")
 @click.option("--raw", is_flag=True, help="Print the bytes unchanged, all on stdout.")
@@ -68,8 +70,8 @@ def logs(run: str | None, rank: str | None, stream: str, attempt: int | None, **
     """Print the output of a run.
 
     Output of ranks to stdout goes to stdout, and output to stderr goes to stderr. Of several attempts, the command
-    prints the last one. With --follow, it also prints later ones. RUN is an identifier, or the beginning or end of one;
-    without RUN, the latest run.
+    prints the last attempt. With --follow, it also prints later attempts. RUN is an identifier of a run, or the
+    beginning or end of an identifier. Without RUN, the command uses the latest run.
     """
     tail: int | None = options["tail"]
     follow: bool = options["follow"]
@@ -111,9 +113,9 @@ def _silence_text(output: RunOutput, ranks: Sequence[int], where: str) -> str:
     parts = [f"{subject} of run {output.run_id} wrote nothing to {where}"]
     if written:
         option = f"--rank {written[0]}" if len(written) == 1 else "--rank N"
-        parts.append(f"{ranks_text(written)} did: sgpu logs {output.run_id} {option}")
+        parts.append(f"{ranks_text(written)} wrote output: sgpu logs {output.run_id} {option}")
     if output.failed_rank() in ranks:
-        parts.append(f"how it ended: sgpu show {output.run_id}")
+        parts.append(f"sgpu show {output.run_id} shows how the run ended")
     return "; ".join(parts)
 
 
@@ -347,7 +349,7 @@ class ServedOutput(RunOutput):
         ]
 
     def failed_rank(self) -> int | None:
-        """Return the first rank that failed. Return None if no rank failed or the attempt is an earlier one."""
+        """Return the first rank that failed. Return None if no rank failed or a later attempt exists."""
         if self._view.state is not State.FAILED or self._fence != self._view.fence:
             return None
         found = fetch_ending(self._view)

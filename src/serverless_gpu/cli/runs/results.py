@@ -49,15 +49,15 @@ class Result(NamedTuple):
     "--output",
     "directory",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Directory for the copies (default: one with the identifier of the run).",
+    help="Directory for the copies (default: a directory with the run's identifier).",
 )
 @json_option(JsonType("cli.json_types:ResultCopy", is_list=True))
 def result(run: str | None, rank: str, directory: Path | None, as_json: bool) -> None:
     """Copy the results of ranks to files.
 
-    Each result becomes <rank>.pkl in a directory. The command prints the paths. It does not load results, because that
-    would run code of their author. In Python, `serverless_gpu.attach(RUN).result(rank)` loads one. RUN is an
-    identifier, or the beginning or end of one; without RUN, the latest run.
+    Each result becomes <rank>.pkl in a directory. The command prints the paths. It does not load results, because
+    that would run code of their author. In Python, `serverless_gpu.attach(RUN).result(rank)` loads a result. RUN is
+    an identifier of a run, or the beginning or end of an identifier. Without RUN, the command uses the latest run.
     """
     home = this_home()
     found = locate(home, run)

@@ -36,8 +36,8 @@ from serverless_gpu.units import format_bytes, format_duration_ms
 def attach(run: str | None) -> None:
     """Follow a run until it ends.
 
-    RUN is an identifier, or the beginning or end of one; without RUN, the latest run. Ctrl-C detaches, and the run
-    continues. The exit code is that of `sgpu submit`, or 130 after Ctrl-C.
+    RUN is an identifier of a run, or the beginning or end of an identifier. Without RUN, the command uses the latest
+    run. Ctrl-C detaches, and the run continues. The exit code is that of `sgpu submit`, or 130 after Ctrl-C.
     """
     handle = attach_to(locate(this_home(), run).run_id)
     error = handle.follow(only_looks=True, raises=False)
@@ -54,7 +54,8 @@ def preempt(run: str) -> None:
     """Ask a run to yield its devices.
 
     The ranks get the reason and may save a checkpoint first. A run of the server with `resume` continues as a new
-    attempt when devices are free. Any other run ends. RUN is an identifier, or the beginning or end of one.
+    attempt when devices are free. Any other run ends. RUN is an identifier of a run, or the beginning or end of an
+    identifier.
     """
     found = locate(this_home(), run)
     handle = attach_to(found.run_id)
@@ -72,7 +73,8 @@ def preempt(run: str) -> None:
 def cancel(run: str | None) -> None:
     """Stop a run and wait for its devices.
 
-    RUN is an identifier, or the beginning or end of one. Without RUN, the command lists the running runs.
+    RUN is an identifier of a run, or the beginning or end of an identifier. Without RUN, the command lists the
+    running runs.
     """
     home = this_home()
     if run is None:
@@ -105,7 +107,9 @@ def _refuse_unnamed(home: Home) -> NoReturn:
     live += [remote.row(view)[:4] for view in served if view.state not in TERMINAL]
     for line in columns(live):
         say(line, err=True)
-    raise click.UsageError("which run? " + ("These are running" if live else "None is running") + (unasked or "."))
+    raise click.UsageError(
+        "name a run; " + ("these runs are running" if live else "no run is running") + (unasked or ".")
+    )
 
 
 def describe_gate(handle: Run[object]) -> str:
@@ -113,23 +117,24 @@ def describe_gate(handle: Run[object]) -> str:
     try:
         receipt = handle.receipt()
     except ServerlessGpuError:
-        return "it had no devices"
+        return "the run had no devices"
     if receipt.state != handle.status():  # The run waited again, so the last receipt belongs to an earlier attempt.
-        return f"it no longer had devices; attempt {receipt.fence} released them: {receipt.gate}"
+        return f"the run no longer had devices; attempt {receipt.fence} released them: {receipt.gate}"
     return receipt.gate
 
 
 @click.command()
 @click.argument("run", nargs=-1, shell_complete=complete_run)
 @click.option("--older-than", metavar="AGE", help="Delete runs that ended longer ago than this: 12h, 7d, 2w.")
-@click.option("--keep", metavar="SIZE", help="Delete the oldest runs until the rest takes at most this: 20GiB.")
+@click.option("--keep", metavar="SIZE", help="Delete the oldest runs until the others use at most this size: 20GiB.")
 @click.option("--dry-run", is_flag=True, help="Only print what the command would delete.")
 def clean(run: tuple[str, ...], older_than: str | None, keep: str | None, dry_run: bool) -> None:
     """Delete directories of ended runs.
 
     The command deletes their logs and results, and local copies of results of the server's runs. Without RUN and
-    options, it deletes the runs that the configuration no longer keeps. The agent does the same every hour. Runs that
-    ended less than an hour ago stay unless you name them or give a shorter AGE. Running runs always stay.
+    options, the command deletes the runs that the configuration no longer keeps. The agent does the same every hour.
+    The command keeps runs that ended less than an hour ago unless you name them or give a shorter AGE. It always
+    keeps running runs.
     """
     home = this_home()
     if run and (older_than or keep):
@@ -184,7 +189,7 @@ def _find_named(home: Home, runs: tuple[str, ...]) -> list[_Directory]:
             record = read_run(home.runs, run_id, queued)
             if record.live and record.stopped is not None:
                 why = f"run {run_id} is {record.state} and still releases its devices"
-                raise InvalidValue(why, hint="delete it after that")
+                raise InvalidValue(why, hint="delete the run after its devices are free")
             if record.live or record.ended_ns is None:
                 raise InvalidValue(f"run {run_id} is {record.state}", hint=f"`sgpu cancel {run_id}` stops it")
             chosen.append(_entry(home.runs, run_id, record.ended_ns))
@@ -201,7 +206,8 @@ def _find_expired(home: Home, older_than: str | None, keep: str | None) -> tuple
     """Return the directories that the rules delete, and a text about runs that ended too recently."""
     policy, now_ns, queued = _policy(home, older_than, keep), SystemClock().wall_ns(), queued_runs(home)
     scanned = [[_Directory(place, entry) for entry in scan(place, queued, now_ns)] for place in _places(home)]
-    # The configuration applies to each parent directory. A size from the command line applies to both together.
+    # The configuration applies to each parent directory. A size from the command line applies to both directories
+    # together.
     groups = scanned if keep is None else [[*scanned[0], *scanned[1]]]
     chosen = [each for group in groups for each in _deletable(group, policy, now_ns)]
     old = [each for group in groups for each in _deletable(group, replace(policy, spared_ns=0), now_ns)]
@@ -209,8 +215,10 @@ def _find_expired(home: Home, older_than: str | None, keep: str | None) -> tuple
     if not young:
         return chosen, ""
     age = "an hour" if policy.spared_ns == HOUR_NS else format_duration_ms(policy.spared_ns // 1_000_000)
-    more = f"; {_count(young)} that ended less than {age} ago {'is' if young == 1 else 'are'} kept by that rule"
-    return chosen, f"{more}: name {'it' if young == 1 else 'them'} to delete {'it' if young == 1 else 'them'} now"
+    more = f"; {_count(young)} that ended less than {age} ago {'is' if young == 1 else 'are'} kept"
+    return chosen, (
+        f"{more}; to delete {'it' if young == 1 else 'them'} now, name {'it' if young == 1 else 'them'}: sgpu clean RUN"
+    )
 
 
 def _deletable(group: list[_Directory], policy: Policy, now_ns: int) -> list[_Directory]:

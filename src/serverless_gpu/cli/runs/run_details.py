@@ -46,8 +46,8 @@ _SHOWN_MAX = 128
 def show(run: str | None, as_json: bool) -> None:
     """Show everything about one run.
 
-    The command shows the request, the ending, the receipt, the devices and the files. RUN is an identifier, or the
-    beginning or end of one; without RUN, the latest run.
+    The command shows the request, the ending, the receipt, the devices and the files. RUN is an identifier of a run,
+    or the beginning or end of an identifier. Without RUN, the command uses the latest run.
     """
     home = this_home()
     found = locate(home, run)
@@ -76,8 +76,8 @@ def show(run: str | None, as_json: bool) -> None:
 def metrics(run: str | None, plot: Path | None, wide: bool, as_json: bool) -> None:
     """Show the telemetry of a run.
 
-    The metrics come from the run's nodes, GPUs and ranks. RUN is an identifier, or the beginning or end of one; without
-    RUN, the latest run.
+    The metrics come from the run's nodes, GPUs and ranks. RUN is an identifier of a run, or the beginning or end of
+    an identifier. Without RUN, the command uses the latest run.
     """
     found = locate(this_home(), run)
     handle = attach(found.run_id)
@@ -203,7 +203,7 @@ def sampled_uses(directory: Path) -> tuple[DeviceUse, ...]:
     for path in sorted((directory / "logs").glob("*.telemetry")):
         try:
             lines, _ = decode(path.read_bytes())
-        except OSError:  # The file was deleted in the meantime.
+        except OSError:  # Another process has deleted the file.
             continue
         header: Header | None = None
         for line in lines:

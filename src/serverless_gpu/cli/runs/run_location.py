@@ -53,7 +53,7 @@ def own_runs(home: Home) -> list[str]:
 
 
 def server_runs(home: Home, *, limit: int, state: str = "") -> tuple[RunView, ...]:
-    """Return the server's latest runs in a state, or in any for "". Without a server, return none."""
+    """Return the server's latest runs in a state; "" means any state. Without a server, return no runs."""
     page = _page(home, {"limit": str(min(limit, PAGE))} | ({"state": state} if state else {}))
     return () if page is None else page.runs
 
@@ -136,7 +136,7 @@ def _page(home: Home, query: dict[str, str]) -> RunPage | None:
 
 
 def this_home() -> Home:
-    """Return the home of this command. Print a notice if it replaces the requested one."""
+    """Return the home of this command. Print a notice if another home replaces the requested home."""
     home = find_home(os.environ)
     if home.note:
         say(f"sgpu: {home.note}", err=True)
@@ -149,9 +149,10 @@ def durable_home(why: str) -> Home:
 
 
 def queued_runs(home: Home) -> tuple[str, ...]:
-    """Return the runs queued in the agent. Return none if no agent answers."""
+    """Return the runs queued in the agent. Return no runs if no agent answers."""
     with contextlib.suppress(ServerlessGpuError):
-        if any(home.sockets().glob("agent-*.sock")):  # Without a socket, the agent's protocol need not be loaded.
+        # Without a socket, this process need not import the agent's protocol.
+        if any(home.sockets().glob("agent-*.sock")):
             found: Status | None = load("serverless_gpu.client.agent").agent_status(home.root)
             return found.queued if found is not None else ()
     return ()

@@ -55,7 +55,7 @@ def runs(limit: int, state: str | None, size: bool, wide: bool, as_json: bool) -
         try:
             views, costs = server_costs(home, limit=limit, state=asked)
         except ServerProblem as error:
-            away = type(error)(f"{error.message}; only runs of this machine are listed", hint=error.hint)
+            away = type(error)(f"{error.message}; the list has only runs of this machine", hint=error.hint)
     if as_json:
         found = [run_json(home, record, size=size) for record in mine]
         found += [_remote().as_json(view, costs.get(view.id)) for view in views]

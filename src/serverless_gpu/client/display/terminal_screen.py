@@ -14,7 +14,7 @@ follows:
 
     colours (SGR)                              kept until the end of the line
     cursor movement and erasing, charsets      removed: programs use them to draw, for example progress bars
-    OSC: titles, clipboard, links removed; the linked text stays
+    OSC: titles, clipboard, links              removed; the linked text stays
     other control characters, bidi controls    escaped: \x1b, \u202e
 
 A file or a pipe gets the text unchanged. `safe` escapes an unfinished sequence, so that each line is safe by itself.

@@ -242,7 +242,6 @@ class EventStream:
                 raise ServerUnavailable(
                     f"the server has not answered for {self._server.patience_s:.0f} s: {problem}",
                     hint=f"the run continues: attach with serverless_gpu.attach({self._run_id!r}) when the server "
-                    ""
                     "answers again",
                 )
             if not told and now_ns - away_ns >= _TOLD_AFTER_S * 1e9:

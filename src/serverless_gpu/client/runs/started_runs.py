@@ -1,8 +1,8 @@
 """Names the unfinished runs of this process on stderr when the process exits.
 
-A script that drops the handles of `.map()` and returns leaves runs behind that hold devices. `submit` and `map` record
-each run here, and the handle of a run records its end. At exit, this module checks the state of the remaining runs. If
-the server does not answer within a second, the printed line states that these runs may continue. A forked child prints
+A script may drop the handles of `.map()` and exit while its runs still hold devices. `submit` and `map` record each run
+here, and the handle of a run records its end. At exit, this module checks the state of the remaining runs. If the
+server does not answer within a second, the printed line states that these runs may continue. A forked child prints
 nothing.
 """
 

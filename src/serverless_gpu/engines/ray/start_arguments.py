@@ -99,7 +99,7 @@ class MachinePorts(NamedTuple):
 
 
 def ports(base: int) -> MachinePorts:
-    """Return the ports that follow from the first one. Raise InvalidValue if the range does not fit."""
+    """Return the ports of a machine, given its first port. Raise InvalidValue if the range does not fit."""
     if not PORT_MIN <= base <= PORT_MAX:
         raise InvalidValue(
             f"Ray's ports cannot begin with {base}",

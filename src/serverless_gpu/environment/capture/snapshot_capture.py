@@ -187,7 +187,6 @@ class _StoreSpace:
         if free is not None and free < size + SPACE_KEPT_BYTES:
             raise StorageError(
                 f"the store {self._store.url} has {format_bytes(free)} free, and {format_bytes(SPACE_KEPT_BYTES)} "
-                ""
                 "of it must stay free. "
                 f"The next packs have {format_bytes(size)}, so the capture stopped. No snapshot was written",
                 hint=f"{_MORE_SPACE}. The next capture does not send the stored packs again",

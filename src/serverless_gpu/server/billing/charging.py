@@ -5,22 +5,23 @@
                                                                    several nodes per transaction ──┘
     end of a UTC day        ─▶ the same for running attempts, except for their last day
 
-The loop charges an attempt on each node after the attempt has ended and all reports have arrived, with one entry per
-day. Until then, readers compute the usage from the facts of the attempt. The loop charges an attempt on a silent node
-provisionally, up to the last report. If facts arrive later, the loop reverses the provisional entries. Before retention
-removes a run, its provisional entries become final.
+The loop charges an attempt on each node after the attempt has ended and all reports have arrived. A charge has one
+ledger entry per day. Before this charge, usage reports compute the usage from the attempt's facts. The loop charges an
+attempt on a silent node provisionally, up to the last report. If facts arrive later, the loop reverses the provisional
+entries. Before retention removes a run, its provisional entries become final.
 
-Charges are a function of facts, tariff and the attempt's end, so the loop has no state in memory. The column
-`crews.uncharged` marks rows with missing ledger entries. Each report after the end sets this mark, even if it is
-already set. On PostgreSQL, a concurrent charge therefore conflicts and is repeated.
+The facts, the tariff and the end time of an attempt determine its charges. The loop therefore keeps no state in memory.
+The column `crews.uncharged` marks rows with missing ledger entries. Each report after an attempt's end writes
+`crews.uncharged`, even if the column is already true. On PostgreSQL, a concurrent charging transaction therefore
+conflicts, and the loop repeats the transaction.
 
 Failure cases:
 
-- The server is killed. Each transaction is complete or absent.
+- The server is killed. The database contains each charging transaction completely or not at all.
 
 - The database is unavailable. The loop retries the transaction.
 
-- A number in the facts is out of bounds. The loop logs and counts this failure, and skips the attempt for a while. The
+- A number in the facts is out of bounds. The loop logs and counts this failure, and skips the attempt temporarily. The
   loop still charges other attempts, and retention does not remove the run.
 """
 
@@ -56,19 +57,19 @@ TURN_S = 60.0
 """Seconds between checks of attempts that ran at midnight UTC and have not reported since."""
 AT_ONCE = 64
 FACTS_AT_ONCE = 5_000
-"""Maximum numbers of `crews` rows and of facts in one transaction, so that other writers do not wait long."""
+"""Maximum numbers of `crews` rows and facts in one transaction. The bounds limit the wait of other writers."""
 ASIDE_S = 600.0
 ASIDE_MAX = 1_000
 DOUBT_S = 60.0
-"""Seconds by which the device time of a node may exceed the server's; a larger excess means a wrong clock."""
+"""Maximum seconds by which a node's device time may exceed the server's time since placement."""
 DAYS_MAX = 400
-"""The maximum number of days in a charge. No run lasts longer, so the loop assumes a wrong clock and skips it."""
+"""Maximum number of days in a charge. Longer periods indicate a wrong clock, so the loop skips them."""
 _LIMIT = 1 << 62
 _log = logging.getLogger(__name__)
 
 
 class _Use(msgspec.Struct, frozen=True):
-    """The checked part of `model.receipt.DeviceUse`, which user code could have written."""
+    """The validated fields of `model.receipt.DeviceUse`. User code can write the original receipt."""
 
     samples: Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)]
     busy_percent: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
@@ -76,7 +77,7 @@ class _Use(msgspec.Struct, frozen=True):
 
 
 class _Seen(msgspec.Struct, frozen=True):
-    """The part of a receipt (`model.receipt.Receipt`) that this module decodes."""
+    """The fields of a receipt (`model.receipt.Receipt`) that this module decodes."""
 
     facts: int | None = None
     uses: Annotated[tuple[_Use, ...], msgspec.Meta(max_length=10_000)] = ()
@@ -86,11 +87,11 @@ class ChargeOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a charging transaction."""
 
     entries: int = 0  # Number of new ledger entries.
-    failed: Mapping[CrewId, str] = {}  # Attempts on nodes that the loop could not charge, each with the reason.
+    failed: Mapping[CrewId, str] = {}  # Attempts that the loop could not charge on a node, each with the reason.
 
 
 class Charging:
-    """Charges attempts for their usage on each node."""
+    """Charges attempts for their device usage on each node."""
 
     def __init__(
         self, *, settings: Settings, clock: Clock, database: Transactions, hub: Hub, measures: ServerMetrics
@@ -106,20 +107,20 @@ class Charging:
         self._turn_ns = 0
 
     def tick(self, now_ns: int) -> int | None:
-        """Charge some due attempts; return the time of the next tick."""
+        """Charge some due attempts, and return the time of the next tick."""
         self._aside = {crew: until_ns for crew, until_ns in self._aside.items() if until_ns > now_ns}
         due = self._due()
         if due:
             self._charge(due, now_ns)
             faults.reach("after_charges_before_more")
-            # If very many charges fail, a failed attempt may become due again at once.
+            # After very many failed charges, a failed attempt can become due again immediately.
             return now_ns + (round(EVERY_S * 1e9) if len(self._aside) >= ASIDE_MAX else 0)
         if self._turn(now_ns):
             return now_ns
         return now_ns + round(EVERY_S * 1e9)
 
     def _due(self) -> list[CrewId]:
-        """Return attempts on nodes to charge now; the total number of their facts is limited."""
+        """Return attempts on nodes that are ready for charging. The total number of their facts is bounded."""
         limit = AT_ONCE + len(self._aside)
 
         def work(connection: sa.Connection) -> tuple[list[CrewId], Mapping[CrewId, int]]:
@@ -130,7 +131,7 @@ class Charging:
         return _some(due, counts)
 
     def _turn(self, now_ns: int) -> bool:
-        """Charge past days of running attempts; return True if more attempts follow."""
+        """Charge past days of running attempts, and return True if more attempts are pending."""
         day = self._clock.wall_ns() // DAY_NS
         if day != self._day:
             going_on = self._database.read(
@@ -154,7 +155,7 @@ class Charging:
         return True
 
     def _charge(self, ids: Sequence[CrewId], now_ns: int) -> frozenset[CrewId]:
-        """Charge attempts on nodes; return those whose past days are now charged."""
+        """Charge attempts on nodes, and return the attempts whose past days are now charged."""
         at_ns = self._clock.wall_ns()
         final_before_ns = at_ns - round(self._settings.retention_s * 1e9)
 
@@ -181,18 +182,18 @@ class ChargeableCrew(msgspec.Struct, frozen=True, kw_only=True):
     attempt: StoredAttempt
     crew: StoredCrew
     account_id: int
-    queued_ms: int  # Time for which the run waited for the attempt; 0 except for its first node.
+    queued_ms: int  # Queue time of the run before this attempt; 0 except for the attempt's first node.
     facts: Sequence[Fact]
     posted: Sequence[PostedEntry]
-    seen: _Seen | None  # The checked part of the receipt; None without a receipt.
+    seen: _Seen | None  # The validated fields of the receipt; None without a receipt.
 
     @property
     def is_over(self) -> bool:
-        """Return True if the server expects no reports and the end of the attempt is known."""
+        """Return True if the attempt's end is known and the server expects no more reports."""
         return self.crew.settled_ns is not None and self.attempt.ended_ns is not None
 
     def is_past(self, at_ns: int) -> bool:
-        """Return True if the node reported on or after this day, so that earlier days are complete."""
+        """Return True if the node reported on or after this day. All earlier days are then complete."""
         if self.is_over:
             return True
         last = metering.on_our_calendar(self.attempt, self.crew, self.facts)[-1:]
@@ -250,7 +251,7 @@ def charge(
 
 
 def _doubt(one: ChargeableCrew, lines: Sequence[LedgerLine], at_ns: int) -> None:
-    """Log a warning if a node reports more device time than has passed since the placement."""
+    """Log a warning if a node reports more device time than the elapsed time since placement."""
     held_s = (max(line.end_ns for line in lines) - min(line.start_ns for line in lines)) / 1e9 if lines else 0.0
     there_s = (at_ns - one.attempt.created_ns) / 1e9
     if held_s > there_s + DOUBT_S:
@@ -309,7 +310,7 @@ def load(connection: sa.Connection, ids: Sequence[CrewId], *, currency: str) -> 
 
 
 def _account_id(connection: sa.Connection, attempt: StoredAttempt, *, currency: str) -> int:
-    """Return the account of an attempt; create it for an attempt of an old backup."""
+    """Return the account of an attempt. Attempts from old backups get a new account."""
     if attempt.account_id is not None:
         return attempt.account_id
     run, pool = runs.find(connection, attempt.run_id), nodes.pool_of(connection, attempt.crews[0].node_id)
@@ -325,13 +326,13 @@ def _seen(receipt: str | None) -> _Seen | None:
         return None
     try:
         return from_json(receipt, _Seen)
-    # The receipt is of another version or invalid. The facts still contain all data for the charge.
+    # The receipt has another version or is invalid. The facts still contain all data for the charge.
     except (msgspec.DecodeError, RecursionError):
         return _Seen()
 
 
 def _some(ids: Sequence[CrewId], counts: Mapping[CrewId, int]) -> list[CrewId]:
-    """Return the first attempts whose facts fit into one transaction, but at least one attempt."""
+    """Return the leading attempts whose facts fit into one transaction, at least one attempt."""
     some: list[CrewId] = []
     left = FACTS_AT_ONCE
     for crew in ids:
@@ -343,6 +344,6 @@ def _some(ids: Sequence[CrewId], counts: Mapping[CrewId, int]) -> list[CrewId]:
 
 
 def _named(crew: CrewId) -> str:
-    """Return the name of an attempt in log messages, with the node rank unless it is 0."""
+    """Return the name of an attempt for log messages, with the node rank unless the rank is 0."""
     run_id, fence, number = crew
     return f"{run_id}:{fence}{f' (crew {number})' if number else ''}"

@@ -5,8 +5,8 @@
                                                             a price planned for F itself is replaced
     end H100 at F             … ─ 3.49 ─┤F                  prices planned for later are withdrawn
 
-A price that was in force never changes, because attempts use it in their tariffs. An operator can set a price in the
-past only if the server has placed no attempt for this price since then. Each change adds an audit entry.
+A price that was in force never changes, because tariffs of attempts refer to the price. An operator can set a price in
+the past only if the server has placed no attempt for this price since then. Each change adds an audit entry.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class PriceService:
         return PriceList(prices=_views(found, at_ns), currency=self._settings.currency)
 
     def set(self, who: Caller, resource: str, asked: PriceRequest) -> PriceSet:
-        """Set a price from a time on; the price of earlier attempts does not change.
+        """Set a price that applies from a given time. Earlier attempts keep their price.
 
-        `resource` is a GPU type in any spelling, "core" or "memory". A price in the past is allowed only if no attempt
-        was placed since then.
+        `resource` is a GPU type in any spelling, "core" or "memory". A start time in the past is valid only if the
+        server has placed no attempt since that time.
         """
         at_ns = self._clock.wall_ns()
         name = _name(resource)
@@ -105,7 +105,7 @@ class PriceService:
         return self._database.write(work)
 
     def end(self, who: Caller, resource: str, *, pool: str = "", until_ns: int | None = None) -> PriceSet:
-        """End a price. Later attempts pay the price for all pools, or are unpriced."""
+        """End a price. Later attempts use the price for all pools, or have no price."""
         at_ns = self._clock.wall_ns()
         name = _name(resource)
         when_ns = at_ns if until_ns is None else until_ns
@@ -207,13 +207,13 @@ routes = Routes("prices")
 
 
 class PricesQuery(Query, frozen=True, kw_only=True):
-    """The query for prices: `all` includes prices that have ended."""
+    """Parameters of the price list. `all` includes prices that have ended."""
 
     all: bool = False
 
 
 class EndQuery(Query, frozen=True, kw_only=True):
-    """The query to end a price: its pool, and the time of the end."""
+    """Parameters for the end of a price: its pool, and the end time."""
 
     pool: Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS_MAX)] = ""
     at_ns: Moment | None = None
@@ -221,17 +221,17 @@ class EndQuery(Query, frozen=True, kw_only=True):
 
 @routes.get("/prices", needs=reading("prices"))
 def list_prices(call: Call, prices: PriceService, query: PricesQuery) -> PriceList:
-    """List the prices in force and the planned prices."""
+    """List the current prices and the planned prices."""
     return prices.view(past=query.all)
 
 
 @routes.put("/prices/{resource}", needs=writing("prices"))
 def set_price(call: Call, prices: PriceService, resource: str, body: PriceRequest) -> PriceSet:
-    """Set a price from a time on; the price of earlier attempts does not change."""
+    """Set a price that applies from a given time. Earlier attempts keep their price."""
     return prices.set(call.who, resource, body)
 
 
 @routes.delete("/prices/{resource}", needs=writing("prices"))
 def end_price(call: Call, prices: PriceService, resource: str, query: EndQuery) -> PriceSet:
-    """End a price. Later attempts pay the price for all pools, or are unpriced."""
+    """End a price. Later attempts use the price for all pools, or have no price."""
     return prices.end(call.who, resource, pool=query.pool, until_ns=query.at_ns)

@@ -1,4 +1,4 @@
-"""Computes the costs of runs so far, from ledger entries and unposted facts, and estimates costs.
+"""Computes the current costs of runs from ledger entries and unposted facts, and estimates costs.
 
     attempt ─┬─ charged ──────────────▶ its entries ──┐
              └─ running, or uncharged ─▶ its facts ───┴─▶ lines ─▶ `model.cost.together` ─▶ Cost
@@ -7,8 +7,8 @@
     resources ─▶ devices that could serve the run, with current prices ─▶ those of the first node, or the
                  most expensive ones ─▶ `model.cost.estimated` ─▶ CostEstimate
 
-Failure cases: If facts contradict each other, the attempt counts as zero, as in the ledger. If no known node can serve
-a run, the estimate contains no price and states this reason.
+Failure cases: If an attempt's facts contradict each other, its usage counts as zero, as in the ledger. If no known node
+can serve a run, the estimate contains a reason instead of a price.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ADVICE = "set one with `sgpu price set {name} …`"
 def cost_of(connection: sa.Connection, run: StoredRun, at: Now) -> Cost:
     """Return the usage and the costs of all attempts of a run so far.
 
-    The transaction must see one state of ledger and facts.
+    The transaction must read the ledger and the facts from one snapshot.
     """
     return costs_of(connection, [run], at)[run.id]
 
@@ -77,7 +77,7 @@ def _is_charged(crew: StoredCrew) -> bool:
 def _used(
     attempt: StoredAttempt, posted: Sequence[PostedEntry], so_far: Sequence[tuple[LedgerLine, ...]], waited_ms: int
 ) -> AttemptUse:
-    """Return the usage of an attempt, node by node: from the ledger, else from facts."""
+    """Return the usage of an attempt on each node, from the ledger, or from facts if uncharged."""
     lines: list[LedgerLine] = []
     is_final = True
     for crew, used in zip(attempt.crews, so_far, strict=True):
@@ -97,7 +97,7 @@ def _used(
 def lines_so_far(
     attempt: StoredAttempt, crew: StoredCrew, own_facts: Sequence[Fact], at: Now
 ) -> tuple[LedgerLine, ...]:
-    """Return the lines of an uncharged attempt on a node; empty if its facts contradict each other."""
+    """Return the metering lines of an uncharged attempt on a node; empty for contradictory facts."""
     try:
         return metering.so_far(attempt, crew, own_facts, at)
     except InvalidValue:
@@ -110,10 +110,10 @@ def lines_so_far(
 class CostRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The input of a cost estimate for a run."""
 
-    spec: RunSpec  # The spec of the run, with the additions of its policy.
+    spec: RunSpec  # Spec of the run, with the fields that the usage policy adds.
     pool: str  # The pool of the run; "" for any on-demand pool.
     node: str = ""  # Name of the first node on which the run would start, or "".
-    several_nodes: bool = False  # True if the run may use several nodes when no single node is large enough.
+    several_nodes: bool = False  # True if the run may use several nodes when no single node has enough devices.
     expected_s: float | None = None  # Expected seconds for which the run will hold devices.
     limit: str = "timeout"  # The name of the time limit that applies to the run.
 
@@ -143,7 +143,7 @@ def estimate(connection: sa.Connection, wish: CostRequest, *, now_ns: int, curre
         for gpu_type, pool, count in places
     ]
     costs = [estimated(each, lasting, advice=ADVICE.format(name=each.gpu_type)) for each in found]
-    # Unpriced devices come first, so that no price of another pool appears as the maximum.
+    # Sort unpriced devices first. The estimate then shows no other pool's price as the maximum.
     dearest = max(costs, key=lambda cost: (cost.micros_per_hour is None, cost.micros_per_hour or 0))
     if len({cost.micros_per_hour for cost in costs}) == 1:
         return dearest
@@ -153,11 +153,11 @@ def estimate(connection: sa.Connection, wish: CostRequest, *, now_ns: int, curre
 
 
 def _places(connection: sa.Connection, wish: CostRequest) -> list[tuple[str, str, int]]:
-    """Return type, pool and number of devices where a run would start, or else could start."""
+    """Return type, pool and number of the devices on which a run would start, or could start later."""
     wanted = wish.spec.resources
     reserved = {pool.name for pool in pools.every(connection) if pool.kind == RESERVED}
     found: dict[str, set[tuple[str, str, int]]] = {}
-    # Gangs may also use several nodes if no single node is large enough.
+    # A gang may also use several nodes if no single node has enough devices.
     parts: dict[str, set[tuple[str, str, int]]] = {}
     for node in nodes.every(connection):
         is_open = node.pool == wish.pool if wish.pool else node.pool not in reserved
@@ -174,6 +174,6 @@ def _places(connection: sa.Connection, wish: CostRequest) -> list[tuple[str, str
         found = parts
     chosen = found.get(wish.node) or set().union(*found.values())
     if not chosen and wanted.gpus is not None and wanted.gpu_type is not None:
-        # No node has this number of devices, but the price is known.
+        # No node has this number of devices, but their price is known.
         return [(wanted.gpu_type, wish.pool, wanted.gpus)]
     return sorted(chosen)

@@ -1,14 +1,14 @@
-"""Usage reports: usage and costs by group, billing table rows, list prices, demand; with routes.
+"""Usage reports: usage and costs by group, billing table rows, list prices and demand, with routes.
 
 A report adds posted usage from the ledger and unposted usage. The unposted usage belongs to running attempts and to
 attempts that have just ended.
 
     facts, up to the last report ─▶ `metering.so_far` ─▶ minus posted entries ─▶ `UnpostedDay` of each node
 
-One transaction reads posted and unposted usage, so all usage counts exactly once. An attempt whose facts contradict
-each other counts as zero, as in the ledger. A report reads at most `UNPOSTED_MAX` unposted rows of `crews` and states
-if more exist. For a caller with limited access, all sums and totals contain only the usage of the caller and of the
-caller's teams.
+One transaction reads posted and unposted usage, so a report counts all usage exactly once. If an attempt's facts
+contradict each other, its usage counts as zero, as in the ledger. A report reads at most `UNPOSTED_MAX` unposted rows
+of `crews` and states if more exist. For a caller with limited access, all sums and totals contain only the usage of the
+caller and of the caller's teams.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class UsageReports:
         self._leases = leases
 
     def view(self, who: Caller, reach: str, wanted: ReportRequest) -> UsageView:
-        """Return a usage report; `reach` limits the usage to what the caller may see."""
+        """Return a usage report, limited by `reach` to usage that the caller may see."""
         seen_by, teams = _limits(who, reach)
         wanted = msgspec.structs.replace(wanted, seen_by=seen_by, teams=teams)
         at = metering.now(self._clock, self._leases)
@@ -99,7 +99,8 @@ class UsageReports:
     def view_records(self, who: Caller, reach: str, window: DayRange, *, after: int, limit: int) -> RecordPage:
         """Return ledger entries in the format of billing tables.
 
-        A ledger entry has up to three rows. `after` is the number of the last entry that the caller has already read.
+        A ledger entry corresponds to up to three rows of a billing table. `after` is the number of the last entry that
+        the caller has already read.
         """
         may_see = usage.visible(*_limits(who, reach))
         entries = max(1, limit // 3)
@@ -121,7 +122,7 @@ class UsageReports:
         return RecordPage(records=tuple(found), after=shown[-1].posted.seq if len(rows) > entries else None)
 
     def view_prices(self) -> ListPrices:
-        """Return the price book in the format of billing tables, for used and for priced devices."""
+        """Return the price book in the format of billing tables. Devices in use or with a price are included."""
 
         def work(connection: sa.Connection) -> tuple[list[StoredPrice], list[tuple[str, str]]]:
             return prices.every(connection), usage.skus(connection, limit=SKUS_MAX + 1)
@@ -132,7 +133,7 @@ class UsageReports:
         return ListPrices(prices=tuple(found), is_cut=len(used) > SKUS_MAX)
 
     def view_demand(self, who: Caller, reach: str, asked: DemandFilter, *, after: int, limit: int) -> DemandPage:
-        """Return usage over time that the caller may see. The last page includes running attempts."""
+        """Return device usage over time that the caller may see. The last page includes running attempts."""
         may_see = usage.visible(*_limits(who, reach))
         at = metering.now(self._clock, self._leases)
 
@@ -148,7 +149,7 @@ class UsageReports:
         return DemandPage(rows=(*(row for _, row in rows), *now))
 
     def window(self, from_day: int | None, until_day: int | None) -> DayRange:
-        """Return the requested days, by default the last 30."""
+        """Return the requested range of days. The default is the last 30 days."""
         today = self._clock.wall_ns() // DAY_NS
         until = today + 1 if until_day is None else until_day
         return usage_report.checked(DayRange(max(0, until - DAYS) if from_day is None else from_day, until))
@@ -230,16 +231,16 @@ class UnpostedDay(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     fence: int
     account: Account
-    line: LedgerLine  # The current metering line of the day. `amounts` contains the unposted part.
+    line: LedgerLine  # Current metering line of the day. `amounts` contains only the unposted part.
     amounts: Amounts
-    is_posted: bool  # True if the ledger already has entries of that day.
+    is_posted: bool  # True if the ledger already has entries for that day.
 
 
 class UnpostedDays(msgspec.Struct, frozen=True, kw_only=True):
     """Usage that the ledger does not contain yet."""
 
     lines: tuple[UnpostedDay, ...] = ()
-    attempts: int = 0  # Number of attempts on nodes in the result.
+    attempts: int = 0  # Number of pairs of attempt and node in the result.
     is_cut: bool = False  # True if more attempts have unposted usage.
 
 
@@ -257,7 +258,7 @@ def find_unposted(connection: sa.Connection, at: Now, *, currency: str, limit: i
     for attempt, number in found:
         crew = attempt.crews[number]
         account = known.get(attempt.account_id or 0)
-        if account is None:  # An older server version placed the attempt without an account.
+        if account is None:  # An older server version placed this attempt without an account.
             run, pool = runs.find(connection, attempt.run_id), nodes.pool_of(connection, attempt.crews[0].node_id)
             if run is not None:
                 gpu_type = attempt.gpu_type
@@ -268,7 +269,7 @@ def find_unposted(connection: sa.Connection, at: Now, *, currency: str, limit: i
 
 
 def group_unposted(lines: Iterable[UnpostedDay], by: Sequence[str]) -> list[ReportRow]:
-    """Group unposted usage for a report, without days that are completely posted."""
+    """Group unposted usage for a report, without days that the ledger contains completely."""
     return usage_report.together(
         ReportRow(
             key=usage_report.key_of(by, one.account, run_id=one.run_id, day=one.line.day),
@@ -300,7 +301,7 @@ def _lines(
 
 
 def _less(line: LedgerLine, posted: Sequence[LedgerLine]) -> Amounts:
-    """Return the usage of a day minus its posted entries."""
+    """Return the usage of a day minus the amounts that the ledger already contains."""
     numbers = {name: getattr(line, name) - sum(getattr(one, name) for one in posted) for name in _NUMBERS}
     priced = [one.micros for one in posted if one.micros is not None]
     micros = None if line.micros is None and not priced else (line.micros or 0) - sum(priced)
@@ -312,7 +313,7 @@ def _less(line: LedgerLine, posted: Sequence[LedgerLine]) -> Amounts:
 def _first_counted(
     lines: Sequence[UnpostedDay], posted: Mapping[CrewId, Sequence[PostedEntry]]
 ) -> tuple[UnpostedDay, ...]:
-    """Return metering lines in which a run that is not in the ledger counts only in its first line."""
+    """Return metering lines that count each unposted run once, in the first line of the run."""
     counted = {run_id for (run_id, fence, _), entries in posted.items() if entries or fence > 1}
     found = []
     for one in sorted(lines, key=lambda line: (line.run_id, line.fence, line.line.day)):
@@ -329,7 +330,7 @@ Day = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
 
 
 class UsageQuery(Query, frozen=True, kw_only=True):
-    """The query for a usage report: `by` (fields with commas), days, `where` (JSON), number of groups."""
+    """Parameters of a usage report: groups `by`, days, `where` (JSON), and the number of groups."""
 
     by: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     from_day: Day | None = None
@@ -339,7 +340,7 @@ class UsageQuery(Query, frozen=True, kw_only=True):
 
 
 class RecordsQuery(Query, frozen=True, kw_only=True):
-    """The query for ledger rows: the last known entry, days, maximum number of rows."""
+    """Parameters for ledger rows: the last entry already read, days, and the maximum number of rows."""
 
     after: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
     from_day: Day | None = None
@@ -348,7 +349,7 @@ class RecordsQuery(Query, frozen=True, kw_only=True):
 
 
 class DemandQuery(Query, frozen=True, kw_only=True):
-    """The query for demand: time, team, pool and GPU type; `cursor` of the previous page."""
+    """Parameters for device demand: time, team, pool, GPU type, and the `cursor` of the previous page."""
 
     from_ns: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
     to_ns: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = (1 << 62) - 1

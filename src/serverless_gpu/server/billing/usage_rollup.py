@@ -1,4 +1,4 @@
-"""Adds up charges by account and day in a loop, so that reports need not read each charge.
+"""Adds up charges by account and day in a loop, so that reports need not read every charge.
 
     charges ── the next few thousand ─▶ by account and day ─▶ added to `used_days`
                                         by plain account   ─▶ added to `used_plain_days`
@@ -34,7 +34,7 @@ class UsageRollup:
         self._database = database
 
     def tick(self, now_ns: int) -> int | None:
-        """Add up some charges; return the time of the next tick."""
+        """Add up some charges, and return the time of the next tick."""
         newer = sa.select(charges.c.seq).limit(1)
         is_done = self._database.read(
             lambda connection: connection.scalar(newer.where(charges.c.seq > folded_seq(connection))) is None
@@ -46,7 +46,7 @@ class UsageRollup:
 
 
 def fold(connection: sa.Connection, *, limit: int = AT_ONCE) -> bool:
-    """Add some ledger entries to the sums; return True if more entries may follow."""
+    """Add some ledger entries to the sums, and return True if more entries may follow."""
     after = folded_seq(connection)
     some = sa.select(charges.c.seq).where(charges.c.seq > after).order_by(charges.c.seq).limit(limit)
     seqs = list(connection.scalars(some))
@@ -82,7 +82,7 @@ def _add(connection: sa.Connection, table: sa.Table, new: Mapping[tuple[int, int
 
 
 def _there(connection: sa.Connection, table: sa.Table, keys: list[tuple[int, int]]) -> dict[tuple[int, int], Amounts]:
-    """Return the stored sums, one day per query, so that both databases use the index."""
+    """Return the stored sums with one query per day, so that both databases use the index."""
     found: dict[tuple[int, int], Amounts] = {}
     columns = [table.c[name] for name in SUMS]
     by_day: dict[int, list[int]] = defaultdict(list)
@@ -97,7 +97,7 @@ def _there(connection: sa.Connection, table: sa.Table, keys: list[tuple[int, int
 
 
 def _amounts(row: sa.Row[Any]) -> Amounts:
-    # On PostgreSQL, a sum is a Decimal.
+    # PostgreSQL returns a sum as a Decimal.
     values: dict[str, Any] = dict(zip(SUMS, row[2:], strict=True))
     micros = values.pop("micros")
     numbers = {name: int(value or 0) for name, value in values.items()}

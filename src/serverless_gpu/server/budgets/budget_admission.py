@@ -42,7 +42,7 @@ class BudgetAdmission:
         self._spending = spending
 
     def as_of(self) -> LookInputs:
-        """Return the inputs of a look at budgets. Call this before the transaction reads."""
+        """Return the inputs for a computation of budget standings. Call this before the transaction reads."""
         clock = self._clock
         return LookInputs(
             wall_ns=clock.wall_ns(),
@@ -73,7 +73,7 @@ class BudgetAdmission:
         return self._spending.left(subject, currency=self._settings.currency, sees_all=sees_all)[:LEFT_MAX]
 
     def rooms(self, connection: sa.Connection, there: CapacitySnapshot) -> BudgetsLeft | None:
-        """Return the remaining amounts of all budgets, to be counted down in one tick; None without budgets."""
+        """Return the remaining amounts of all budgets for one tick to count down; None without budgets."""
         if not self._spending.standings():
             return None
         at_ns, currency = self._clock.wall_ns(), self._settings.currency

@@ -12,11 +12,12 @@ The amounts that stopped runs release therefore admit no other run until an oper
 Failure cases:
 
 - The server is killed between the check and the stop request. After the restart, the enforcer checks again within five
-  seconds. The holds of the runs cover this time.
+  seconds. The holds of the runs cover the costs until the next check.
 
 - The database is unavailable. The enforcer then stops no runs, and runs end when their leases expire.
 
-- An operator raises a budget between the look and the stop. The transaction of the stop reads the budget again.
+- An operator raises a budget between the check and the stop request. The stop request's transaction reads the budget
+  again.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ EVERY_S = 5.0
 TOGETHER = 8
 """The maximum number of stop requests in one transaction, so that other writers do not wait long."""
 TOLD_TOGETHER = 64
-"""The maximum number of runs that get a threshold event in one transaction."""
+"""Maximum number of runs that receive a threshold event in one transaction."""
 _log = logging.getLogger(__name__)
 _KINDS = {FULL: (Action.BUDGET_REACHED, NoticeKind.REACHED), CLOSED: (Action.BUDGET_CLOSED, NoticeKind.CLOSED)}
 _Due = tuple[OngoingAttempt, str, Standing]
@@ -79,7 +80,7 @@ class BudgetEnforcer:
         self._budget_admission = budget_admission
 
     def tick(self, now_ns: int) -> int | None:
-        """Check all budgets, announce thresholds and stop runs; return the time of the next tick."""
+        """Check all budgets, announce thresholds, stop runs, and return the time of the next tick."""
         now = self._budget_admission.as_of()
         since_ns = first_day_of(now.wall_ns) * DAY_NS
 
@@ -122,7 +123,7 @@ class BudgetEnforcer:
     # --- announcements ------------------------------------------------------------------------------------------------
 
     def _say(self, name: str, standing: Standing, marks: Sequence[int], going: Sequence[OngoingAttempt]) -> None:
-        """Announce each new threshold, the lowest first. Runs get an event only for the highest threshold."""
+        """Announce each new threshold, the lowest first. Runs receive an event only for the highest threshold."""
         at_ns, currency, start_ns = self._clock.wall_ns(), self._settings.currency, standing.window.start_ns
 
         def work(connection: sa.Connection) -> list[tuple[int, str]]:
@@ -145,7 +146,7 @@ class BudgetEnforcer:
             _log.warning("%s", sentence)
             self._measures.budget_warnings.labels("closed" if mark == CLOSED else str(mark)).inc()
         self._hub.touch(NOTICES)
-        # Runs that stop because of the budget get the reason from the stop request.
+        # For runs that stop because of the budget, the stop request already contains the reason.
         concerned = [one for one in going if name in one.names and not one.spender.is_over]
         concerned = [one for one in concerned if one.spender.run_id not in standing.stop and not one.spender.stop_ns]
         for first in range(0, len(concerned), TOLD_TOGETHER):
@@ -186,7 +187,7 @@ def _ask(connection: sa.Connection, due: _Due, currency: str, at_ns: int) -> Tra
 
 
 def _document(name: str, standing: Standing, mark: int, currency: str) -> dict[str, object]:
-    """Return the notice of a threshold for the webhook and the audit: amounts without secrets."""
+    """Return the notice of a threshold for the webhook and the audit. The notice contains no secrets."""
     budget = standing.budget
     return {
         "budget": name,

@@ -42,7 +42,7 @@ from serverless_gpu.wire.billing import AlarmView, BudgetList, BudgetRequest, Bu
 BUDGETS_MAX = 1_000
 MICROS_MAX = 10**15
 GPU_MS_MAX = 10**15
-"""The maximum limit of a budget: a thousand million units of money, or 280 million GPU-hours."""
+"""Maximum limit of a budget: a thousand million units of money, or 280 million GPU-hours."""
 ALARM_DAYS = 7
 ALARMS_MAX = 50
 
@@ -99,7 +99,7 @@ class BudgetService:
         return view
 
     def put(self, who: Caller, name: str, asked: BudgetRequest) -> BudgetView:
-        """Insert or replace a budget. Usage since the start of its period counts."""
+        """Insert or replace a budget. Usage since the start of the budget's period counts."""
         check_name("a budget", name)
         said = self._budget(asked)
         at_ns = self._clock.wall_ns()
@@ -108,14 +108,14 @@ class BudgetService:
             _check_scope(connection, said.scope)
             check_time_zone(said.time_zone)
             usual = budgets.team_zone(connection, said.scope) or "UTC"
-            # Without its own zone, the budget follows the zone of its team.
+            # A budget without a time zone follows the time zone of its team.
             budget = msgspec.structs.replace(said, time_zone="") if said.time_zone == usual else said
             before = budgets.find(connection, name)
             if before is None and budgets.count(connection) >= BUDGETS_MAX:
                 raise TooLarge(f"there are already {BUDGETS_MAX} budgets, the maximum", hint="delete some")
             budgets.put(connection, StoredBudget(name=name, budget=budget, set_ns=at_ns))
             if before is not None and before.budget != budget:
-                # After a change, the enforcer announces thresholds again, and the budget is open.
+                # After a change of the budget, the enforcer announces thresholds again and the budget is open.
                 budgets.forget_said(connection, name)
             audit.record(
                 connection,
@@ -131,7 +131,7 @@ class BudgetService:
         return self.view(who, AccessReach.ALL, name)
 
     def reopen(self, who: Caller, name: str) -> BudgetView:
-        """Reopen a hard budget that has stopped runs; runs start while the remaining amount suffices."""
+        """Reopen a hard budget that has stopped runs. Waiting runs start while the remaining amount suffices."""
         at_ns = self._clock.wall_ns()
 
         now = self._budget_admission.as_of()
@@ -157,7 +157,7 @@ class BudgetService:
         return self.view(who, AccessReach.ALL, name)
 
     def delete(self, who: Caller, name: str) -> BudgetView:
-        """Delete a budget, so that it no longer delays or stops runs. Existing stop requests remain."""
+        """Delete a budget, so that it no longer delays or stops runs. Existing stop requests remain valid."""
         at_ns = self._clock.wall_ns()
         view = self.view(who, AccessReach.ALL, name)
 
@@ -174,14 +174,14 @@ class BudgetService:
         return view
 
     def _standings(self, connection: sa.Connection) -> dict[str, Standing]:
-        """Return the standings of the last look, some seconds old, because a new look reads all attempts."""
+        """Return the last computed standings, some seconds old, because a new computation reads all attempts."""
         known = self._spending.known()
         return self._spending.look(connection, self._budget_admission.as_of()) if known is None else known
 
     def _ring(self) -> None:
         self._spending.change()
         self._hub.touch(BUDGETS)
-        self._hub.touch(SCHEDULER)  # Runs that waited for the budget may start now.
+        self._hub.touch(SCHEDULER)  # Runs that waited for the budget can start now.
 
     def _budget(self, asked: BudgetRequest) -> Budget:
         ours = self._settings.currency
@@ -240,7 +240,7 @@ class BudgetService:
 
 
 def _check_scope(connection: sa.Connection, scope: Scope) -> None:
-    """Refuse a scope that does not exist. A tag may be new, because later runs may use it."""
+    """Refuse a scope that does not exist. A tag may be unknown, because later runs can use the tag."""
     kind, name = scope.kind, scope.name
     if kind == "everything":
         if name:
@@ -304,7 +304,7 @@ routes = Routes("budgets")
 
 @routes.get("/budgets", needs=reading("budgets"))
 def list_budgets(call: Call, budgets: BudgetService) -> BudgetList:
-    """List budgets with their standings: those of the caller and of the caller's teams."""
+    """List the budgets of the caller and of the caller's teams, with their standings."""
     return budgets.view_all(call.who, call.reach)
 
 
@@ -316,7 +316,7 @@ def show_budget(call: Call, budgets: BudgetService, name: str) -> BudgetView:
 
 @routes.put("/budgets/{name}", needs=writing("budgets"))
 def put_budget(call: Call, budgets: BudgetService, name: str, body: BudgetRequest) -> BudgetView:
-    """Insert or replace a budget. Usage since the start of its period counts."""
+    """Insert or replace a budget. Usage since the start of the budget's period counts."""
     return budgets.put(call.who, name, body)
 
 

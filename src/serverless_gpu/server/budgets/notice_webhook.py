@@ -11,10 +11,10 @@ budget list`. The loop retries each notice independently, so a refused notice do
 
 Failure cases:
 
-- No answer, or not 2xx: The loop retries after 5, 10, 20 … s, at most an hour. After ten tries or a day, the loop gives
-  up the notice. The database stores the number of tries, but not the pauses between them.
+- No answer, or a status other than 2xx: The loop retries after 5, 10, 20 … s, and at most an hour. After ten tries or a
+  day, the loop stops retrying the notice. The database stores the number of tries, but not the pauses between tries.
 
-- An endless answer: The loop does not read the body, and the request times out after 5 s.
+- An endless response body: The loop does not read the body, and the request times out after 5 s.
 
 - A redirect: The loop does not follow redirects, so notices go only to the configured address.
 
@@ -43,7 +43,7 @@ FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 3_600.0
 IDLE_S = 30.0
 LOOKED_AT = 100
-"""The maximum number of notices in one read. The notices with the fewest tries come first."""
+"""Maximum number of notices in one read, sorted by the number of tries, lowest first."""
 _log = logging.getLogger(__name__)
 
 
@@ -58,7 +58,7 @@ class NoticeWebhook:
         self._not_before_ns: dict[int, int] = {}
 
     def tick(self, now_ns: int) -> int | None:
-        """Post one due notice; return the time of the next tick."""
+        """Post one due notice, and return the time of the next tick."""
         waiting = self._database.read(lambda connection: budgets.open_notices(connection, limit=LOOKED_AT))
         pauses = {one.seq: self._not_before_ns.get(one.seq, 0) for one in waiting}
         self._not_before_ns = pauses
@@ -89,12 +89,12 @@ class NoticeWebhook:
 
 
 def _post(url: str, one: Notice) -> str:
-    """Post a notice; return a description of the problem, or ""."""
+    """Post a notice, and return a description of the problem, or ""."""
     body = {"id": one.seq, "kind": one.kind, "at": format_utc(one.at_ns), **one.document}
     headers = {"User-Agent": f"serverless-gpu/{__version__}"}
     try:
-        # Each notice uses a new client, because one notice a day needs no open connection. The client ignores proxies
-        # of the environment, because a proxy could read notices.
+        # Each notice uses a new client, because one notice a day needs no open connection. The client ignores the proxy
+        # settings of the environment, because a proxy could read notices.
         with (
             httpx2.Client(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False) as client,
             client.stream("POST", url, json=body, headers=headers) as answer,

@@ -5,10 +5,10 @@
 
 Amounts are money if prices exist, else device time. The loop writes an alarm to the log, the audit and the notices
 (`sgpu budget list`, the webhook). A run's alarm is also an event of the run. A row of `budget_warnings` with 0 per cent
-marks the alarm as sent.
+marks an alarm as sent.
 
-The loop reads the usage per hour of a team from the ledger and caches it in memory. The loop distributes a ledger entry
-evenly over the time of the entry. The ledger contains a running attempt only up to the previous day, so the loop adds
+The loop reads a team's hourly usage from the ledger and caches the usage in memory. The loop distributes a ledger entry
+evenly over the period of the entry. The ledger contains a running attempt only up to the previous day, so the loop adds
 the current usage for the last hour.
 """
 
@@ -54,11 +54,11 @@ EVERY_S = 60.0
 AT_ONCE = 100
 """The maximum number of attempts in one check."""
 PAGE = 5_000
-"""The maximum number of ledger entries in one read. After a start, the loop reads existing entries page by page."""
+"""Maximum number of ledger entries in one read. After a start, the loop reads existing entries in pages."""
 MONEY, TIME = "micros", "gpu_ms"
 _log = logging.getLogger(__name__)
 _Hours = dict[int, tuple[int, int]]
-"""Money and device-milliseconds, by hour since 1970."""
+"""Money and device-milliseconds by hour. Hours are numbered since 1970."""
 
 
 class SpendAlarms:
@@ -85,7 +85,7 @@ class SpendAlarms:
         self._seen: set[tuple[str, int]] = set()
 
     def tick(self, now_ns: int) -> int:
-        """Announce unusual spending of running attempts; return the time of the next tick."""
+        """Announce unusual spending of running attempts, and return the time of the next tick."""
         going = self._spending.going_on()
         there = [one for one in going if not one.spender.is_over and one.spender.started_ns is not None]
         self._database.read(self._read)
@@ -96,7 +96,7 @@ class SpendAlarms:
     # --- runs ---------------------------------------------------------------------------------------------------------
 
     def _look_at_runs(self, going: Sequence[OngoingAttempt]) -> None:
-        """Compare each attempt once with earlier attempts, because its cost per hour does not change."""
+        """Compare each attempt with earlier attempts once, because the hourly cost of an attempt is constant."""
         gangs = {(one.spender.run_id, one.spender.fence) for one in going}
         self._seen &= gangs
         new = [one for one in going if one.name and (one.spender.run_id, one.spender.fence) not in self._seen]
@@ -123,7 +123,7 @@ class SpendAlarms:
     # --- teams --------------------------------------------------------------------------------------------------------
 
     def _read(self, connection: sa.Connection) -> None:
-        """Read new ledger entries, at most a few pages."""
+        """Read new ledger entries, at most a few pages of the ledger."""
         oldest = self._clock.wall_ns() // HOUR_NS - HOURS
         for _ in range(20):
             page = charges.after(connection, self._seq, limit=PAGE)
@@ -157,7 +157,7 @@ class SpendAlarms:
         for team, use in uses.items():
             hours = self._teams.get(team, {})
             ahead, before = hours.get(this, (0, 0)), hours.get(this - 1, (0, 0))
-            part_ns = HOUR_NS - now_ns % HOUR_NS  # The part of the previous hour that lies within the last 60 minutes.
+            part_ns = HOUR_NS - now_ns % HOUR_NS  # Part of the previous hour that lies within the last 60 minutes.
             which = 0 if use.micros else 1
             rate = (use.micros if which == 0 else use.gpu_ms) + ahead[which] + before[which] * part_ns // HOUR_NS
             past = [amounts[which] for hour, amounts in hours.items() if hour < this - 1]
@@ -179,8 +179,8 @@ class SpendAlarms:
         run: OngoingAttempt | None,
     ) -> None:
         at_ns = self._clock.wall_ns()
-        # The name contains a line break. Budget names contain none (`check_name`), so deleting a budget's warnings
-        # deletes no alarm.
+        # This alarm key contains a line break. Budget names contain no line breaks (`check_name`), so deleting a
+        # budget's warnings deletes no alarm.
         key = f"alarm\n{hashlib.sha256(subject.encode()).hexdigest()[:32]}"
         document = {"subject": subject, "sentence": sentence, "rate": found.rate, "usual": found.usual, **whose}
 
@@ -219,7 +219,7 @@ class SpendAlarms:
 
 
 def _earlier(connection: sa.Connection, one: OngoingAttempt) -> tuple[list[StoredAttempt], dict[str, RunSpec]]:
-    """Return earlier attempts of runs with a name, and the specs of these runs."""
+    """Return earlier attempts of runs with a given name, and the specs of these runs."""
     found = latest_of_name(connection, one.subject.owner, one.name, limit=RUNS_MAX)
     there = runs.find_many(connection, [each.run_id for each in found])
     return found, {run.id: run.spec for run in there}

@@ -12,25 +12,25 @@
 ledger entries. `BudgetsLeft` counts down the remaining amounts within one tick.
 
 A running attempt counts with the price of its devices, from the start of user code until its last report, by the
-server's clock. After the end of the attempt, its charges replace this amount. The tariff and the account of an attempt
-are those of its placement.
+server's clock. After the end of the attempt, the ledger charges replace this amount. The placement of an attempt
+determines its tariff and account.
 
-Two loops call `look`: the scheduler before each decision, and the budget enforcer. The caller of `look` provides the
-transaction. Between two looks, `enter` counts new placements, so the scheduler's own placements count at once. Other
-readers use the standings that `known` returns. All methods of `Spending` are thread-safe.
+Two loops call `look`: the scheduler before each decision, and the budget enforcer in each tick. The caller of `look`
+provides the transaction. Between two calls of `look`, `enter` counts new placements, so new placements count
+immediately. Other readers use the standings that `known` returns. All methods of `Spending` are thread-safe.
 
-Several looks may run concurrently, each in its own database transaction. This module numbers events (`moment`). Each
-look has the number of the event before its transaction began. If a newer look finishes first, an older look may have
-read an older state. The older look then changes nothing and returns the result of the newer look. A newly placed
-attempt counts in each look that began before the commit of the placement.
+Several calls of `look` may run concurrently in separate database transactions. The object numbers its events
+(`moment`). Each call of `look` records the event number from before its transaction. If a newer call finishes first, an
+older call may have read an older database state. The older call then changes nothing and returns the newer standings. A
+new placement also counts in each call of `look` that began before the commit of the placement.
 
 Failure cases:
 
-- Before the first look, runs that a budget could count may not start. Reading the queue includes a look.
+- Before the first call of `look`, no run starts that a budget could count. Reading the queue calls `look`.
 
-- A look fails. The standings do not change, and the error propagates to the caller.
+- A call of `look` fails. The standings do not change, and the error propagates to the caller.
 
-- A budget changes during a look. The next look reads the changed budget.
+- A budget changes during a call of `look`. The next call reads the changed budget.
 """
 
 from __future__ import annotations
@@ -86,15 +86,15 @@ from serverless_gpu.server.records.pools import StoredPool
 from serverless_gpu.server.records.runs import StoredRun
 
 _KNOWN_MAX = 100_000
-"""The maximum number of cached accounts. Above this number, the module clears the cache."""
+"""Maximum number of cached accounts. Above this number, the module clears the cache."""
 
 
 class LookInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """The inputs of a look in addition to the database."""
+    """The inputs of `Spending.look` in addition to the database."""
 
     wall_ns: int  # The current time, nanoseconds since 1970.
-    boot_ns: int  # The current time in boottime.
-    moment: int  # The value of `Spending.moment` before the transaction read anything.
+    boot_ns: int  # Current boottime in nanoseconds.
+    moment: int  # Value of `Spending.moment` before the transaction read anything.
     leases: Leases
     currency: str  # Currency of the budgets. Charges in another currency count as unpriced.
 
@@ -104,12 +104,12 @@ class OngoingAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
     spender: Spender
     subject: Subject
-    names: tuple[str, ...]  # Budgets that count the attempt.
+    names: tuple[str, ...]  # Names of the budgets that count the attempt.
     name: str = ""  # Name of the run.
 
 
 class _Known(msgspec.Struct):
-    """The values of a running attempt that do not change."""
+    """Constant values of a running attempt."""
 
     subject: Subject
     names: tuple[str, ...]
@@ -126,14 +126,14 @@ class Spending:
         self._lock = threading.RLock()
         self._moment = 1
         self._changed = 1  # The event number of the last change of budgets.
-        self._book_of = 0  # The event number at which this object last read the budgets.
-        self._looked = 0  # The event number at which the last look finished.
+        self._book_of = 0  # Event number at which this object last read the budgets.
+        self._looked = 0  # Event number at which the last call of `look` finished.
         self._index = BudgetIndex(())
         self._ledger = LedgerSums()
         self._known: dict[Gang, _Known] = {}
         self._lives: dict[Gang, Lifetime] = {}
         self._going: dict[Gang, OngoingAttempt] = {}
-        # The event number at the end of the placement's transaction; None while the transaction runs.
+        # Event number at the end of the placement's transaction; None while the transaction runs.
         self._entered: dict[Gang, int | None] = {}
         self._standings: dict[str, Standing] = {}
         self._closed: frozenset[tuple[str, int]] = frozenset()
@@ -146,15 +146,15 @@ class Spending:
             return self._moment
 
     def change(self) -> None:
-        """Note that budgets have changed, after the commit. The next look reads all budgets again."""
+        """Record that budgets have changed. Call this after the commit; the next `look` reads all budgets."""
         with self._lock:
             self._changed = self._next()
 
     def look(self, connection: sa.Connection, as_of: LookInputs, *, at_all: bool = False) -> dict[str, Standing]:
         """Read the database, and return the standing of each budget by name.
 
-        The transaction must see one state of the database. With `at_all`, the method reads attempts even without
-        budgets.
+        The transaction must read from one snapshot of the database. With `at_all`, the method reads attempts even if no
+        budgets exist.
         """
         with self._lock:
             first_day = first_day_of(as_of.wall_ns)
@@ -186,25 +186,25 @@ class Spending:
             return dict(self._judge())
 
     def standings(self) -> dict[str, Standing]:
-        """Return the standings of the last look, updated by later placements."""
+        """Return the standings of the last `look`, updated by later placements."""
         with self._lock:
             return dict(self._standings)
 
     def known(self) -> dict[str, Standing] | None:
-        """Return the standings, or None before the first look since the start or the last budget change."""
+        """Return the standings, or None if no `look` has finished since the start or the last budget change."""
         with self._lock:
             return None if self._book_of < self._changed else dict(self._standings)
 
     def going_on(self) -> list[OngoingAttempt]:
-        """Return the attempts that the last look found running, and later placements that count for a budget."""
+        """Return the running attempts of the last `look`, and later placements that count for a budget."""
         with self._lock:
             return list(self._going.values())
 
     def by_day(self, name: str) -> dict[int, int]:
-        """Return the daily usage of a budget in the last week and its period, in the limit's unit."""
+        """Return the daily usage of a budget in the last week and its period, in the unit of the limit."""
         with self._lock:
             if name not in self._index.budgets:
-                return {}  # The budget was deleted after the last look.
+                return {}  # An operator deleted the budget after the last `look`.
             found = {day: self._index.budgets[name].counts(use) for day, use in self._ledger.days(name).items()}
             for gang, one in self._going.items():
                 if name not in one.names:
@@ -248,24 +248,23 @@ class Spending:
         return ""
 
     def rooms(self, holds: Callable[[WaitingRun], BudgetUse]) -> BudgetsLeft | None:
-        """Return the remaining amounts of all budgets, to be counted down in one tick; None without budgets."""
+        """Return the remaining amounts of all budgets for one tick to count down; None without budgets."""
         with self._lock:
             if not self._standings:
                 return None
             return BudgetsLeft(self._index, dict(self._standings), holds)
 
     def longest_s(self, connection: sa.Connection, owner: str, name: str, now_ns: int) -> float | None:
-        """Return the longest device time of recent runs of this owner and name in seconds; None if unknown."""
+        """Return the longest device time in seconds of recent runs with this owner and name; None if unknown."""
         with self._lock:
             return self._learned.longest_s(connection, owner, name, now_ns)
 
     def enter(
         self, connection: sa.Connection, run: StoredRun, account: Account, tariff: Tariff, *, gpus: int, now_ns: int
     ) -> str:
-        """Count an attempt that is about to be placed; return why the attempt cannot start, or "".
+        """Count an attempt that is about to be placed, and return why the attempt cannot start, or "".
 
-        Repeated calls for the same attempt count once. After the end of the transaction, the caller must call
-        `entered`.
+        Repeated calls for the same attempt count once. The caller must call `entered` after the end of the transaction.
         """
         gang = (run.id, run.fence + 1)
         with self._lock:
@@ -297,7 +296,7 @@ class Spending:
             return ""
 
     def entered(self) -> None:
-        """Note the end of the transaction of entered attempts, so that the next look sees its result."""
+        """Record that the transaction of entered attempts has ended. The next `look` sees its result."""
         with self._lock:
             at = self._next()
             self._entered = {gang: at if was is None else was for gang, was in self._entered.items()}
@@ -318,7 +317,7 @@ class Spending:
             spec = None if run is None else run.spec
             if one.account_id is not None:
                 subject, names, is_foreign = self._ledger.account(one.account_id)
-            else:  # An older server version placed the attempt.
+            else:  # An older server version placed this attempt.
                 subject = Subject(owner="") if run is None else subject_of_run(run)
                 names, is_foreign = self._index.names(subject), False
             micros_per_hour = rate_of(one.tariff, one.gpu_type, one.world_size, spec)
@@ -419,7 +418,7 @@ class BudgetIndex:
 
 
 class BudgetsLeft:
-    """Counts down the remaining amounts of budgets along the queue (`concurrency_limits.BudgetRooms`)."""
+    """Counts down the remaining amounts of budgets in the order of the queue (`concurrency_limits.BudgetRooms`)."""
 
     def __init__(
         self,
@@ -430,7 +429,7 @@ class BudgetsLeft:
         self._index, self._standings, self._hold = index, standings, holds
 
     def take(self, candidate: WaitingRun) -> str:
-        """Subtract the first hold of a run; return why a budget has too little left, or ""."""
+        """Subtract the first hold of a run, and return why a budget's remaining amount is too small, or ""."""
         names = self._index.names_of_waiting(candidate.subject)
         if not names:
             return ""
@@ -442,7 +441,7 @@ class BudgetsLeft:
         return ""
 
     def keep(self, candidate: WaitingRun) -> None:
-        """Subtract the hold of a run that is about to be placed, even if too little is left."""
+        """Subtract the hold of a run before its placement, even if the remaining amount is too small."""
         self._count(self._index.names_of_waiting(candidate.subject), self._hold(candidate))
 
     def _count(self, names: Iterable[str], hold: BudgetUse) -> None:
@@ -451,7 +450,7 @@ class BudgetsLeft:
 
 
 class LedgerSums:
-    """Sums posted usage by budget and day; each read continues after the last ledger entry."""
+    """Sums posted usage by budget and day. Each read starts after the last ledger entry already read."""
 
     def __init__(self, first_day: int = -1, index: BudgetIndex | None = None, currency: str = "") -> None:
         self.first_day = first_day
@@ -488,10 +487,10 @@ class LedgerSums:
     ) -> None:
         """Read new ledger entries, and all ledger entries of running attempts.
 
-        The transaction must see one state of the database. `cuts` contains the times within a UTC day at which budget
-        periods began.
+        The transaction must read from one snapshot of the database. `cuts` contains the start times of budget periods
+        that begin within a UTC day.
         """
-        if not self._index.budgets:  # Without budgets, only entries of running attempts matter.
+        if not self._index.budgets:  # Without budgets, only entries of running attempts are needed.
             going = {one.attempt.account_id for one in there.values() if one.attempt.account_id is not None}
             self._get_to_know(connection, going)
             return
@@ -503,7 +502,7 @@ class LedgerSums:
         wanted = {one.account_id for one in sums}
         wanted |= {one.attempt.account_id for one in there.values() if one.attempt.account_id is not None}
         self._get_to_know(connection, wanted)
-        # The ledger gets entries of an attempt only after its first day, or after its end.
+        # The ledger receives entries of an attempt only after the attempt's first day, or after its end.
         today_ns = wall_ns // DAY_NS * DAY_NS
         may = {gang for gang, one in there.items() if one.attempt.created_ns < today_ns or one.attempt.uncharged}
         if newest > self._seq or may != self._posted.keys():
@@ -525,7 +524,7 @@ class LedgerSums:
             self._read_cut(connection, at_ns, cut, newest)
 
     def _read_cut(self, connection: sa.Connection, at_ns: int, cut: _Cut, newest: int) -> None:
-        """Read new ledger entries before a time, on the UTC day of that time."""
+        """Read new ledger entries up to a given time, on the UTC day of that time."""
         if cut.seq == newest:
             return
         whole, crossing = charges.before(connection, at_ns, after_seq=cut.seq)
@@ -556,7 +555,7 @@ class LedgerSums:
 
 
 class _Cut:
-    """Posted usage of one UTC day before a time, by budget."""
+    """Posted usage of one UTC day up to a given time, by budget."""
 
     def __init__(self) -> None:
         self.seq = 0
@@ -569,7 +568,7 @@ class _Cut:
 
 
 def use_until(line: LedgerLine, use: BudgetUse, at_ns: int) -> BudgetUse:
-    """Return the part of a metering line's usage before a time."""
+    """Return the share of a metering line's usage that falls before a given time."""
     micros, gpu_ms, unpriced_ms = (
         part_until(amount, line.gpu_ms, line.gpus, line.start_ns, line.end_ns, at_ns)
         for amount in (use.micros, use.gpu_ms, use.unpriced_ms)
@@ -579,7 +578,7 @@ def use_until(line: LedgerLine, use: BudgetUse, at_ns: int) -> BudgetUse:
 
 def first_day_of(now_ns: int) -> int:
     """Return the first UTC day that a period or forecast needs in any time zone: days since 1970-01-01."""
-    month = window(Period.MONTH, now_ns - DAY_NS)  # No time zone is a full day behind UTC.
+    month = window(Period.MONTH, now_ns - DAY_NS)  # Every time zone is less than a full day behind UTC.
     return min(month.days[0] - 1, now_ns // DAY_NS - FORECAST_DAYS)
 
 
@@ -592,13 +591,13 @@ def rate_of(tariff: Tariff, gpu_type: str, gpus: int, spec: RunSpec | None) -> i
 
 
 def is_open_to(budget: Budget, subject: Subject) -> bool:
-    """Return True if readers of a run may see a budget: it belongs to the run's owner or team."""
+    """Return True if readers of a run may see a budget, because the run's owner or team owns the budget."""
     teams = [("team", team) for team in subject.teams]
     return (budget.scope.kind, budget.scope.name) in (("user", subject.owner), *teams)
 
 
 def subject_of(owner: str, spec: RunSpec, *, team: str, pool: str, member_of: tuple[str, ...]) -> Subject:
-    """Return the properties of a run that decide which budgets count it."""
+    """Return the properties of a run that determine which budgets count the run."""
     is_cpu = spec.resources.gpu_type == CPU
     return Subject(
         owner=owner,
@@ -612,12 +611,12 @@ def subject_of(owner: str, spec: RunSpec, *, team: str, pool: str, member_of: tu
 
 
 def subject_of_run(run: StoredRun) -> Subject:
-    """Return the properties of a stored run that decide which budgets count it."""
+    """Return the properties of a stored run that determine which budgets count the run."""
     return subject_of(run.owner, run.spec, team=run.team, pool=run.pool, member_of=run.member_of)
 
 
 def with_hold(standing: Standing, hold: BudgetUse) -> Standing:
-    """Return a standing with one additional hold."""
+    """Return a budget standing with one additional hold."""
     return msgspec.structs.replace(standing, held=standing.held + hold, ahead=standing.ahead + hold)
 
 

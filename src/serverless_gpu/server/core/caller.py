@@ -14,16 +14,12 @@ from serverless_gpu.wire.base import NAME_CHARACTERS_MAX
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """The authenticated caller of a request: a principal, or the supervisor of an attempt.
 
-    Attributes:
-        name: name of the principal; "" on public routes and for an attempt.
-        kind: user, service, or "attempt".
-        role: a role from `wire.principals`; "" for an attempt.
-        teams: teams of the principal.
-        scopes: uses that the token permits; empty if the token permits everything that its owner may do.
-        token_id: identifier of the token, for the audit.
-        attempt: run, fence and supervisor number, if the token belongs to an attempt.
-        until_ns: end of the token's validity, nanoseconds since 1970; None for a token without an end.
-        late: True if the server has given this attempt up and accepts only final reports from the supervisor.
+    Attributes: name: name of the principal; "" on public routes and for an attempt. kind: user, service, or "attempt".
+    role: a role from `wire.principals`; "" for an attempt. teams: teams of the principal. scopes: operations that the
+    token permits; empty if the token permits every operation of its owner. token_id: identifier of the token, for the
+    audit. attempt: run, fence and supervisor number, if the token belongs to an attempt. until_ns: end of the token's
+    validity, nanoseconds since 1970; None for a token without an end. late: True if the server has abandoned this
+    attempt and accepts only final reports from the supervisor.
     """
 
     name: str = ""
@@ -38,7 +34,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ANONYMOUS = Caller()
-# Format characters that can make text look different from its content. Control characters are checked separately.
+# Format characters that can make text look different from its content. A separate check covers control characters.
 _DECEIVING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
@@ -51,13 +47,13 @@ def check_text(name: str, text: str, most: int) -> None:
 
 
 def check_range(name: str, value: float | None, least: float, most: float) -> None:
-    """Refuse a number outside of a range; accept None."""
+    """Refuse a number outside of a range, and accept None."""
     if value is not None and not least <= value <= most:  # The comparison also refuses NaN.
         raise InvalidValue(f"{name} must be between {least} and {most}, not {value}")
 
 
 def check_time_zone(name: str) -> None:
-    """Refuse the name of an unknown time zone; "" means UTC."""
+    """Refuse the name of an unknown time zone. The value "" selects UTC."""
     try:
         zoneinfo.ZoneInfo(name or "UTC")
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError) as error:

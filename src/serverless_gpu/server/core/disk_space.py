@@ -1,7 +1,7 @@
 """Measures free disk space, and keeps a minimum free of users' data.
 
-A run must be able to end when payloads, results and logs have filled the disk. The database must still be able to
-record the end of the run. Therefore every store of users' data leaves some space free.
+A run must be able to end even if payloads, results and logs have filled the disk. The database must then still be able
+to record the end of the run. Therefore every store of users' data leaves some disk space free.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def free_bytes(place: Path | int) -> int | None:
-    """Return the bytes that this user can still write, or None if the system does not report them.
+    """Return the number of bytes that this user can still write to a disk; None if unknown.
 
     Args:
         place: a directory, or a descriptor of a file on that disk.
@@ -56,7 +56,7 @@ def full_reason(directory: Path, error: OSError) -> str:
 
 
 def space_problem(directory: Path) -> str:
-    """Return a message if the server's disk lacks space or inodes, "" otherwise; for health checks."""
+    """Return a message if the server's disk lacks space or inodes, or "" otherwise."""
     if lacks_inodes(directory):
         return f"the server's disk: {NO_INODES}"
     free = free_bytes(directory)

@@ -15,10 +15,10 @@
 
 A failed disk or a bucket behind a broken network does not answer at all. If requests checked the disk or the bucket
 directly, a few requests to `/health` would block every thread of the server. Therefore each part has one probe thread,
-a daemon thread that ends with the process. A probe does not cache a failure: the next caller starts a new check.
+a daemon thread that ends with the process. A probe does not cache a failure. The next caller starts a new check.
 
 `/health` is public, so an answer names no host, path, user or run. An answer contains fixed names, fixed texts and
-milliseconds. The server logs the details once for each change.
+milliseconds. The server logs the details once for each change of the result.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ T = TypeVar("T")
 BOUND_S = 2.0
 STORE_BOUND_S = 5.0
 STORE_FRESH_S = 10.0
-"""Seconds that a good answer of the store stays valid; each check costs three requests."""
+"""Seconds for which a good answer of the store stays valid, because each check costs three requests."""
 RETRY_AFTER_S = 5
 _log = logging.getLogger(__name__)
 Check = Callable[[], str]
@@ -50,8 +50,8 @@ Check = Callable[[], str]
 class Unwell(Exception):
     """Signals that a health check found a problem.
 
-    The message is phrased to follow the name of the checked part. It contains no user and no host, because `/health` is
-    public. The log has the cause.
+    The message is phrased to follow the name of the checked part. The message names no user and no host, because
+    `/health` is public. The log contains the cause.
     """
 
 
@@ -99,7 +99,7 @@ class Probe(Generic[T]):
         self._asking: Future[ProbeAnswer[T]] | None = None
         self._last: ProbeAnswer[T] | None = None
         self._last_ns = 0
-        self._is_failing = False  # True once the log contains the current failure
+        self._is_failing = False  # True once the log contains the current failure.
 
     async def answer(self) -> ProbeAnswer[T]:
         """Return a fresh answer, or a problem if the check takes longer than `bound_s`."""
@@ -119,7 +119,7 @@ class Probe(Generic[T]):
         if left_ns > 0 and not asking.done():
             waited = asyncio.wrap_future(asking)
             await asyncio.wait({waited}, timeout=left_ns / 1e9)
-            waited.cancel()  # This ends only the caller's wait; the probe thread continues the check.
+            waited.cancel()  # The timeout ends only the caller's wait. The probe thread continues the check.
         if asking.done():
             return asking.result()
         waited_ns = self._clock.boottime_ns() - self._asked_ns
@@ -162,7 +162,7 @@ class ServerHealth:
         self._last: dict[str, str] = {}
 
     def watch(self, name: str, check: Check) -> None:
-        """Add a part whose `check` only reads memory; two checks with the same name are combined."""
+        """Add a part whose `check` only reads memory. Checks with the same name are combined."""
         with self._lock:
             before = self._memory.get(name)
             self._memory[name] = check if before is None else lambda: before() or check()
@@ -176,7 +176,7 @@ class ServerHealth:
             self._probes[name] = made
 
     async def look(self) -> list[PartHealth]:
-        """Check every part now and return the results; takes at most as long as the longest bound."""
+        """Check every part now, and return the results. A call takes at most as long as the longest bound."""
         with self._lock:
             memory, probes = dict(self._memory), dict(self._probes)
         answers = await asyncio.gather(*(probe.answer() for probe in probes.values()))

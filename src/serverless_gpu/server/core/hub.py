@@ -4,10 +4,10 @@
     reader (event loop):  seen = hub.version(key);  read;  show;  seen = await hub.changed(key, seen, timeout_s)
 
 A reader notes the version *before* it reads. If the key changes between the read and the wait, the wait then ends
-immediately. A touch carries no data. Every reader has a timeout, so a lost touch only delays the reader.
+immediately. A touch of a key carries no data. Every reader has a timeout, so a lost touch only delays a reader.
 
 Once the hub is closed, every wait ends immediately. A stream checks `closed` before each wait, because the server may
-be stopping. The hub drops keys without recent touches. A reader that waits for a dropped key wakes once without a
+be stopping. The hub drops keys without recent touches. A reader that waits for a dropped key wakes up once without a
 change.
 """
 
@@ -19,13 +19,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 SCHEDULER = "scheduler"
-"""Key to touch when a run may be ready for placement; the scheduler then ticks immediately."""
+"""Key to touch when a run may be ready for placement. The touch makes the scheduler tick immediately."""
 RECONCILER = "reconciler"
 COLLECTOR = "collector"
 RETENTION = "retention"
 AUDIT = "audit"
 LEDGER = "ledger"
-"""Key to touch when an attempt has ended or was settled; the ledger loop then charges its usage."""
+"""Key to touch when an attempt ended or was settled. The touch makes the ledger loop charge its usage."""
 CHARGED = "charged"
 """Key that the server touches after it has written ledger entries."""
 SELF_CHECK = "self-check"
@@ -54,13 +54,13 @@ class Hub:
         self._lock = threading.Lock()
         self._count = 0
         self._closed = False
-        self._forgotten = 0  # highest version of any dropped key
+        self._forgotten = 0  # Highest version of any dropped key.
         self._versions: OrderedDict[str, int] = OrderedDict()
         self._waiting: dict[str, list[_Waiting]] = {}
         self._listeners: dict[str, list[Callable[[], None]]] = {}
 
     def touch(self, key: str) -> None:
-        """Increment the version of a key. Call this after the commit, never inside of a transaction."""
+        """Increment the version of a key. Callers call this after the commit, never inside a transaction."""
         with self._lock:
             self._count += 1
             self._versions[key] = self._count
@@ -94,7 +94,7 @@ class Hub:
             return {"keys of the hub": (len(self._versions), KEYS_MAX)}
 
     def version(self, key: str) -> int:
-        """Return the current version of a key; note it before reading the data of the key."""
+        """Return the current version of a key. Callers note this version before they read the data of the key."""
         with self._lock:
             return self._versions.get(key, self._forgotten)
 
@@ -112,7 +112,7 @@ class Hub:
             timeout_s: seconds after which the wait ends without a change.
 
         Returns:
-            The current version; this is `seen` if nothing changed or the hub is closed.
+            The current version; equal to `seen` if nothing changed or the hub is closed.
         """
         one = _Waiting()
         with self._lock:
@@ -149,7 +149,7 @@ class _Waiting:
         try:
             self._loop.call_soon_threadsafe(self._done)
         except RuntimeError:
-            return  # The event loop has ended together with its readers.
+            return  # The event loop has ended, so the loop has no readers.
 
     def _done(self) -> None:
         if not self.future.done():

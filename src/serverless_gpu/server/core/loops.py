@@ -8,8 +8,8 @@ A loop calls `tick(now) → next wake-up` in a thread. `Loop.ring` wakes the loo
 
 A loop is busy at most half of the time. After a long tick, the loop sleeps for as long as the tick took, even if
 another thread rings. A loop logs a failed tick and retries with backoff. A database outage of half a minute therefore
-does not end the scheduler. A tick stores its state in the database. After a stop, the next server therefore finishes
-the remaining work.
+does not end the scheduler. A tick stores its state in the database. After a server stop, the next server therefore
+finishes the remaining work.
 
 `JumpTolerantClock` reads the machine's clock:
 
@@ -18,15 +18,15 @@ the remaining work.
     a jump, forward or back   ignored for an hour; then accepted, unless the clock has jumped back
 
 A wrong clock that is corrected within the hour has no effect. Tokens keep their lifetimes, retention deletes nothing
-early, and the server abandons no pending receipt. Durations and deadlines use boottime, so this clock does not affect
-them. The server logs each jump, and the acceptance of a jump.
+early, and the server abandons no pending receipt. Durations and deadlines use boottime, so wall clock jumps do not
+affect durations and deadlines. The server logs each jump, and the acceptance of a jump.
 
 Failure cases:
 
-* The server starts while the clock is wrong: the server accepts the clock, because it has no better source. If the
-  clock is behind, the server accepts expired tokens.
+* The server starts while the clock is wrong: the server accepts the clock, because the server has no better source. If
+the clock is behind, the server accepts expired tokens.
 
-* The clock jumps repeatedly: the hour starts again with each jump.
+* The clock jumps repeatedly: the hour of waiting starts again with each jump.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from serverless_gpu.server.core.server_metrics import ServerMetrics
 
 LONGEST_S = 30.0
 LATE_S = 90.0
-"""Seconds without a successful tick that count as a server problem: three times the longest pause."""
+"""Seconds without a successful tick after which a loop counts as failed: three times the longest pause."""
 SHORT_S = 0.005
 SETTLING_S = 600.0
 STEP_S = 120.0
@@ -51,7 +51,7 @@ _PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _log = logging.getLogger(__name__)
 
 Tick = Callable[[int], int | None]
-"""Does the work due at this boottime (ns). Returns the next due time, or None to wait for a ring."""
+"""Does the work that is due at a boottime (ns). Returns the next due time, or None to wait for a ring."""
 
 
 class Loop:
@@ -74,7 +74,7 @@ class Loop:
         return self._name
 
     def problem(self) -> str:
-        """Return the loop's problem, or "": its last successful tick is too old, or its thread has ended."""
+        """Return the loop's problem, or "". A loop fails if its last successful tick is too old or its thread ended."""
         if not self._stopped.is_set() and self._thread.ident is not None and not self._thread.is_alive():
             return f"the {self._name} has ended"
         silent_s = (self._clock.boottime_ns() - self._good_ns) / 1e9
@@ -83,7 +83,7 @@ class Loop:
         return f"the {self._name} has completed no tick for {silent_s:.0f} s"
 
     def start(self) -> None:
-        """Start the loop's thread; the first tick runs immediately."""
+        """Start the loop's thread. The first tick runs immediately."""
         self._good_ns = self._clock.boottime_ns()
         self._thread.start()
 
@@ -92,7 +92,7 @@ class Loop:
         self._rung.set()
 
     def stop(self, *, timeout_s: float) -> bool:
-        """Stop after the current tick; return True if the thread ended within the timeout."""
+        """Stop after the current tick, and return True if the thread ended within the timeout."""
         self._stopped.set()
         self._rung.set()
         self._thread.join(timeout_s)
@@ -107,11 +107,12 @@ class Loop:
             self._measures.ticks.labels(self._name).observe(took_s)
             if took_s > SHORT_S:
                 self._stopped.wait(min(took_s, LONGEST_S))
-            if not self._stopped.is_set():  # `stop` may have rung before the event was cleared.
+            # Another thread may have called `stop` before this thread cleared the event.
+            if not self._stopped.is_set():
                 self._rung.wait(pause_s)
 
     def _turn(self, now_ns: int) -> float:
-        """Run one tick; return the seconds until the next."""
+        """Run one tick, and return the seconds until the next tick."""
         try:
             with server_log.bound(loop=self._name):
                 due_ns = self._tick(now_ns)
@@ -151,7 +152,7 @@ class JumpTolerantClock:
         return self._clock.boot_id()
 
     def wall_ns(self) -> int:
-        """Return nanoseconds since 1970, without jumps that are not yet accepted."""
+        """Return nanoseconds since 1970, without clock jumps that are not yet accepted."""
         with self._lock:
             now_ns = self._clock.boottime_ns()
             base_ns = self._clock.wall_ns() - now_ns
@@ -163,7 +164,7 @@ class JumpTolerantClock:
             return now_ns + self._base_ns
 
     def _consider(self, base_ns: int, now_ns: int) -> None:
-        """Accept a jump of the clock after the new time has lasted long enough."""
+        """Accept a clock jump once the new time has lasted long enough."""
         if self._jumped_ns is None or abs(base_ns - self._seen_ns) > STEP_S * 1e9:
             self._jumped_ns, self._seen_ns = now_ns, base_ns
             jump_s, minutes = (base_ns - self._base_ns) / 1e9, round(BELIEVED_S / 60)

@@ -63,7 +63,7 @@ class Keys:
         self._requests = _derived(key, "requests")
 
     def attempt_token(self, run_id: str, fence: int, crew: int = 0, *, until_s: int | None = None) -> str:
-        """Return the token of one supervisor of an attempt; equal arguments give the same token.
+        """Return the token of one supervisor of an attempt. Equal arguments give the same token.
 
         Args:
             run_id: the run.
@@ -92,7 +92,7 @@ class Keys:
 
 
 def read_keys(directory: Path) -> Keys:
-    """Return the keys of a server; the first start creates the server's key."""
+    """Return the keys of a server. The first start creates the server's key."""
     path = directory / "key"
     with contextlib.suppress(FileNotFoundError):
         return Keys(path.read_bytes())
@@ -123,7 +123,7 @@ def encode(data: bytes) -> str:
 
 
 def remove_unnamed(directory: Path) -> None:
-    """Remove files that an interrupted `write_private` left behind; no process may write one now."""
+    """Remove files that an interrupted `write_private` left behind."""
     for path in directory.glob(".*"):
         if _UNNAMED.fullmatch(path.name):
             path.unlink(missing_ok=True)
@@ -141,7 +141,7 @@ class Sealer:
         self._cipher = AESGCM(key)
 
     def seal(self, data: bytes, *, about: str) -> bytes:
-        """Encrypt data; decryption needs this key and the same `about`.
+        """Encrypt data. Decryption needs this key and the same `about` value.
 
         Args:
             data: bytes of any length.

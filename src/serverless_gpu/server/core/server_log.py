@@ -8,18 +8,18 @@
                                                                                      and three rotated files
 
 A log line contains only the fields of `FIELDS`. Request bodies, tokens and callers' variables therefore cannot enter
-the log by mistake. The server's own code writes the messages; a traceback contains source lines and the text of the
-exception. The formatter removes several kinds of secrets from messages and tracebacks: our tokens, passwords in
-addresses, and secrets given at the server's start. Threads that anyio starts inherit the context of their caller. Loops
-bind their own fields.
+the log by mistake. The server's own code writes the messages. A traceback contains source lines and the text of the
+exception. The formatter removes secrets from messages and tracebacks: the server's tokens, passwords in addresses, and
+secrets from the server's options. Threads that anyio starts inherit the context of their caller. Each loop binds its
+fields to its log lines.
 
-One thread writes the file, and callers never wait for its locks. Neither the event loop nor the end of the process
-waits for the disk.
+One thread writes the file. Callers never wait for the locks of this thread. Neither the event loop nor the end of the
+process waits for the disk.
 
 Failure cases:
 
-* The disk does not respond: records wait in the queue. The log drops and counts records beyond the queue's capacity,
-  and a later line reports the count. At its end the process waits `CLOSING_S` for the queue.
+* The disk does not respond: records wait in the queue. The log drops records beyond the queue's capacity. A later log
+line reports the number of dropped records. Before its end, the process waits at most `CLOSING_S` for the queue.
 
 * The disk is full: lines are lost, and the server continues.
 
@@ -44,17 +44,17 @@ from pathlib import Path
 import msgspec
 
 FIELDS = (
-    "loop",  # loop whose tick wrote the line
+    "loop",  # loop whose tick wrote the log line
     "run",
-    "attempt",  # number of the attempt: its fence
+    "attempt",  # number of the attempt (its fence)
     "node",
-    "request_id",  # also in the response header SGPU-Request
+    "request_id",  # request identifier, also in the response header SGPU-Request
     "principal",  # owner of the request's token
     "method",
-    "route",  # declared route such as "/runs/{run}", never the path
+    "route",  # declared route such as "/runs/{run}", never the actual path
     "status",
-    "ms",  # milliseconds until the response began
-    "total_ms",  # milliseconds until the response ended
+    "ms",  # milliseconds until the first byte of the response
+    "total_ms",  # milliseconds until the end of the response
     "peer",  # network address of the peer
     "more",  # number of similar lines that the log has dropped
 )
@@ -73,12 +73,12 @@ CLOSING_S = 5.0
 MESSAGE_CHARACTERS_MAX = 8_000
 TRACEBACK_CHARACTERS_MAX = 32_000
 SECRET_CHARACTERS_MIN = 6
-"""Minimum length of a secret that the formatter removes; shorter ones would match many ordinary words."""
+"""Minimum length of a secret that the formatter removes. Shorter secrets match many ordinary words."""
 _TOKEN = re.compile(r"\b(sgp[ua]_)[A-Za-z0-9_\-]{8,}")
 _PASSWORD = re.compile(r"(://[^/\s:@]*):[^/\s@]+@")
 _BEARER = re.compile(r"(?i)\b(bearer) +[A-Za-z0-9._~+/=-]{8,}")
 _ROW = re.compile(r"Failing row contains \(.*")
-"""PostgreSQL quotes the refused row in its error, and the row may contain secrets."""
+"""PostgreSQL quotes the refused row in its error message, and the row may contain secrets."""
 _OURS = "serverless_gpu."
 
 
@@ -93,7 +93,7 @@ def bound(**fields: object) -> Iterator[None]:
 
 
 def note(**fields: object) -> None:
-    """Add fields to the innermost `bound` block; without such a block this does nothing."""
+    """Add fields to the innermost `bound` block. Without a `bound` block, the function does nothing."""
     held = _fields.get()
     if held is not None:
         held.update(_checked(fields))
@@ -165,13 +165,13 @@ class LogFile(logging.handlers.RotatingFileHandler):
         self._thread.start()
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Put a record with its context into the writer's queue; return False if the queue is full."""
+        """Put a record with its context into the writer's queue, and return False if the queue is full."""
         record = copy.copy(record)  # Other handlers use the same record.
         try:
             # The writer thread runs later, when mutable arguments may have changed.
             record.msg, record.args = record.getMessage(), None
         except (TypeError, ValueError):
-            record.args = None  # The arguments do not fit the format, so the line shows only the format.
+            record.args = None  # The arguments do not fit the format, so the log line contains only the format.
         fields = dict(getattr(record, "sgpu", current()))
         record.sgpu = {**fields, "more": self._left_out} if self._left_out else fields
         try:
@@ -183,12 +183,12 @@ class LogFile(logging.handlers.RotatingFileHandler):
         return True
 
     def flush(self) -> None:
-        """Flush the file in the writer thread; do nothing in other threads, which must not wait for the disk."""
+        """Flush the file in the writer thread. In other threads, `flush` does nothing."""
         if self.stream and threading.current_thread() is self._thread:
             self.stream.flush()
 
     def close(self) -> None:
-        """Write the queued lines and stop; on a hanging disk the process ends without closing the file."""
+        """Write the queued lines and stop. If the disk hangs, the process ends without closing the file."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -203,7 +203,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
             super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore a line that cannot be written; the server continues."""
+        """Ignore a log line that cannot be written. The server continues."""
 
     def _write(self) -> None:
         while (record := self._queue.get()) is not None:
@@ -215,7 +215,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
 
 
 def to_file(path: Path, secrets: Collection[str] = ()) -> logging.Handler:
-    """Send the server's log to a file that only its user can read; return the handler for `detach`."""
+    """Send the server's log to a file that only its user can read, and return the handler for `detach`."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
     handler = LogFile(path, secrets)

@@ -5,14 +5,14 @@
     Prometheus scrapes the current state (runs, nodes, devices, disk) through `operations/server_status.py`
 
 A new metric needs an attribute here with its help text, and a row in docs/how-to/operating-a-server.md. If operators
-should watch the metric, add a panel or an alert in `deploy/`. Tests compare the three places.
+should watch the metric, add a panel or an alert in `deploy/`. Tests compare code, page and `deploy/`.
 
 A label has few values, and callers cannot add values. Valid labels are a loop, a declared route, a reason or a class of
-status. A run, a user, a node, or text from a request is never a label. Prometheus stores each label value permanently.
-Readers of metrics must not see which user works on which run.
+HTTP status. A run, a user, a node, or text from a request is never a label. Prometheus stores each label value
+permanently. Readers of metrics must not see which user works on which run.
 
-Counters restart at zero with each process, which Prometheus handles. Metrics are in memory, so they cannot fail a
-request.
+Counters restart at zero with each process, which Prometheus handles. Metrics are in memory, so updating a metric cannot
+fail a request.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from serverless_gpu.version import __version__
 
 CONTENT_TYPE = exposition.CONTENT_TYPE_PLAIN_0_0_4
 OTHER = "other"
-"""Label value that replaces every value outside of the permitted ones."""
+"""Label value that replaces all values outside of the permitted set."""
 LABEL_VALUES_MAX = 24
-"""Maximum number of external values of one label, such as GPU types; `OTHER` replaces further values."""
+"""Maximum number of external values of a label, such as GPU types. `OTHER` replaces further values."""
 _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _SLOW_S = (0.01, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _WORKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-# Without this call, every metric has an additional, unused series with its creation time.
+# Without this call, prometheus_client adds an unused series with the creation time of each metric.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call] # the library has no annotation
 
 
@@ -45,7 +45,7 @@ class MetricsSource(Collector, abc.ABC):
 
     @abc.abstractmethod
     async def refresh(self) -> None:
-        """Update the metrics; never raises, and returns within a bound."""
+        """Update the metrics. The method never raises, and returns within a bound."""
 
 
 class ServerMetrics:
@@ -108,7 +108,7 @@ class ServerMetrics:
         self.store = histogram("store_seconds", "Seconds of one call to a store.", _SLOW_S, "store", "operation")
         self.store_errors = counter("store_errors", "Failed calls to a store.", "store", "operation")
         self.violations = counter("violations", "Invariant violations that the self-check found.", "invariant")
-        # Create the series now, because Prometheus sees no increase in a series that starts with its first failure.
+        # Create the series now. Prometheus sees no increase in a series that starts with its first failure.
         for kind in ("read", "write"):
             self.transaction_failures.labels(kind)
         for reason in (Reason.NODE_GONE, Reason.NODE_REBOOTED):
@@ -121,7 +121,7 @@ class ServerMetrics:
         self.registry.register(source)
 
     async def refresh(self) -> None:
-        """Refresh every source within its bound."""
+        """Refresh every source of metrics within its bound."""
         await asyncio.gather(*(source.refresh() for source in self._sources))
 
     def text(self) -> bytes:

@@ -20,7 +20,7 @@ Files of the server are in `$SERVERLESS_GPU_HOME/server/`:
     server.db  key  token  node.token  port  server.log  logs/<run>/<fence>/<rank>.<stream>  store/  blobs/
 
 `_Options` is the only table of settings: each field is a key of the file, an environment variable and an option. An
-error names the place of the wrong value. An empty variable counts as unset.
+error names the origin of the wrong value. An empty variable counts as unset.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ RETENTION_MIN_S = 3_600.0
 RETENTION_MAX_S = 3_650 * DAY_S
 STOP_WITHIN_MAX_S = 600.0
 VARIABLES = "SGPU_"
-"""Prefix of the environment variables; the setting's name in capital letters follows."""
-# Environment variables with this prefix that are not settings: for ranks, callers, tests and benchmarks.
+"""Prefix of the environment variables. The setting's name in capital letters follows the prefix."""
+# Environment variables with this prefix that are not settings. Ranks, callers, tests and benchmarks use them.
 _NO_SETTINGS = (
     *("SGPU_RUN_ID", "SGPU_FENCE", "SGPU_GPU_UUIDS", "SGPU_STOP_FILE", "SGPU_STOP_REASON"),
     *("SGPU_CHECKPOINT_DIR", "SGPU_RESUME_DIR", "SGPU_RESUME_FENCE", "SGPU_SECRETS_DIR", "SGPU_FAULT"),
@@ -101,7 +101,7 @@ def _typed(seconds: float) -> str:
 
 
 class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings as written, with their defaults; "" and None select a default."""
+    """The settings as an operator wrote them, with defaults. The values "" and None select a default."""
 
     database: str = ""
     store: str = ""
@@ -147,43 +147,32 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a server after validation. Durations are seconds.
 
-    Attributes:
-        home: the home directory, `$SERVERLESS_GPU_HOME`.
-        database: database url, see `db/database.py`.
-        store: url or path of the store of environments; "" for `server/store`.
-        host: address on which the server listens.
-        port: port of the server; 0 for any free port; None for 7878, or a free port if 7878 is taken.
-        hosts: additional host names that the server accepts.
-        tls_cert: file with the server's certificate and intermediate certificates; "" for plain HTTP.
-        tls_key: file with the key of the certificate.
-        tls_ca: file with the certificate authority for machines that join; "" if machines already trust the authority.
-        behind_proxy: addresses or networks of TLS proxies. The server trusts the client address headers of these
-            proxies. Except for loopback, the server answers only these proxies.
-        node: True if the server's machine is also a node.
-        partition_grace_s: time that an attempt continues without an answer of the server.
-        partition_margin_s: additional wait of the server before it assumes that the grace has passed.
-        soft_expiry_s: time without a report after which the server shows an attempt as unreachable.
-        heartbeat_s: maximum interval between heartbeats of nodes and attempts.
-        lease_written_s: minimum interval between two database writes of one renewed lease.
-        upload_s: time in which this machine's node retries to upload outputs of an ended attempt.
-        retention_s: age after which the server removes rows, output and results of ended runs.
-        unsatisfiable_after_s: time after which the server ends a run that no joined node can serve; 0 for never.
-        max_run_s: maximum runtime of an attempt whose usage policy has no limit; None for no limit.
-        logs_bytes_max: maximum output of all runs; beyond it, the server removes the oldest output.
-        nearby_bytes_max: maximum disk space for copies of environments in a bucket; 0 for no copies.
-        runs_waiting_max: maximum number of waiting runs of one principal.
-        on_owner_disabled: action for running runs of an owner who may not start runs any more: finish, or stop.
-        currency: currency of prices and charges.
-        ray: settings of Ray for a pool of several machines; None for this machine alone.
-        key_lost: True to start although the key of secrets or unfinished runs is lost.
-        accept_rollback: True to start although the database lacks changes that this server had acknowledged.
-        mlflow: True if an MLflow server runs beside this server.
-        mlflow_store: url or path of the MLflow store; "" for the MLflow store in the home.
-        mlflow_url: address of MLflow for clients and nodes; "" for its address on loopback.
-        webhook: URL to which the server posts notices of budgets and alarms; "" for none.
-        stopping_s: time for running requests to finish when the server stops; the server refuses new requests
-            meanwhile.
-        queue: policy of the queue without the shares, which are in the database (`records/pools.py`).
+    Attributes: home: the home directory, `$SERVERLESS_GPU_HOME`. database: database url, see `db/database.py`. store:
+    url or path of the store of environments; "" for `server/store`. host: address on which the server listens. port:
+    port of the server; 0 for any free port; None for 7878, or a free port if 7878 is taken. hosts: additional host
+    names that the server accepts. tls_cert: file with the server's certificate and intermediate certificates; "" for
+    plain HTTP. tls_key: file with the key of the certificate. tls_ca: file with the certificate authority for machines
+    that join; "" if machines already trust the authority. behind_proxy: addresses or networks of TLS proxies. The
+    server trusts the client address headers of these proxies. Except for loopback, the server answers only these
+    proxies. node: True if the server's machine is also a node. partition_grace_s: time that an attempt continues
+    without an answer of the server. partition_margin_s: additional wait of the server before it assumes that the grace
+    has passed. soft_expiry_s: time without a report after which the server shows an attempt as unreachable.
+    heartbeat_s: maximum interval between heartbeats of nodes and attempts. lease_written_s: minimum interval between
+    two database writes of one renewed lease. upload_s: time in which this machine's node retries to upload outputs of
+    an ended attempt. retention_s: age after which the server removes rows, output and results of ended runs.
+    unsatisfiable_after_s: time after which the server ends a run that no joined node can execute; 0 for never.
+    max_run_s: maximum runtime of an attempt without a time limit in its usage policy; None for no limit.
+    logs_bytes_max: maximum output of all runs; beyond it, the server removes the oldest output. nearby_bytes_max:
+    maximum disk space for copies of environments in a bucket; 0 for no copies. runs_waiting_max: maximum number of
+    waiting runs of one principal. on_owner_disabled: action for running runs of an owner who lost the right to start
+    runs: finish, or stop. currency: currency of prices and charges. ray: settings of Ray for a pool of several
+    machines; None for a pool of one machine. key_lost: True to start although the key of secrets or unfinished runs is
+    lost. accept_rollback: True to start although the database lacks changes that this server had acknowledged. mlflow:
+    True if an MLflow server runs beside this server. mlflow_store: url or path of the MLflow store; "" for the MLflow
+    store in the home. mlflow_url: address of MLflow for clients and nodes; "" for its address on loopback. webhook: URL
+    to which the server posts notices of budgets and alarms; "" for none. stopping_s: time for running requests to
+    finish when the server stops; the server refuses new requests meanwhile. queue: policy of the queue without the
+    shares, which are in the database (`records/pools.py`).
     """
 
     home: Path
@@ -300,7 +289,7 @@ def read_settings(
 def effective_settings(
     home: Path, options: Mapping[str, object] | None = None, *, environ: Mapping[str, str] | None = None
 ) -> list[EffectiveSetting]:
-    """Return every effective setting with its origin; `read_settings` must succeed first."""
+    """Return every effective setting with its origin, after `read_settings` has succeeded."""
     merged, origins = _merged(home, options or {}, environ or {})
     return [
         EffectiveSetting(name=name, value=_shown(getattr(merged, name)), origin=origins.get(name, _DEFAULT))
@@ -376,7 +365,7 @@ def _converted(name: str, value: object, origin: str, *, strict: bool) -> object
 
 
 def _spoken(name: str, text: str, variable: str) -> object:
-    """Return the value that a variable's text represents; msgspec converts numbers."""
+    """Return the value of a variable's text. The msgspec library converts numbers."""
     if name in _LISTS:
         return [item.strip() for item in text.split(",") if item.strip()]
     if name in _SWITCHES:
@@ -399,7 +388,7 @@ def _shown(value: object) -> object:
 
 
 class _Checked:
-    """Validates settings; an error names the origin of the wrong value."""
+    """Validates settings. An error names the origin of the wrong value."""
 
     def __init__(self, origins: Mapping[str, str]) -> None:
         self._origins = origins

@@ -67,7 +67,7 @@ WAIT_S = 10
 CONNECT_S = 5
 TRIES = 6
 AT_ONCE = 500
-"""Maximum number of values in one ``IN (…)`` list; databases limit a statement's parameters."""
+"""Maximum number of values in one ``IN (…)`` list. Databases limit a statement's parameters."""
 TOLD_EVERY_NS = 5_000_000_000
 PROBE_NS = 10_000_000_000
 """Nanoseconds without a write after which a health check writes."""
@@ -92,7 +92,7 @@ _KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count
 
 
 class Transactions(Protocol):
-    """Interface for reads and writes of the database; `Database` implements it."""
+    """Interface for reads and writes of the database. `Database` implements it."""
 
     def read(self, work: Callable[[sa.Connection], T]) -> T:
         """Run `work` on one snapshot of the database and return its result; called in a thread."""
@@ -182,7 +182,7 @@ class Database:
         return found
 
     def on_commit(self, told: Callable[[int], None]) -> None:
-        """Call a function with each commit's number before its writer returns; PostgreSQL counts no commits."""
+        """Call a function with each commit's number before its writer returns. PostgreSQL counts no commits."""
         if self._writer is not None:
             self._writer.on_commit = told
 
@@ -386,7 +386,7 @@ class Database:
             raise problem from error
 
     def _tell_operator(self, line: str, level: int) -> None:
-        """Log an error with hosts and paths, which clients must not see; at most once in five seconds."""
+        """Log an error with hosts and paths, which clients must not see, at most once every five seconds."""
         now_ns = self._clock.boottime_ns()
         if now_ns - self._told_ns >= TOLD_EVERY_NS:
             self._told_ns = now_ns
@@ -525,7 +525,7 @@ def _is_full(error: sa.exc.DBAPIError) -> bool:
 
 
 def _problem(error: sa.exc.DBAPIError, said: str) -> ServerlessGpuError | None:
-    """Translate a driver's error for the caller; return None for a mistake in the server's own SQL."""
+    """Translate a driver's error for the caller. Return None for a mistake in the server's own SQL."""
     state = getattr(error.orig, "sqlstate", None) or ""
     if _is_full(error):
         return ServerStorageFull("the database's disk is full", hint="free disk space, then send the request again")

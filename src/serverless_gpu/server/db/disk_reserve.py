@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class DiskReserve(abc.ABC):
-    """Reserved disk space; safe to use from several threads."""
+    """Reserved disk space. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,7 +61,7 @@ class DiskReserve(abc.ABC):
         return self._short()
 
     def give_back(self) -> bool:
-        """Release the reserve after a failed write; return True if a retry is worthwhile."""
+        """Release the reserve after a failed write, and return True if a retry is worthwhile."""
         with self._lock:
             if not self._given:
                 _log.error(
@@ -91,7 +91,7 @@ class DiskReserve(abc.ABC):
                 self._given, self._is_gone, self._told = False, False, ""
 
     def _gone(self) -> bool:
-        """Release the reserve unless it is released already; return True if it is released."""
+        """Release the reserve unless it is released already, and return True if it is released."""
         self._is_gone = self._is_gone or self._release()
         return self._is_gone
 
@@ -101,11 +101,11 @@ class DiskReserve(abc.ABC):
 
     @abc.abstractmethod
     def _release(self) -> bool:
-        """Release the reserved space; return True once nothing is reserved."""
+        """Release the reserved space, and return True once nothing is reserved."""
 
     @abc.abstractmethod
     def _keep(self) -> bool:
-        """Reserve the space unless it is reserved already; return True if it is reserved."""
+        """Reserve the space unless it is reserved already, and return True if it is reserved."""
 
 
 class FileReserve(DiskReserve):
@@ -149,7 +149,7 @@ class FileReserve(DiskReserve):
 
 
 class TableReserve(DiskReserve):
-    """An unlogged filler table in a PostgreSQL database; creating the table writes nothing to the log."""
+    """An unlogged filler table in a PostgreSQL database. Creating the table writes nothing to the log."""
 
     def __init__(self, connect: Callable[[], sa.Connection]) -> None:
         super().__init__()

@@ -136,7 +136,7 @@ class GroupCommit:
                 return
 
     def _together(self, first: _Waiting, taken: list[_Waiting]) -> bool:
-        """Run a function and all functions that arrive meanwhile in one commit; return True at the end."""
+        """Run a function and all functions that arrive meanwhile in one commit, and return True when the writer closes."""
         taken.append(first)
         with self._engine.connect() as connection:
             transaction = connection.begin()
@@ -189,7 +189,7 @@ class GroupCommit:
             waiting.error = error
 
     def _count(self, connection: sa.Connection, before: int) -> int:
-        """Count a transaction that changed rows, within itself; return the transaction's number, or 0."""
+        """Count a transaction that changed rows, and return its number, or 0."""
         if not self.holder or _changes(connection) == before:
             return 0
         return leader_lock.count_commit(_driver(connection), self.holder)

@@ -12,8 +12,8 @@ lost log, an old copy of the database, or a standby without the last transaction
 The mark may lag behind the database, but is never ahead of the database. A starting server compares the mark with the
 database (`operations/backup.py`).
 
-* SQLite: the server writes the mark before a write returns. The mark survives the end of the process; a power failure
-  may undo its last second (`SYNC_S`).
+* SQLite: the server writes the mark before a write returns. The mark survives the end of the process. A power failure
+may undo its last second (`SYNC_S`).
 
 * PostgreSQL: the mark lags by a second, and records only the audit.
 

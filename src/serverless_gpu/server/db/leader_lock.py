@@ -86,7 +86,7 @@ _log = logging.getLogger(__name__)
 
 
 class DatabasePosition(msgspec.Struct, frozen=True, kw_only=True):
-    """The position of a database; each number only increases."""
+    """The position of a database. The numbers in a position only increase."""
 
     database_id: str  # Random identifier, assigned once.
     generation: int  # Number of servers that have claimed the database.
@@ -141,11 +141,11 @@ class LeaderLock:
             self._looked_ns = self._clock.boottime_ns()
 
     def numbered(self) -> None:
-        """Record that the database has this server's generation; a different holder now ends this server."""
+        """Record that the database has this server's generation. A different holder now ends this server."""
         self._is_numbered = True
 
     def lose(self) -> None:
-        """Record that another server has claimed the database; this server stops writing and ends."""
+        """Record that another server has claimed the database. This server stops writing and ends."""
         self._held = False
         if not self.is_gone:
             self.is_gone = True
@@ -158,7 +158,7 @@ class LeaderLock:
         return self._held and not self.is_gone
 
     def require(self) -> None:
-        """Raise an error unless this server owns the database; after a broken session, check the lock first."""
+        """Raise an error unless this server owns the database. Check the lock again after a broken session."""
         if self._held and not self.is_stale:
             return
         seen = self._looks
@@ -185,7 +185,7 @@ class LeaderLock:
             self._held = False
 
     def look(self) -> bool:
-        """Check the lock and return True if this server owns the database; called every `LOOK_S` seconds."""
+        """Check the lock and return True if this server owns the database. Runs every `LOOK_S` seconds."""
         with self._lock:
             self._look()
         return self._held
@@ -335,7 +335,7 @@ class Superseded(Exception):
 
 
 def begin(connection: sa.Connection, *, holder: str, now_ns: int) -> DatabasePosition:
-    """Give this server the next generation; return the position of the database.
+    """Give this server the next generation, and return the position of the database.
 
     Args:
         connection: connection of a transaction that has read nothing yet.
@@ -378,7 +378,7 @@ def newest_audit_seq(connection: sa.Connection) -> int:
 
 
 def require_postgres(connection: sa.Connection, holder: str) -> None:
-    """Begin a write transaction; no other server can claim the database until the transaction ends.
+    """Begin a write transaction. No other server can claim the database until the transaction ends.
 
     Args:
         connection: connection of a transaction that has read nothing yet, so that its snapshot is made under the lock.
@@ -401,7 +401,7 @@ def require_postgres(connection: sa.Connection, holder: str) -> None:
 
 
 def count_commit(driver: sqlite3.Connection, holder: str) -> int:
-    """Count the commit of the current transaction; return the commit's number."""
+    """Count the commit of the current transaction, and return the commit's number."""
     row = driver.execute(_COUNT, (holder,)).fetchone()
     if row is None:
         raise Superseded

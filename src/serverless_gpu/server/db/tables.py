@@ -1,4 +1,4 @@
-"""Defines the tables of the database. `migrations/` creates them; `records/` reads and writes them.
+"""Defines the tables of the database. `migrations/` creates the tables.
 
 Times are nanoseconds since 1970 (`*_ns`). Values without SQL conditions are JSON (`*_json`), in formats of `wire` or
 `model`. A foreign key exists where a row without its parent would be wrong. Data that grows with use, such as log bytes

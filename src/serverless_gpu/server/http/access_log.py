@@ -1,4 +1,4 @@
-"""Counts and logs every request; this middleware refuses no request.
+"""Counts and logs every request. The access log middleware refuses no request.
 
     request ─▶ an identifier, bound for every log line of the request ─▶ proxy ─▶ authentication ─▶ route
                 └─ response: header SGPU-Request ─▶ histogram by method, route, class of status ─▶ one line
@@ -33,7 +33,7 @@ QUIET = frozenset(
         ("POST", "/attempts/{run}/{fence}/report"),
     }
 )
-"""Frequent requests; the log has a line for one in `QUIET_EVERY` of these."""
+"""Frequent requests. The access log contains a line for every `QUIET_EVERY`-th of these requests."""
 QUIET_EVERY = 100
 SLOW_S = 1.0
 REFUSED_PER_S = 20
@@ -108,7 +108,7 @@ class _Request:
 
     @property
     def route(self) -> str:
-        """Return the declared route; "other" without a route or an authenticated caller."""
+        """Return the declared route, or "other" without a route or an authenticated caller."""
         call = self._scope.get(CALL)
         route = call.route if isinstance(call, Call) else self._scope.get(ROUTE)
         return route.path if isinstance(route, Route) else OTHER

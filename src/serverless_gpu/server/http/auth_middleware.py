@@ -9,7 +9,8 @@ token. A caller without a token cannot learn which paths exist. The server reads
 authorized, up to a limit and only in the declared type.
 
 `PUBLIC_ROUTES` is the complete list of routes without a token. The server does not start if this list differs from the
-routes declared with `needs=PUBLIC`. The API has no WebSockets and no mounts; the middleware refuses both.
+routes declared with `needs=PUBLIC`. The API has no WebSockets and no mounts. The middleware refuses WebSocket
+connections and mounts.
 
 The middleware finds the route in the table from which `composition.py` builds the application. The middleware stores
 the route and the caller in the request's scope. A route serves only requests that the middleware admitted for exactly

@@ -42,7 +42,7 @@ from serverless_gpu.server.core.settings import PORT, Settings
 
 BACKLOG = 2048
 HEAD_BYTES_MAX = 64 << 10
-"""Maximum bytes of a request line and headers; the limit in `AuthMiddleware` is lower."""
+"""Maximum bytes of a request line and headers. The limit in `AuthMiddleware` is lower."""
 HEAD_S = 20.0
 """Seconds in which a new connection must start a request, and in which a request's headers must be complete."""
 CONNECTIONS_MAX = 10_000
@@ -256,7 +256,7 @@ def connections_max() -> int:
 
 
 def _remembered(host: str, file: Path, first: int) -> socket.socket:
-    """Return a socket on the last port, else on the preferred port, else on any; store the port."""
+    """Return a socket on the last port, else on the preferred port, else on any, and store its number."""
     ports = [first, 0]
     with contextlib.suppress(OSError, ValueError):
         last = int(file.read_text(encoding="ascii"))

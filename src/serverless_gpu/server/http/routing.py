@@ -1,4 +1,4 @@
-"""Declares routes. A route parses, calls one service or query, and returns; at most fifteen lines.
+"""Declares routes. A route parses, calls one service or query, and returns, in at most fifteen lines.
 
     routes = Routes("runs")                                    # one per noun; `composition.py` lists them
 
@@ -92,14 +92,14 @@ ROUTE = "sgpu.route"
 JSON = "application/json"
 BYTES = "application/octet-stream"
 LOOP_BYTES_MAX = 64 << 10
-"""Maximum bytes of a body that the event loop decodes itself; 64 KiB take less than a millisecond."""
+"""Maximum bytes of a body that the event loop decodes itself. 64 KiB take less than a millisecond."""
 CHECKED_S = 10.0
 """Seconds between two authorizations of a stream's reader."""
 EVENTS = "text/event-stream"
 _PART_NAME = re.compile(r"{(\w+)(?::\w+)?}")
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{0,18})", re.ASCII)
 Reader = Callable[[int, int], Iterator[bytes]]
-"""Yields the given number of bytes from an offset; called and iterated in a thread."""
+"""Yields the given number of bytes from an offset. Both steps run in a thread."""
 
 
 def problem_response(error: ServerlessGpuError, *, close: bool = False) -> Response:
@@ -187,12 +187,12 @@ class Call:
         self.look: Callable[[], object] = lambda: None
 
     def check(self) -> None:
-        """Raise the error that the same request would get now; blocks."""
+        """Raise the error that the same request would get now. Blocks."""
         self.again()
         self.look()
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run blocking work in a thread and return its result; for async routes."""
+        """Run blocking work in a thread and return its result. Async routes use this method."""
         return await to_thread.run_sync(work)
 
 
@@ -210,14 +210,14 @@ class Incoming:
         self.size = size
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """Yield the arriving bytes; more bytes than the route's limit raise `TooLarge`."""
+        """Yield the arriving bytes. More bytes than the route's limit raise `TooLarge`."""
         async for piece in self._request.stream():
             if piece:
                 yield piece
 
 
 class Stream(Generic[T]):
-    """A response of server-sent events, one JSON object each; ends when `source` ends.
+    """A response of server-sent events, one JSON object each. The response ends when `source` ends.
 
     `source` yields messages, and None after some time without a message. The iterator must end soon after the hub is
     closed. The server reads `source` at the reader's pace. The server closes `source` when the reader disconnects or
@@ -291,7 +291,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return msgspec.structs.replace(self, arguments=arguments)
 
     async def serve(self, request: HttpRequest) -> Response:
-        """Answer a request that `AuthMiddleware` admitted for exactly this route; errors become problems."""
+        """Answer a request that `AuthMiddleware` admitted for exactly this route. Errors become responses."""
         try:
             return await self._serve(request)
         except ServerlessGpuError as error:
@@ -363,19 +363,21 @@ class Routes:
     def post(
         self, path: str, *, needs: Need, limit: int = BODY_BYTES_MAX
     ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Declare a route that creates an object or starts an action; `limit` of the body in bytes."""
+        """Declare a route that creates an object or starts an action. `limit` is the maximum body size in bytes."""
         return self._declare("POST", path, needs, limit)
 
     def put(
         self, path: str, *, needs: Need, limit: int = BODY_BYTES_MAX
     ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Declare a route that creates or replaces an object with a given name; `limit` of the body in bytes."""
+        """Declare a route that creates or replaces an object with a given name. `limit` is the maximum number of body
+        bytes.
+        """
         return self._declare("PUT", path, needs, limit)
 
     def patch(
         self, path: str, *, needs: Need, limit: int = BODY_BYTES_MAX
     ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Declare a route that changes an object; `limit` of the body in bytes."""
+        """Declare a route that changes an object. `limit` is the maximum body size in bytes."""
         return self._declare("PATCH", path, needs, limit)
 
     def delete(self, path: str, *, needs: Need) -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -411,7 +413,7 @@ class Routes:
 
 
 def _newer(protocol: str, error: InvalidValue) -> InvalidValue:
-    """Return the error for an invalid body; a client with a newer protocol gets a different hint."""
+    """Return the error for an invalid body. A client with a newer protocol gets a different hint."""
     if not (protocol.isascii() and protocol.isdigit() and len(protocol) < 6) or int(protocol) <= PROTOCOL:
         return error
     return InvalidValue(
@@ -437,7 +439,7 @@ def _query(request: HttpRequest, kind: Any) -> object:
 
 
 def _identified(parts: typing.Mapping[str, object]) -> dict[str, object]:
-    """Return the identifiers in a path that the log may contain; leave out the caller's other text."""
+    """Return the identifiers in a path that the log may contain, without other text of the caller."""
     named = {
         name: str(parts[name]) for name in ("run", "node") if created_wall_ns(str(parts.get(name, ""))) is not None
     }

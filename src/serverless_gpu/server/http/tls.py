@@ -67,7 +67,7 @@ class Certificate:
         return self.in_use.sentence(self._clock.wall_ns())
 
     def renew(self) -> None:
-        """Read the files again; on an error, log the reason and keep the certificate in use."""
+        """Read the files again. On an error, log the reason and keep the certificate in use."""
         try:
             self.in_use = self._take(ended_too=False)
         except InvalidValue as error:
@@ -101,7 +101,7 @@ class Certificate:
         return found
 
     def _write_down(self, found: CertificateInUse) -> None:
-        """Record the certificate in use for `sgpu doctor`; on a full disk the old record stays."""
+        """Record the certificate in use for `sgpu doctor`. On a full disk the old record stays."""
         beside = self._directory / f".{FILE}"
         try:
             beside.write_bytes(msgspec.json.encode(found))
@@ -160,7 +160,7 @@ def _read(path: Path) -> tuple[CertificateInUse, int]:
 
 
 def _check_private(key: Path) -> None:
-    """Refuse a key that other users may read; a group may read root's key, as in Debian."""
+    """Refuse a key that other users may read. A group may read a key that root owns, as in Debian."""
     try:
         status = key.stat()
     except OSError as error:

@@ -89,7 +89,7 @@ class FileTokens:
         self._known = self._look()
 
     def tick(self, now_ns: int) -> int:
-        """Replace the token if it expires soon; return the time of the next check."""
+        """Replace the token if it expires soon, and return the time of the next check."""
         found = self._look()
         if found != self._known:
             self._known = found
@@ -107,7 +107,7 @@ def _admin_token(database: Transactions, directory: Path, *, login: str, now_ns:
 
 
 def join_token(database: Transactions, directory: Path, *, now_ns: int) -> str:
-    """Return the token for joining machines; replace a token that is missing, used up or expired."""
+    """Return the token for joining machines. Replace a token that is missing, used up or expired."""
     path = directory / "join.token"
     with contextlib.suppress(FileNotFoundError):
         secret = path.read_text(encoding="ascii", errors="replace").strip()

@@ -71,7 +71,7 @@ class PrincipalService:
         return self._database.write(work)
 
     def change(self, who: Caller, name: str, change: PrincipalChange) -> PrincipalView:
-        """Change a principal's role, or disable or enable it; `owner_suspension.py` stops its runs."""
+        """Change a principal's role, or disable or enable it. `owner_suspension.py` stops the runs."""
         _check_unscoped(who)
         now_ns, otherwise = self._clock.wall_ns(), self._settings.on_owner_disabled
 
@@ -103,7 +103,7 @@ class PrincipalService:
         return changed
 
     def delete(self, who: Caller, name: str) -> PrincipalView:
-        """Delete a user or service without references; return the deleted principal."""
+        """Delete a user or service without references, and return the deleted principal."""
         _check_unscoped(who)
         if name == who.name:
             raise InvalidValue("you cannot delete yourself", hint="ask another administrator")
@@ -123,7 +123,7 @@ class PrincipalService:
         return deleted
 
     def delete_team(self, who: Caller, name: str) -> TeamView:
-        """Delete a team without references; return the deleted team."""
+        """Delete a team without references, and return the deleted team."""
         _check_unscoped(who)
         now_ns = self._clock.wall_ns()
 
@@ -254,7 +254,7 @@ def list_users(call: Call, database: Transactions) -> PrincipalList:
 
 @routes.post("/users", needs=writing("users"))
 def make_user(call: Call, principals: PrincipalService, body: PrincipalRequest) -> TokenMade:
-    """Create a user or service; the response contains its first token."""
+    """Create a user or service. The response contains the first token."""
     return principals.make(call.who, body)
 
 
@@ -316,7 +316,7 @@ def list_tokens(call: Call, database: Transactions) -> TokenList:
 
 @routes.post("/tokens", needs=writing("tokens"))
 def make_token(call: Call, principals: PrincipalService, body: TokenRequest) -> TokenMade:
-    """Create a token; only this response contains its secret."""
+    """Create a token. Only the response to this request contains the secret."""
     return principals.make_token(call.who, body, reach=call.reach)
 
 

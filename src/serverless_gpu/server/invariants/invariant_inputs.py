@@ -109,7 +109,7 @@ def load(connection: sa.Connection, *, after: str = "", limit: int = PAGE_RUNS) 
 
 
 def of_runs(connection: sa.Connection, run_ids: Sequence[str]) -> RecordedRuns:
-    """Return the named runs; `absent` contains the missing runs."""
+    """Return the named runs. `absent` contains the missing runs."""
     found = {run.id: run for run in run_rows.find_many(connection, run_ids)}
     ids = sorted(found)
     skipped = [f"events of run {run_id}" for run_id in ids if found[run_id].events > EVENTS_MAX]

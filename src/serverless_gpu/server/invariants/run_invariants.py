@@ -74,11 +74,11 @@ LENDINGS_MAX = 50_000
 """Maximum number of remembered device lendings for the comparison with later pages."""
 Place = tuple[str, ...]
 UNPLACED_S = 60.0
-"""Seconds that a placeable run may wait; a slow scheduler may explain a shorter wait."""
+"""Seconds that a placeable run may wait. A slow scheduler can explain a shorter wait."""
 UNTOLD_S = 60.0
 """Seconds that a run may wait without a reason."""
 UNSTOPPED_S = 30.0
-"""Seconds that a run may continue after its hard budget is used up; the budget reserves twice that."""
+"""Seconds that a run may continue after its hard budget is used up. Twice this time is reserved."""
 _OPEN = frozenset({State.STARTING, State.RUNNING, State.STOPPING, State.UNREACHABLE})
 _STOPPED_IN_QUEUE = frozenset({State.CANCELLED, State.TIMED_OUT, State.BUDGET_STOPPED})
 MOVES: Mapping[State, frozenset[State]] = {
@@ -96,7 +96,7 @@ MOVES: Mapping[State, frozenset[State]] = {
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
-    """User code of one attempt on one node, as a test observed it; all nodes use one clock."""
+    """User code of one attempt on one node, as a test observed it. All nodes use one clock."""
 
     run_id: str
     fence: int

@@ -72,12 +72,12 @@ ROUND_S = 60.0
 QUEUE_MAX = 1_000
 """Maximum queue length for the check of missed runs, which costs as much as scheduling."""
 TELL_MAX = 20
-"""Maximum number of waiting runs for which a tick computes the reason; further runs only need a known wait."""
+"""Maximum number of waiting runs for which a tick computes the reason."""
 PARTS_MAX = 50
 ENDS_MAX = 50_000
 TOLD_MAX = 1_000
 OF_THE_MOMENT = frozenset({"I11", "I12", "I14", "I15"})
-"""Invariants that each tick checks completely; a violation that a tick does not find has ended."""
+"""Invariants that each tick checks completely. A violation that a tick does not find has ended."""
 Read = Callable[[Callable[[sa.Connection], Any]], Any]
 """The signature of `Database.read`."""
 _NUMBER = re.compile(r"\d+")
@@ -129,7 +129,7 @@ class SelfCheck:
         self.found = 0  # number of violations; a violation counts once while the loop remembers it
 
     def tick(self, now_ns: int) -> int | None:
-        """Check the next page and the server's memory; return the time of the next tick."""
+        """Check the next page and the server's memory, and return the time of the next tick."""
         page = self._database.read(partial(invariant_inputs.load, after=self._after))
         moment = msgspec.structs.replace(self._moment(now_ns), missing_parts=self._missing(page))
         found = violations(page, History(ends=self._ends), moment)
@@ -165,7 +165,7 @@ class SelfCheck:
         )
 
     def _missing(self, page: RecordedRuns) -> frozenset[str]:
-        """Return the result parts that are missing in the store; checks at most `PARTS_MAX` parts."""
+        """Return the result parts that are missing in the store. One check covers at most `PARTS_MAX` parts."""
         parts = [part for recorded in page.runs for results in recorded.results.values() for part in results.parts]
         if not parts:
             return frozenset()

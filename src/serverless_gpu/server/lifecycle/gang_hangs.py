@@ -72,12 +72,12 @@ class GangProgress:
         self._known: dict[Gang, Progress] = {}
 
     def find(self, gang: Gang) -> Progress:
-        """Return the progress of a gang; for an unknown gang, return an empty progress."""
+        """Return the progress of a gang. For an unknown gang, return an empty progress."""
         with self._lock:
             return self._known.get(gang, Progress())
 
     def change(self, gang: Gang, work: Callable[[Progress], Progress]) -> tuple[Progress, Progress]:
-        """Change the progress of a gang; return the progress before and after the change."""
+        """Change the progress of a gang, and return the progress before and after the change."""
         with self._lock:
             before = self._known.get(gang, Progress())
             now = self._known[gang] = work(before)

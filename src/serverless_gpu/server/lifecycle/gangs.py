@@ -36,12 +36,12 @@ from serverless_gpu.server.records.runs import StoredRun
 _OF_ALL = frozenset({Reason.COLLECTIVE_HANG, Reason.TIMEOUT})
 """Reasons that apply to all nodes of a gang, regardless of the node that reports first."""
 _PASSED_ON = {Reason.TIMEOUT: StopReason.TIMEOUT}
-"""Limits that each node enforces itself. The first node that reaches a limit stops the gang; this is no failure."""
+"""Limits that each node enforces itself. The first node that reaches a limit stops the gang, which is no failure."""
 _ORDER = (State.STARTING, State.RUNNING, State.STOPPING)
 
 
 def after(crew: StoredCrew, event: Event, *, at_ns: int, exec_ns: int | None = None) -> StoredCrew:
-    """Return a node's part of a gang after an event; unchanged if the event concerns only the run."""
+    """Return a node's part of a gang after an event. Events of the run change nothing."""
     if crew.ended_ns is not None:
         return crew
     if exec_ns is not None and crew.started_ns is None:
@@ -140,7 +140,7 @@ def cause_sentence(cause: Cause, attempt: StoredAttempt, *, after: Reason | None
 
 
 def lives(crews: Sequence[StoredCrew], detail: str = "") -> list[gang_lifecycle.Crew]:
-    """Return `Crew` values for decisions about the gang; `detail` describes the node that just ended."""
+    """Return `Crew` values for decisions about the gang. `detail` describes the node that just ended."""
     return [_life(crew, detail) for crew in crews]
 
 

@@ -53,7 +53,7 @@ _REFUSED_MAX = 1_000
 _log = logging.getLogger(__name__)
 
 TakeBack = Callable[[str, int, str], bool]
-"""Requeues a run if its start order is unsent; returns True on success. The arguments are run, fence and reason."""
+"""Requeues a run if its start order is unsent, and returns True on success. The arguments are run, fence and reason."""
 
 
 class Leases:
@@ -65,7 +65,7 @@ class Leases:
         self._freed: set[CrewId] = set()
 
     def free(self, crew: CrewId) -> bool:
-        """Note that an attempt released its devices on a node before its end; return True the first time."""
+        """Note that an attempt released its devices on a node before its end, and return True the first time."""
         with self._lock:
             is_news = crew not in self._freed
             self._freed.add(crew)
@@ -77,14 +77,14 @@ class Leases:
             return frozenset(self._freed)
 
     def renew(self, crew: CrewId, *, now_ns: int) -> int | None:
-        """Store the time of a report about an attempt on a node; return the previous time, or None."""
+        """Store the time of a report about an attempt on a node, and return the previous time, or None."""
         with self._lock:
             before_ns = self._heard.get(crew)
             self._heard[crew] = now_ns
             return before_ns
 
     def last_ns(self, crew: CrewId, *, now_ns: int) -> int:
-        """Return the boottime in ns of the last report about an attempt on a node; unknown counts as now."""
+        """Return the boottime in ns of the last report about an attempt on a node; now if unknown."""
         with self._lock:
             return self._heard.setdefault(crew, now_ns)
 
@@ -112,7 +112,7 @@ class Presence:
         self._refused: set[tuple[str, ...]] = set()
 
     def heard(self, node_id: str, *, now_ns: int) -> bool:
-        """Store the time of a node's message; return True if the node was absent before."""
+        """Store the time of a node's message, and return True if the node was absent before."""
         with self._lock:
             before = self._heard.get(node_id)
             self._heard[node_id] = now_ns
@@ -138,7 +138,7 @@ class Presence:
             self._clocks.pop(node_id, None)
 
     def read_clock(self, node_id: str, clock: ClockReading | None) -> bool:
-        """Store the clock offset of a node; return True if the need for a warning changed."""
+        """Store the clock offset of a node, and return True if the need for a warning changed."""
         with self._lock:
             was_off = is_off(self._clocks.get(node_id))
             if clock is None:
@@ -171,7 +171,7 @@ class Presence:
             return node_id in self._streams
 
     def is_new_refusal(self, key: tuple[str, ...]) -> bool:
-        """Store the refusal of a node; return True the first time."""
+        """Store the refusal of a node, and return True the first time."""
         with self._lock:
             if key in self._refused:
                 return False

@@ -92,7 +92,7 @@ def waited_ms(asked_ns: int, before: StoredAttempt | None, until_ns: int) -> int
 
 
 def on_our_calendar(attempt: StoredAttempt, crew: StoredCrew, facts: Sequence[Fact]) -> Sequence[Fact]:
-    """Return facts with times of the server's calendar; unchanged if the node's clock was right."""
+    """Return facts with times of the server's calendar. A correct node clock changes no time."""
     if not facts:
         return facts
     by_ns = _off_ns(attempt, crew, facts)

@@ -84,7 +84,7 @@ class OwnerSuspension:
         self._announcer = announcer
 
     def stop_some(self) -> int:
-        """Stop some runs of suspended owners whose policy is `stop`; return the number of runs found."""
+        """Stop some runs of suspended owners whose policy is `stop`, and return the number of runs found."""
         found = self._database.read(_to_stop)
         for run_id, owner in found:
             told = self._stop(run_id, owner)

@@ -461,7 +461,7 @@ class RendezvousState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RendezvousStates:
-    """The rendezvous states of gangs in this process. Thread-safe; the current time is an argument."""
+    """The rendezvous states of gangs in this process. Thread-safe. The clock is an argument."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -483,7 +483,7 @@ class RendezvousStates:
             return now, before.offered_ns is None and now.offered_ns is not None
 
     def see(self, gang: Gang, *, now_ns: int) -> RendezvousState:
-        """Return the rendezvous state of a gang; for a new gang, create a state that starts now."""
+        """Return the rendezvous state of a gang. For a new gang, create a state that starts now."""
         with self._lock:
             return self._gathered.setdefault(gang, RendezvousState(since_ns=now_ns))
 

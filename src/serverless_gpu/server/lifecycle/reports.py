@@ -8,7 +8,7 @@
                   └─ logs synced to disk, if the attempt has ended; then the node may delete its copies
 
 `AuthMiddleware` has already checked the token, which identifies the attempt and its node. The server applies a report
-completely or not at all. A report may arrive twice. Logs have offsets; facts and files have names. States never go
+completely or not at all. A report may arrive twice. Logs have offsets. Facts and files have names. States never go
 back, and a repeated ending equals the first.
 
 Failure cases:
@@ -165,7 +165,7 @@ class ReportService:
         self._rendezvous = rendezvous
 
     def receive(self, who: Caller, *, run_id: str, fence: int, said: Report) -> ReportAnswer:
-        """Apply a report; its whole content is durable when this function returns."""
+        """Apply a report. Its whole content is durable when this function returns."""
         arrived_ns = self._clock.boottime_ns()
         said = with_billed_loss(said)
         crew = (run_id, fence, who.attempt[2] if who.attempt is not None else 0)
@@ -238,7 +238,7 @@ class ReportService:
         return ReportAnswer(stale=stale, partition_grace_s=settings.partition_grace_s, heartbeat_s=self._heartbeat_s())
 
     def _heartbeat_s(self) -> float:
-        """Return the seconds between heartbeats of an attempt; the interval grows with thousands of attempts.
+        """Return the seconds between heartbeats of an attempt. The interval grows with thousands of attempts.
 
         Nodes report news at once. The heartbeat interval therefore only limits the server's work for reports without
         news. The server shows an attempt as unreachable only after more than three lost heartbeats.
@@ -312,7 +312,7 @@ class ReportService:
             raise InvalidValue(f"attempt {found.attempt.gang} sent a receipt before its end")
 
     def _append(self, attempt: StoredAttempt, pieces: tuple[LogPiece, ...]) -> dict[str, int]:
-        """Append output; return the next offsets that the server expects for streams with unstored output."""
+        """Append output, and return the next offsets that the server expects for streams with unstored output."""
         wanted: dict[str, int] = {}
         for piece in pieces:
             following = self._logs.append(

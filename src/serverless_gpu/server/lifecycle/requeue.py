@@ -72,7 +72,7 @@ class OrderDeliveries:
             return (run_id, fence) in self._mine and (run_id, fence) not in self._sent
 
     def hold(self, run_id: str, fence: int) -> bool:
-        """Cancel an order if it is unsent; return True if the server will never send the order."""
+        """Cancel an order if it is unsent, and return True if the server will never send the order."""
         with self._lock:
             if (run_id, fence) in self._sent or (run_id, fence) not in self._mine:
                 return False
@@ -112,14 +112,14 @@ class Requeue:
         self._announcer = announcer
 
     def give_back_on(self, node_id: str, why: str, *, boot_id: str | None = None) -> None:
-        """End every attempt on a node whose order is unsent; `boot_id` limits this to one boot of the node."""
+        """End every attempt on a node whose order is unsent. `boot_id` limits the change to one boot."""
         there = self._database.read(lambda connection: crews.open_on(connection, node_id))
         for crew in there:
             if boot_id in (None, crew.boot_id):
                 self.give_back(crew.run_id, crew.fence, why)
 
     def give_back(self, run_id: str, fence: int, why: str) -> bool:
-        """End an attempt whose order is unsent, and cancel the order; the run waits again.
+        """End an attempt whose order is unsent, and cancel the order. The run waits again.
 
         After a stop request, the run ends instead.
 

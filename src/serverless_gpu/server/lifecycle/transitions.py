@@ -109,7 +109,7 @@ class ReportRequests:
             return tuple(sorted(self._asked.get(node_id, ())))
 
     def done(self, node_id: str, crew: CrewId) -> bool:
-        """Note the report of a node; return True if the server had asked for this report."""
+        """Note the report of a node, and return True if the server had asked for this report."""
         with self._lock:
             there = self._asked.get(node_id, set())
             was_asked = crew in there
@@ -207,7 +207,7 @@ class _Gang(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def because(self) -> str:
-        """Return why the gang ends early, for users; "" if unknown, or for a gang on one node."""
+        """Return why the gang ends early, or "" if unknown or for a gang on one node."""
         cause = self.folded.cause if self.folded is not None and len(self.crews) > 1 else None
         return "" if cause is None else gangs.cause_sentence(cause, self.attempt)
 
@@ -256,7 +256,7 @@ def place(connection: sa.Connection, run: StoredRun, *, new: NewAttempt, on: Seq
 
 
 def apply(connection: sa.Connection, run: StoredRun, *happened: Event, note: Note) -> TransitionResult:
-    """Apply events to a run, in order; write nothing if nothing changes.
+    """Apply events to a run, in order. Write no row if nothing changes.
 
     An event of an attempt applies to all of its nodes.
 
@@ -279,7 +279,7 @@ def apply(connection: sa.Connection, run: StoredRun, *happened: Event, note: Not
 def apply_to_crew(
     connection: sa.Connection, run: StoredRun, number: int, *happened: Event, note: Note
 ) -> TransitionResult:
-    """Apply events to a run's attempt on one node, in order; write nothing if nothing changes.
+    """Apply events to a run's attempt on one node, in order. Write no row if nothing changes.
 
     Args:
         run: as read in this transaction, with an unfinished attempt.
@@ -524,7 +524,7 @@ def _sentence(event: Event, life: Run, *, node: str, detail: str) -> str:
 def ask_to_stop(
     connection: sa.Connection, run_id: str, *, who: Caller, why: StopReason, at_ns: int, because: str = ""
 ) -> TransitionResult | None:
-    """Store a stop request for a run; return None if the run already has one with that reason."""
+    """Store a stop request for a run, and return None if the run already has one with that reason."""
     run = runs.find(connection, run_id)
     if run is None or run.state in TERMINAL:
         if run is not None and run.stop is why:

@@ -262,7 +262,7 @@ class AgentService:
     def _written(
         self, connection: sa.Connection, who: Caller, said: AgentHello, *, new_id: str, at_ns: int
     ) -> tuple[StoredNode, StoredNode | None]:
-        """Store the current row of a node; return the new and the previous row."""
+        """Store the current row of a node, and return the new and the previous row."""
         before = nodes.named(connection, said.name)
         answer = node_admission.check(connection, who, said)
         pool = _pool(connection, before, said, at_ns=at_ns)
@@ -343,7 +343,7 @@ class AgentService:
     async def stream(
         self, who: Caller, node_id: str, instance: str = "", process: str = ""
     ) -> AsyncIterator[Order | None]:
-        """Yield the orders of a node, repeated until the node confirms them; yield None as a keep-alive."""
+        """Yield the orders of a node, repeated until the node confirms them, and yield None as a keep-alive."""
         orders_of_node = self._orders(who, node_id, instance, process)
         with self._presence.streaming(node_id):
             async with contextlib.aclosing(orders_of_node) as found:
@@ -549,7 +549,7 @@ def heartbeat(call: Call, agents: AgentService, node: str, body: Heartbeat) -> H
 
 @routes.get("/agents/{node}/orders", needs=writing("orders"))
 async def orders(call: Call, agents: AgentService, node: str, query: OrdersQuery) -> Stream[Order]:
-    """Stream the orders of a node; the server repeats unconfirmed orders."""
+    """Stream the orders of a node. The server repeats unconfirmed orders."""
     await call.in_thread(
         lambda: agents.check(call.who, node, query.instance, query.process)
     )  # This check comes first, so that the request fails before the stream begins.

@@ -1,4 +1,4 @@
-"""Available capacity: last reported nodes minus running attempts; views of nodes and pools."""
+"""Available capacity: last reported nodes minus running attempts, with views of nodes and pools."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class DrainService:
         )
 
     def put(self, who: Caller, asked: DrainRequest) -> DrainView:
-        """Start or end the drain of the server; a repeated request changes nothing."""
+        """Start or end the drain of the server. A repeated request changes nothing."""
         if len(asked.note) > LABEL_CHARACTERS_MAX or not (asked.note.isprintable() or not asked.note):
             raise InvalidValue(f"a note may have at most {LABEL_CHARACTERS_MAX} printable characters")
         at_ns = self._clock.wall_ns()

@@ -70,7 +70,7 @@ def identity_of(said: AgentHello) -> NodeIdentity:
 
 
 def check(connection: sa.Connection, who: Caller, said: AgentHello) -> HelloDecision:
-    """Return the decision about a hello; raise `NotAllowed` if its token belongs to another node."""
+    """Return the decision about a hello. Raise `NotAllowed` if its token belongs to another node."""
     if not who.token_id:
         return HelloDecision.ADMITTED
     found = nodes.find(connection, who.token_id)
@@ -89,7 +89,7 @@ class NodeAdmission:
         self._presence = presence
 
     def ask(self, who: Caller, said: AgentHello) -> NotAllowed:
-        """Store that a node waits for an administrator; return the error for the node's request."""
+        """Store that a node waits for an administrator, and return the error for the node's request."""
         at_ns, node = self._clock.wall_ns(), identity_of(said)
         waits = f"the node {said.name!r} waits for an administrator to approve it"
         hint = f"ask an administrator to run: sgpu node approve {said.name}"

@@ -106,7 +106,7 @@ def drained(rules: NodeRules) -> str:
 
 
 def left_out(rules: NodeRules) -> str:
-    """Return some of the quarantined devices and their notes; "" without any."""
+    """Return some of the quarantined devices and their notes, or "" without any problem."""
     named = [f"{one.uuid[:_SHOWN]}{f' ({one.note})' if one.note else ''}" for one in rules.quarantined]
     by = ", ".join(sorted({one.by for one in rules.quarantined}))
     return f"{by} left out: {', '.join(wait_messages.first_few(named))}" if by else ""
@@ -123,7 +123,7 @@ def check_calendar(asked: NodeCalendar) -> None:
 
 @lru_cache(maxsize=4096)
 def _sharing(asked: NodeCalendar, minute: int) -> SharingState:
-    """Return the sharing state for a minute; windows and time zone changes begin at full minutes."""
+    """Return the sharing state for a minute. Windows and time zone changes begin at full minutes."""
     try:
         windows = calendars.parse_calendar(asked.shared, _zone(asked.zone))
     except InvalidValue as error:

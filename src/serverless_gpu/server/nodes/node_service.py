@@ -213,7 +213,7 @@ class NodeRuleService:
         return self._decided(asked, decide, at_ns=self._clock.wall_ns())
 
     def quarantine(self, asked: NodeCommand, said: QuarantineRequest) -> NodeView:
-        """Quarantine or release a device; a run that uses the device continues."""
+        """Quarantine or release a device. A run that uses the device continues."""
         _check_note(said.note)
         at_ns = self._clock.wall_ns()
 

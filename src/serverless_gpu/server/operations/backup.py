@@ -144,7 +144,7 @@ class RestoreMark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def back_up(settings: Settings, directory: Path, *, clock: Clock) -> FinishedBackup:
-    """Make a backup; the server may be running."""
+    """Make a backup. The server may be running."""
     if not (settings.directory / "key").exists():
         raise ServerProblem(f"{settings.home} has no server", hint="set SERVERLESS_GPU_HOME to the home of the server")
     if directory.resolve().is_relative_to(settings.directory.resolve()):
@@ -267,7 +267,7 @@ def _sources(settings: Settings, database: Path | None) -> Iterator[tuple[str, P
 
 
 def _link(source: Path, target: Path, name: str, before: tuple[Path, Manifest] | None) -> BackupFile | None:
-    """Link a file that has not changed since the previous backup; return its entry, or None to copy it."""
+    """Link a file that has not changed since the previous backup, and return the entry; None means to copy the file."""
     entry = before[1].files.get(name) if before is not None else None
     if before is None or entry is None:
         return None
@@ -283,7 +283,7 @@ def _link(source: Path, target: Path, name: str, before: tuple[Path, Manifest] |
 
 
 def _copy_file(source: Path, target: Path) -> BackupFile:
-    """Copy the current content of a file with its mode and time; return its entry."""
+    """Copy the current content of a file with its mode and time, and return its entry."""
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     digest, size = blake3(), 0
     with source.open("rb") as reading, target.open("xb") as writing:
@@ -301,7 +301,7 @@ def _copy_file(source: Path, target: Path) -> BackupFile:
 
 
 def verify(backup: Path) -> Manifest:
-    """Verify every file of a backup; return its manifest."""
+    """Verify every file of a backup, and return its manifest."""
     manifest = read_manifest(backup)
     for name, entry in manifest.files.items():
         _check_file(backup / name, entry)
@@ -419,7 +419,7 @@ def _place(home: Home, partial: Path, manifest: Manifest, *, nothing_ran_since: 
 
 
 def settle(database: Transactions, directory: Path, *, measures: ServerMetrics, now_ns: int) -> None:
-    """Settle the runs that had not ended in the backup; do nothing unless the server was restored."""
+    """Settle the runs that had not ended in the backup, and do nothing unless the server was restored."""
     path = directory / RESTORED
     try:
         mark = from_json(path.read_bytes(), RestoreMark)

@@ -111,7 +111,7 @@ def _begun(directory: Path) -> RotationMark:
 
 
 def _replace_key(database: Database, directory: Path, mark: RotationMark, *, now: Callable[[], int]) -> int:
-    """Seal all data again under a new key, and install that key; return the number of resealed runs."""
+    """Seal all data again under a new key, and install that key, and return the number of resealed runs."""
     if _digest((directory / "key").read_bytes()) != mark.old_key:
         return 0  # An earlier rotation attempt has replaced the key.
     write_private(directory / NEXT_KEY, secrets.token_bytes(KEY_BYTES), replace=False)
@@ -158,7 +158,7 @@ def _revoke_all(database: Database, *, now_ns: int) -> None:
 
 
 def _replace_files(database: Database, settings: Settings, *, login: str, now_ns: int) -> None:
-    """Write new tokens for the administrator, this machine and joining machines; delete Ray's own token."""
+    """Write new tokens for the administrator, this machine and joining machines. Delete Ray's own token."""
     directory = settings.directory
     for name in _TOKEN_FILES:
         with contextlib.suppress(FileNotFoundError):

@@ -105,11 +105,11 @@ class StateMetrics(MetricsSource):
         self._probe = Probe("sample", self._look, clock=clock, fresh_s=FRESH_S, bound_s=BOUND_S)
 
     async def refresh(self) -> None:
-        """Take a new sample unless the last one is fresh; return within the bound."""
+        """Take a new sample unless the last one is fresh. Returns within the bound."""
         await self._probe.answer()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the last sample as Prometheus metrics; nothing before the first sample."""
+        """Yield the last sample as Prometheus metrics. Before the first sample, the result is empty."""
         healthy = GaugeMetricFamily("sgpu_healthy", "1 if a part of the server is healthy, else 0.", labels=["check"])
         for name, well in self._health.last().items():
             healthy.add_metric([name], well)
@@ -171,7 +171,7 @@ class StateMetrics(MetricsSource):
 
 
 def _load(connection: sa.Connection) -> _Rows:
-    """Read the rows to count; all queries use the index of runs by state."""
+    """Read the rows to count. All queries use the index of runs by state."""
     alive = [state.value for state in LIVE]
     active = [state.value for state in ACTIVE]
     by_state = sa.select(runs.c.state, sa.func.count()).where(runs.c.state.in_(alive)).group_by(runs.c.state)
@@ -253,7 +253,7 @@ class PrometheusText(Response):
 
 @routes.get("/health", needs=PUBLIC)
 async def health(call: Call, server_health: ServerHealth) -> Health | Response:
-    """Return the health of the server's parts; status 503 if any part has a problem."""
+    """Return the health of the server's parts, with status 503 if any part has a problem."""
     found = await server_health.look()
     checks = tuple(HealthCheck(name=one.name, ok=not one.problem, problem=one.problem, ms=one.ms) for one in found)
     problems = tuple(one.problem for one in found if one.problem)

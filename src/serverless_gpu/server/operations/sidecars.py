@@ -157,7 +157,7 @@ class RaySidecar:
         )
 
     def tick(self, now_ns: int) -> int:
-        """Start the keeper unless it runs; return the time of the next check."""
+        """Start the keeper unless it runs, and return the time of the next check."""
         self._ensure()
         return now_ns + round(EVERY_S * 1e9)
 
@@ -193,7 +193,7 @@ class RaySidecar:
 
 
 def offer_joining(settings: Settings, *, url: str, port: int, certified: Sequence[str] = ()) -> list[str]:
-    """Write the join file; return messages for the operator, none without Ray.
+    """Write the join file, and return messages for the operator, none without Ray.
 
     This machine reaches the server at `url`. Other machines use `port` and the names in `certified`.
     """
@@ -274,7 +274,7 @@ def _directory(settings: Settings) -> Path:
 
 @contextlib.contextmanager
 def mlflow_sidecar(settings: Settings) -> Iterator[Settings]:
-    """Run an MLflow server beside the server; yield the settings with its address."""
+    """Run an MLflow server beside the server, and yield the settings with its address."""
     if not settings.mlflow:
         yield settings
         return

@@ -31,7 +31,7 @@ import msgspec
 
 VARIABLE = "NOTIFY_SOCKET"
 TAKEN_OVER = 3
-"""Exit status of a server that another server has replaced; systemd does not restart it."""
+"""Exit status of a server that another server has replaced. Systemd then restarts nothing."""
 STARTING_S = 600
 """Maximum seconds of a start, which may include the migration of a large database."""
 ENDING_S = 30

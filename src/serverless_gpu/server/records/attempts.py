@@ -175,7 +175,7 @@ def from_row(row: Sequence[typing.Any]) -> StoredAttempt | None:
 
 
 def whole(connection: sa.Connection, found: Sequence[StoredAttempt | None]) -> list[StoredAttempt]:
-    """Return attempts complete with all nodes; a second query reads the other nodes of gangs."""
+    """Return attempts complete with all nodes. A second query reads further nodes of gangs."""
     there = [attempt for attempt in found if attempt is not None]
     gangs = {(attempt.run_id, attempt.fence) for attempt in there if attempt.num_nodes > 1}
     if not gangs:
@@ -304,7 +304,7 @@ def note(connection: sa.Connection, run_id: str, fence: int, **values: object) -
 
 
 def settle(connection: sa.Connection, run_id: str, fence: int, *, at_ns: int) -> bool:
-    """Mark an attempt as settled on one node; return True if it is settled on all of its nodes."""
+    """Mark an attempt as settled on one node, and return True if it is settled on all nodes."""
     # Always write the time. Otherwise, on PostgreSQL, two concurrent settlements could each see the other node as
     # unsettled.
     values: dict[str, object] = {"version": attempts.c.version + 1}

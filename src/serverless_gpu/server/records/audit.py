@@ -151,7 +151,7 @@ def entries(connection: sa.Connection, *, after: int = 0, limit: int = 500) -> l
 
 
 class AuditFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Filter of audit entries; "" matches any value.
+    """Filter of audit entries. The value "" matches any entry.
 
     Attributes:
         after: number of the last audit entry that the caller has already read.
@@ -191,7 +191,7 @@ def chained_seq(connection: sa.Connection) -> int:
 
 
 def is_pending(connection: sa.Connection, *, after_seq: int) -> bool:
-    """Return True if a row is missing in the audit chain; a faster form of `pending`."""
+    """Return True if a row is missing in the audit chain. This check is faster than `pending`."""
     unlinked = sa.select(audit.c.seq).select_from(_UNLINKED)
     wanted = unlinked.where(audit_links.c.number.is_(None), audit.c.seq > after_seq).limit(1)
     return connection.execute(wanted).first() is not None
@@ -205,7 +205,7 @@ def pending(connection: sa.Connection, *, after_seq: int) -> tuple[int, int | No
 
 
 def chain(connection: sa.Connection, *, after_seq: int, limit: int) -> int:
-    """Add the oldest missing rows to the audit chain; return their number.
+    """Add the oldest missing rows to the audit chain, and return their number.
 
     Args:
         connection: of a write transaction. Only one such transaction may run at a time.

@@ -57,7 +57,7 @@ def find_in_force(connection: sa.Connection, name: str) -> StoredBudget | None:
 
 
 def team_zone(connection: sa.Connection, scope: Scope) -> str:
-    """Return the time zone of a budget's team; "" for UTC, and for budgets without a team."""
+    """Return the time zone of a budget's team, or "" for UTC or without a team."""
     if scope.kind != "team":
         return ""
     return connection.scalar(sa.select(teams.c.time_zone).where(teams.c.name == scope.name)) or ""
@@ -77,13 +77,13 @@ def put(connection: sa.Connection, budget: StoredBudget) -> None:
 
 
 def remove(connection: sa.Connection, name: str) -> bool:
-    """Remove a budget; return True if it existed."""
+    """Remove a budget, and return True if the budget existed."""
     forget_said(connection, name)
     return connection.execute(budgets.delete().where(budgets.c.name == name)).rowcount == 1
 
 
 def say(connection: sa.Connection, name: str, *, start_ns: int, percent: int, at_ns: int) -> bool:
-    """Store the warning of a budget at a percentage in a period; return False if it already exists.
+    """Store the warning of a budget at a percentage in a period, and return False if it already exists.
 
     The function also deletes warnings that are older than any period, which bounds the table to about a year.
     """
@@ -111,7 +111,7 @@ def closed(connection: sa.Connection) -> frozenset[tuple[str, int]]:
 
 
 def reopen(connection: sa.Connection, name: str, *, start_ns: int) -> bool:
-    """Delete the closing of a budget in a period; return True if the budget was closed."""
+    """Delete the closing of a budget in a period, and return True if the budget was closed."""
     marks = budget_warnings.c.percent.in_((FULL, CLOSED))
     own = sa.and_(budget_warnings.c.budget == name, budget_warnings.c.start_ns == start_ns, marks)
     return connection.execute(budget_warnings.delete().where(own)).rowcount > 0
@@ -150,7 +150,7 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_notice(connection: sa.Connection, kind: NoticeKind, document: Mapping[str, object], *, at_ns: int) -> None:
-    """Insert a notice in the transaction of its event; delete the oldest notices over the maximum."""
+    """Insert a notice in the transaction of its event. Delete the oldest notices over the maximum."""
     row = {"at_ns": at_ns, "kind": kind.value, "document_json": msgspec.json.encode(document).decode(), "tries": 0}
     seq = connection.execute(notices.insert().values(row)).inserted_primary_key
     assert seq is not None

@@ -107,7 +107,7 @@ def account_of_run(connection: sa.Connection, run: StoredRun, *, gpu_type: str, 
 
 
 def ensure_account(connection: sa.Connection, account: Account) -> int:
-    """Return the number of an account; insert the account if it does not exist.
+    """Return the number of an account. Insert the account if it does not exist.
 
     The function also inserts the plain account, without tags and environment. Reports that need neither tags nor
     environments add up plain accounts.
@@ -235,7 +235,7 @@ class NewEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def insert(connection: sa.Connection, new: Sequence[NewEntry], *, at_ns: int) -> int:
-    """Insert ledger entries; return their number."""
+    """Insert ledger entries, and return their number."""
     rows = [row for one in new for row in _rows(one, at_ns)]
     if rows:
         connection.execute(charges.insert(), rows)
@@ -277,7 +277,7 @@ def of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId,
 
 
 def of_attempts(connection: sa.Connection, gangs: Collection[Gang]) -> dict[Gang, list[PostedEntry]]:
-    """Return the ledger entries of each attempt by node rank; attempts without entries are included."""
+    """Return the ledger entries of each attempt by node rank. Attempts without entries are included."""
     found: dict[Gang, list[PostedEntry]] = {gang: [] for gang in gangs}
     for one in of_runs(connection, sorted({run_id for run_id, _ in gangs})):
         if (one.run_id, one.fence) in found:

@@ -252,7 +252,7 @@ def note_all(connection: sa.Connection, run_id: str, fence: int, **values: objec
 
 
 def stay(connection: sa.Connection, node_id: str) -> list[str]:
-    """Cancel the requests that ranks leave a node; return the affected runs."""
+    """Cancel the requests that ranks leave a node, and return the affected runs."""
     told = sa.and_(crews.c.node_id == node_id, crews.c.ended_ns.is_(None), crews.c.leave_ns.is_not(None))
     found = list(connection.scalars(sa.select(crews.c.run_id).where(told)))
     if found:
@@ -261,13 +261,13 @@ def stay(connection: sa.Connection, node_id: str) -> list[str]:
 
 
 def note_late(connection: sa.Connection, crew: CrewId, *, reason: str) -> bool:
-    """Store the reason that a node reports after the server gave it up; return False if one exists."""
+    """Store the reason that a node reports after the server gave it up, and return False if one exists."""
     first = sa.and_(_is(*crew), crews.c.late_reason.is_(None))
     return connection.execute(crews.update().where(first).values(late_reason=reason)).rowcount == 1
 
 
 def settle(connection: sa.Connection, crew: CrewId, *, receipt: str | None, at_ns: int) -> bool:
-    """Store the receipt of a node, or mark the node as sending none; return False if already stored.
+    """Store the receipt of a node, or mark the node as sending none, and return False if the mark is already stored.
 
     The server also stores a receipt that arrives after the wait has ended.
     """

@@ -82,7 +82,7 @@ def durations_s(connection: sa.Connection, owner: str, name: str) -> list[float]
 
 
 def preemptions(connection: sa.Connection, run_ids: Sequence[str]) -> dict[str, int]:
-    """Return the number of preemptions of each run; the result excludes runs without preemptions."""
+    """Return the number of preemptions of each run. The result excludes runs without preemptions."""
     counted: dict[str, int] = {}
     query = sa.select(attempts.c.run_id, sa.func.count()).where(attempts.c.reason == Reason.PREEMPTED.value)
     for some in in_chunks(run_ids):

@@ -84,7 +84,7 @@ def ends_of_crews(connection: sa.Connection, ids: Collection[CrewId]) -> dict[Cr
 
 
 def counts(connection: sa.Connection, ids: Collection[CrewId]) -> dict[CrewId, int]:
-    """Return the number of facts of each attempt on each node; the result omits zeros."""
+    """Return the number of facts of each attempt on each node. The result omits zeros."""
     query = sa.select(*_WHOSE, sa.func.count()).group_by(*_WHOSE)
     rows = (row for some in _are(ids) for row in connection.execute(query.where(some)))
     return {(run_id, fence, number): count for run_id, fence, number, count in rows}

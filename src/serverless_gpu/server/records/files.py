@@ -106,7 +106,7 @@ def of_attempt(
 
 
 def names(connection: sa.Connection, run_id: str, fence: int, *, prefix: str) -> list[str]:
-    """Return the names of an attempt's files with a prefix; the prefix is removed from the result."""
+    """Return the names of an attempt's files with a prefix. The names in the result lack the prefix."""
     query = sa.select(files.c.name).where(_of(run_id, fence), files.c.name.startswith(prefix, autoescape=True))
     return [name.removeprefix(prefix) for name in connection.scalars(query)]
 

@@ -200,7 +200,7 @@ def _from_row(fields: sa.RowMapping) -> StoredNode:
 
 @functools.lru_cache(maxsize=_HELLOS_MAX)
 def _hello(text: str) -> AgentHello:
-    """Return the decoded hello of a node; cached, because the server reads nodes often."""
+    """Return the decoded hello of a node. The result is cached, because the server reads nodes often."""
     return _decoder.decode(text)
 
 
@@ -239,7 +239,7 @@ def find(connection: sa.Connection, token_id: str) -> StoredBinding | None:
 
 
 def bind(connection: sa.Connection, token_id: str, node: NodeIdentity, *, by: str, at_ns: int) -> None:
-    """Bind a token to an approved node; this replaces the previous binding of the token.
+    """Bind a token to an approved node. The new binding replaces the previous binding of the token.
 
     Args:
         connection: of the transaction.
@@ -254,12 +254,12 @@ def bind(connection: sa.Connection, token_id: str, node: NodeIdentity, *, by: st
 
 
 def rebind(connection: sa.Connection, binding: StoredBinding, node: NodeIdentity) -> None:
-    """Update the identity that a node reports; the approval does not change."""
+    """Update the identity that a node reports. The approval does not change."""
     _write(connection, msgspec.structs.replace(binding, node=node), binding)
 
 
 def ask(connection: sa.Connection, token_id: str, node: NodeIdentity, *, at_ns: int) -> bool:
-    """Store a node that waits for an administrator; return False if too many nodes already wait."""
+    """Store a node that waits for an administrator, and return False if too many nodes already wait."""
     waiting = sa.select(sa.func.count()).select_from(node_bindings).where(node_bindings.c.approved_ns.is_(None))
     if (connection.scalar(waiting) or 0) >= PENDING_MAX:
         return False
@@ -302,7 +302,7 @@ def invitation(connection: sa.Connection, token_id: str) -> Invitation | None:
 
 
 def use(connection: sa.Connection, token_id: str) -> bool:
-    """Use a join token once; return False if it is used up. Only one concurrent call gets the last use."""
+    """Use a join token once, and return False if the token is used up. Only one concurrent call gets the last use."""
     left = sa.and_(invitations.c.token == token_id, invitations.c.uses_left > 0)
     done = connection.execute(invitations.update().where(left).values(uses_left=invitations.c.uses_left - 1))
     return done.rowcount == 1

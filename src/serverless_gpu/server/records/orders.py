@@ -42,12 +42,12 @@ class StoredOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_start(connection: sa.Connection, node_id: str, crew: CrewId, *, at_ns: int) -> int:
-    """Insert the order to start an attempt on a node; return the order's number."""
+    """Insert the order to start an attempt on a node, and return the order's number."""
     return _insert(connection, node_id, crew, {"kind": "start"}, at_ns)
 
 
 def add_stop(connection: sa.Connection, node_id: str, crew: CrewId, *, why: StopReason, at_ns: int) -> int | None:
-    """Insert the order to stop an attempt on a node; return its number, or None if the order exists."""
+    """Insert the order to stop an attempt on a node, and return the order's number, or None if the order exists."""
     run_id, fence, number = crew
     own = sa.and_(orders.c.run_id == run_id, orders.c.fence == fence, orders.c.crew == number)
     same = sa.and_(own, orders.c.kind == "stop", orders.c.stop == why.value)

@@ -18,7 +18,7 @@ _decoder = msgspec.json.Decoder(UsagePolicy)
 
 @lru_cache(maxsize=POLICIES_MAX)
 def _decode(text: str) -> UsagePolicy:
-    """Return a decoded policy; cached, because each tick of the scheduler reads all policies."""
+    """Return a decoded policy. The result is cached, because each tick of the scheduler reads all policies."""
     return _decoder.decode(text)
 
 
@@ -49,12 +49,12 @@ def put(connection: sa.Connection, policy: StoredPolicy) -> None:
 
 
 def remove(connection: sa.Connection, name: str) -> bool:
-    """Remove a usage policy without holders; limits of its runs stay. Return True if it existed."""
+    """Remove a usage policy without holders. Runs of the policy keep their limits. Return True if it existed."""
     return connection.execute(policies.delete().where(policies.c.name == name)).rowcount == 1
 
 
 def caps(connection: sa.Connection) -> dict[str, int]:
-    """Return the maximum devices per user at once, by policy; policies without a maximum are excluded."""
+    """Return the maximum devices per user at once, by policy. Policies without a maximum are excluded."""
     found = {name: _decode(text).gpus_at_once for name, text in connection.execute(_DOCUMENTS)}
     return {name: most for name, most in found.items() if most is not None}
 
@@ -72,7 +72,7 @@ def attached(connection: sa.Connection, principal: str, teams: Collection[str]) 
 
 
 def holders(connection: sa.Connection, name: str | None = None) -> dict[str, tuple[PolicySubject, ...]]:
-    """Return the holders of each policy; the result excludes policies without holders."""
+    """Return the holders of each policy. The result excludes policies without holders."""
     query = sa.select(policy_holders).order_by(policy_holders.c.kind, policy_holders.c.name)
     if name is not None:
         query = query.where(policy_holders.c.policy == name)
@@ -83,7 +83,7 @@ def holders(connection: sa.Connection, name: str | None = None) -> dict[str, tup
 
 
 def attach(connection: sa.Connection, name: str, holder: PolicySubject) -> bool:
-    """Attach a policy to a principal or team; return False if it is already attached."""
+    """Attach a policy to a principal or team, and return False if the policy is already attached."""
     this = {"policy": name, "kind": holder.kind, "name": holder.name}
     if connection.execute(sa.select(policy_holders.c.name).where(_is(name, holder))).first() is not None:
         return False
@@ -92,7 +92,7 @@ def attach(connection: sa.Connection, name: str, holder: PolicySubject) -> bool:
 
 
 def detach(connection: sa.Connection, name: str, holder: PolicySubject) -> bool:
-    """Detach a policy from a principal or team; return True if it was attached."""
+    """Detach a policy from a principal or team, and return True if the policy was attached."""
     return connection.execute(policy_holders.delete().where(_is(name, holder))).rowcount == 1
 
 

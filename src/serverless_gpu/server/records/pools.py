@@ -119,7 +119,7 @@ def put_share(connection: sa.Connection, share: StoredShare) -> None:
 
 
 def remove_share(connection: sa.Connection, kind: ShareKind, name: str) -> bool:
-    """Remove a share, so that the weight is 1 again; return True if the share existed."""
+    """Remove a share, so that the weight is 1 again, and return True if the share existed."""
     this = sa.and_(shares.c.kind == kind, shares.c.name == name)
     return connection.execute(shares.delete().where(this)).rowcount == 1
 

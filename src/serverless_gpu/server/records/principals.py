@@ -113,7 +113,7 @@ def enable(connection: sa.Connection, name: str) -> None:
 
 
 def delete_principal(connection: sa.Connection, name: str) -> PrincipalView:
-    """Delete a principal with its tokens, memberships and share; return the deleted principal."""
+    """Delete a principal with its tokens, memberships and share, and return the deleted principal."""
     found = principal(connection, name)
     if found.role == "admin" and not found.disabled:
         _check_another_admin(connection, name)
@@ -185,7 +185,7 @@ def team(connection: sa.Connection, name: str) -> TeamView:
 
 
 def set_time_zone(connection: sa.Connection, name: str, time_zone: str) -> None:
-    """Set the time zone of a team's budgets; "" or "UTC" for UTC."""
+    """Set the time zone of a team's budgets. Both "" and "UTC" select UTC."""
     zone = None if time_zone in ("", "UTC") else time_zone
     connection.execute(sa.update(teams).where(teams.c.name == name).values(time_zone=zone))
 
@@ -200,7 +200,7 @@ def all_teams(connection: sa.Connection) -> tuple[TeamView, ...]:
 
 
 def delete_team(connection: sa.Connection, name: str) -> TeamView:
-    """Delete a team with its memberships and share; return the deleted team."""
+    """Delete a team with its memberships and share, and return the deleted team."""
     found = team(connection, name)
     connection.execute(sa.delete(members).where(members.c.team == name))
     connection.execute(sa.delete(shares).where(shares.c.kind == "team", shares.c.name == name))
@@ -209,7 +209,7 @@ def delete_team(connection: sa.Connection, name: str) -> TeamView:
 
 
 def add_member(connection: sa.Connection, *, team: str, principal: str) -> bool:
-    """Add a principal to a team; return False if the principal was already a member."""
+    """Add a principal to a team, and return False if the principal was already a member."""
     for table, name, noun in ((teams, team, "team"), (principals, principal, "user or service")):
         if connection.scalar(sa.select(table.c.name).where(table.c.name == name)) is None:
             raise NotFound(f"there is no {noun} {name[:64]!r}")
@@ -221,7 +221,7 @@ def add_member(connection: sa.Connection, *, team: str, principal: str) -> bool:
 
 
 def remove_member(connection: sa.Connection, *, team: str, principal: str) -> bool:
-    """Remove a principal from a team; return False if the principal was no member."""
+    """Remove a principal from a team, and return False if the principal was no member."""
     there = sa.and_(members.c.team == team, members.c.principal == principal)
     return connection.execute(sa.delete(members).where(there)).rowcount == 1
 
@@ -314,7 +314,7 @@ def revoke_token(connection: sa.Connection, identifier: str, *, now_ns: int) -> 
 
 
 def revoke_all(connection: sa.Connection, *, now_ns: int) -> tuple[TokenView, ...]:
-    """Revoke every valid token; return the tokens that this call revoked."""
+    """Revoke every valid token, and return the tokens that this call revoked."""
     good = tuple(each for each in tokens_of(connection) if each.revoked_ns is None)
     connection.execute(sa.update(tokens).where(tokens.c.revoked_ns.is_(None)).values(revoked_ns=now_ns))
     return good
@@ -334,7 +334,7 @@ def note_use(connection: sa.Connection, identifiers: Iterable[str], *, now_ns: i
 
 
 def bound_lifetimes(connection: sa.Connection, *, now_ns: int) -> int:
-    """Set an expiry for tokens that an older version created without one; return their number."""
+    """Set an expiry for tokens that an older version created without one, and return the number of tokens."""
     agents = sa.select(principals.c.name).where(principals.c.role == "agent")
     joining = tokens.c.scopes_json.contains(f'"{Resource.JOINING}"')
     renews = sa.and_(tokens.c.principal.in_(agents), sa.not_(joining))

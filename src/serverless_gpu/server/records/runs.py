@@ -134,7 +134,7 @@ class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def spec_now(self) -> RunSpec:
-        """Return the spec of the next attempt; the policy's remaining time reduces its limit."""
+        """Return the spec of the next attempt. The policy's remaining time reduces its limit."""
         left_s = self.left_s
         if left_s is None:
             return self.spec
@@ -225,7 +225,7 @@ _FIND = _SELECT.where(runs.c.id == sa.bindparam("run_id"))
 
 
 def insert(connection: sa.Connection, new: NewRun, *, at_ns: int) -> StoredRun:
-    """Insert a queued run; return the run as `find` would."""
+    """Insert a queued run, and return the run as `find` would."""
     spec = new.spec
     connection.execute(
         runs.insert(),
@@ -298,7 +298,7 @@ def _member_of(new: NewRun) -> tuple[str, ...]:
 
 
 def exists(connection: sa.Connection, run_id: str) -> bool:
-    """Return True if a run exists; much faster than `find`."""
+    """Return True if a run exists. This check is much faster than `find`."""
     return connection.execute(_EXISTS, {"run_id": run_id}).first() is not None
 
 
@@ -347,7 +347,7 @@ def reseal(connection: sa.Connection, old: Sealer, new: Sealer, after: str, at_m
 
 
 def page(connection: sa.Connection, wished: RunFilter, *, limit: int, cursor: str = "") -> tuple[list[StoredRun], str]:
-    """Return runs, newest first, and the cursor of the next page; "" after the last page."""
+    """Return runs, newest first, and the cursor of the next page, or "" after the last page."""
     if "\0" in f"{wished.owner}{wished.team}{wished.name}{cursor}":
         return [], ""  # PostgreSQL stores no NUL, so no row can match this filter.
     query = _SELECT.order_by(runs.c.id.desc())
@@ -432,13 +432,13 @@ def active_of(connection: sa.Connection, owner: str) -> list[StoredRun]:
 
 
 def waiting_of(connection: sa.Connection, owner: str, *, at_most: int) -> int:
-    """Return the number of an owner's waiting runs; the count stops at `at_most`."""
+    """Return the number of an owner's waiting runs. The count stops at `at_most`."""
     query = sa.select(runs.c.id).where(runs.c.state == State.QUEUED.value, runs.c.owner == owner).limit(at_most)
     return connection.execute(sa.select(sa.func.count()).select_from(query.subquery())).scalar_one()
 
 
 def queued_by_pool(connection: sa.Connection) -> dict[str, int]:
-    """Return the number of waiting runs by requested pool; "" stands for no pool."""
+    """Return the number of waiting runs by requested pool. The key "" stands for no pool."""
     query = sa.select(runs.c.pool, sa.func.count()).where(runs.c.state == State.QUEUED.value).group_by(runs.c.pool)
     return {pool: count for pool, count in connection.execute(query)}
 
@@ -465,12 +465,12 @@ def note_saved(connection: sa.Connection, run_id: str, fence: int) -> None:
 
 
 def hold(connection: sa.Connection, run_ids: Sequence[str], *, at_ns: int) -> None:
-    """Mark runs that were active when the server was restored; these runs get no other attempt."""
+    """Mark runs that were active when the server was restored. The scheduler places no further attempt of a marked run."""
     connection.execute(runs.update().where(runs.c.id.in_(run_ids)).values(restored_ns=at_ns))
 
 
 def settle(connection: sa.Connection, run_id: str, fence: int, *, at_ns: int) -> bool:
-    """Mark a run as settled if it ended with this attempt; return True if the mark is new."""
+    """Mark a run as settled if it ended with this attempt, and return True if the mark is new."""
     last = sa.and_(runs.c.id == run_id, runs.c.fence == fence, runs.c.settled_ns.is_(None))
     ended = runs.c.state.in_([state.value for state in TERMINAL])
     return connection.execute(runs.update().where(last, ended).values(settled_ns=at_ns)).rowcount == 1
@@ -526,7 +526,7 @@ def removed(connection: sa.Connection, run_ids: Sequence[str]) -> set[str]:
 
 
 def remove(connection: sa.Connection, run_id: str) -> bool:
-    """Remove a complete, unreferenced run; return True if the run existed."""
+    """Remove a complete, unreferenced run, and return True if the run existed."""
     return connection.execute(runs.delete().where(runs.c.id == run_id, _OVER)).rowcount == 1
 
 

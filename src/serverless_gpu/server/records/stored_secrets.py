@@ -59,7 +59,7 @@ class SecretOwner(NamedTuple):
 def put(
     connection: sa.Connection, sealer: Sealer, whose: SecretOwner, name: str, value: bytes, by: ChangedBy
 ) -> tuple[SecretView, bool]:
-    """Store the next version of a secret; return the version, and True if the value is new.
+    """Store the next version of a secret. Return the version, and True if the value is new.
 
     Args:
         connection: of the transaction.
@@ -167,7 +167,7 @@ def sealed_by_another(connection: sa.Connection, sealer: Sealer) -> list[tuple[S
 
 
 def take_away_sealed_by_another(connection: sa.Connection, sealer: Sealer) -> list[str]:
-    """Delete every value that another key encrypted; the owner must set the secret again.
+    """Delete every value that another key encrypted. The owner must set the secret again.
 
     Returns:
         Names of the affected secrets, each once.
@@ -180,7 +180,7 @@ def take_away_sealed_by_another(connection: sa.Connection, sealer: Sealer) -> li
 
 
 def reseal(connection: sa.Connection, old: Sealer, new: Sealer) -> int:
-    """Encrypt every value of the old key with the new key; return the number of values."""
+    """Encrypt every value of the old key with the new key, and return the number of values."""
     count = 0
     for whose, name, version in sealed_by_another(connection, new):
         one = sa.and_(_is(whose, name), secrets.c.version == version)

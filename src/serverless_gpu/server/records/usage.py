@@ -184,7 +184,7 @@ def folded_seq(connection: sa.Connection) -> int:
 
 
 class _Report:
-    """Builds the SQL of one report. Group keys are labeled `k0`, `k1` …; sums have the prefix `s_`."""
+    """Builds the SQL of one report. Group keys are labeled `k0`, `k1` …. Sums have the prefix `s_`."""
 
     def __init__(self, connection: sa.Connection, wanted: ReportRequest) -> None:
         self._connection = connection
@@ -194,7 +194,7 @@ class _Report:
         self._currencies = list(connection.scalars(sa.select(accounts.c.currency).distinct()))
 
     def charged(self, by: tuple[str, ...], *, limit: int | None) -> list[ReportRow]:
-        """Return the most expensive groups of charges; without a limit, return all groups."""
+        """Return the most expensive groups of charges. Without a limit, return all groups."""
         source, conditions, sums = self._source(by)
         if source is charges and limit is not None and (field := self._finest(by)):
             conditions = self._narrowed(charges, field, self._dearest(by, field, limit))
@@ -205,7 +205,7 @@ class _Report:
         return [self._group(by, row, SUMS) for row in self._rows(query)]
 
     def seen(self, by: tuple[str, ...], groups: list[ReportRow], *, only: bool = False) -> list[ReportRow]:
-        """Add observed utilisation to groups; `only` restricts the query to these groups."""
+        """Add observed utilisation to groups. `only` restricts the query to these groups."""
         source: sa.FromClause = utilisations
         conditions = self._conditions(utilisations)
         if "run" not in by and (self._is_plain(by) or self._is_few):
@@ -254,7 +254,7 @@ class _Report:
 
     @staticmethod
     def _finest(by: tuple[str, ...]) -> str:
-        """Return the field with the most values: the run, else a tag; "" if the report uses neither."""
+        """Return the field with the most values: the run, else a tag, or "" if the report uses neither."""
         return next((field for field in by if field == "run"), next((f for f in by if f.startswith(TAG)), ""))
 
     def _daily(self, table: sa.Table) -> sa.FromClause:
@@ -346,7 +346,7 @@ class _Report:
         return [*self._conditions(table), self._is_among(field, table, values)]
 
     def _is_among(self, field: str, source: sa.FromClause, values: Sequence[Any]) -> Column:
-        """Return the condition that a field has one of these values; "" means a missing tag."""
+        """Return the condition that a field has one of these values. The value "" denotes a missing tag."""
         if not field.startswith(TAG):
             return self._key(field, source).in_(values)
         account_id = accounts.c.id if source is accounts else source.c.account_id

@@ -51,7 +51,9 @@ class QueueViews:
         self._sentences = sentences
 
     def view(self, who: Caller, reach: str, *, limit: int, mine: bool) -> QueueView:
-        """Return the waiting runs in the order of the queue; with `mine` only the caller's own runs."""
+        """Return the waiting runs in the order of the queue. With `mine`, the result contains only the caller's own
+        runs.
+        """
         order = () if mine else self._sentences.order(limit)
         owner = who.name if mine else None
 
@@ -120,7 +122,7 @@ def share_views(there: Sequence[StoredShare], usage: Mapping[str, TeamUse]) -> l
 
 
 def _entry(run: StoredRun, reserved: Reservation | None, told: WaitNotice | None) -> QueueEntry:
-    """Return the queue entry of a waiting run; `told` is None if the caller may not see the run."""
+    """Return the queue entry of a waiting run. `told` is None if the caller may not see the run."""
     resources = run.spec.resources
     entry = QueueEntry(
         run="",
@@ -149,7 +151,7 @@ routes = Routes("queue")
 
 
 class QueueQuery(Query, frozen=True, kw_only=True):
-    """The query for the queue: the maximum number of entries; `mine` selects the caller's own runs."""
+    """The query for the queue: the maximum number of entries. `mine` selects the caller's own runs."""
 
     limit: Annotated[int, msgspec.Meta(ge=1, le=LIMIT_MAX)] = LIMIT_MAX
     mine: bool = False

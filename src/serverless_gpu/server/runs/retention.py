@@ -69,7 +69,7 @@ class Retention:
         self._ahead_ns = self._ahead()
 
     def tick(self, now_ns: int) -> int | None:
-        """Remove some of the due runs and output; return the time of the next tick."""
+        """Remove some of the due runs and output, and return the time of the next tick."""
         before_ns, self._ahead_ns = self._ahead_ns, self._ahead()
         if self._ahead_ns - before_ns > STEP_S * 1e9:
             _log.warning("the clock was set forward by more than a day; retention pauses for an hour")
@@ -88,7 +88,7 @@ class Retention:
         return self._clock.wall_ns() - self._clock.boottime_ns()
 
     def _remove_old(self) -> int:
-        """Remove runs that are older than the retention period; return their number."""
+        """Remove runs that are older than the retention period, and return the number of removed runs."""
         before_ns = self._clock.wall_ns() - round(self._settings.retention_s * 1e9)
         old = self._database.read(lambda connection: runs.over(connection, ended_before_ns=before_ns, limit=AT_ONCE))
         removed = 0
@@ -135,7 +135,7 @@ class Retention:
 
 
 def _remove_rows(connection: sa.Connection, run_id: str, *, at_ns: int) -> bool:
-    """Remove the rows of a run; return False if the run still has provisional charges."""
+    """Remove the rows of a run, and return False if the run still has provisional charges."""
     run = runs.find(connection, run_id)
     if run is None:
         return True

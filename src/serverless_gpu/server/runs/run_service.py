@@ -3,9 +3,9 @@
 `RunQueries` reads and streams runs. `StopService` requests that runs stop. `submission.py` accepts them.
 
 The server stores a stop request with its author and sends an order to the nodes of the run. A stop request and the end
-of a run may coincide; the first of them in the database counts. A run whose results are durable before the stop has
-succeeded. The answer to the stop request then reports that the run has ended. A repeated stop request returns the
-current state of the run.
+of a run may coincide. The request that the database stores first takes effect. A run whose results are durable before
+the stop has succeeded. The answer to the stop request then reports that the run has ended. A repeated stop request
+returns the current state of the run.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class RunQueries:
         position: Position,
         in_thread: Callable[[Callable[[], list[StreamMessage]]], Awaitable[list[StreamMessage]]],
     ) -> AsyncIterator[StreamMessage | None]:
-        """Yield the stream messages of a run after a position; yield None as a keep-alive."""
+        """Yield the stream messages of a run after a position, and yield None as a keep-alive."""
         yield AcceptedMessage(run=view)
         watch = RunStream(
             view.id, position, look=lambda after: self._look(view.id, after), files=self._logs, clock=self._clock
@@ -171,7 +171,7 @@ Fence = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class RunsQuery(Query, frozen=True, kw_only=True):
-    """The query for runs. `state` and `tag` (``key=value``) accept commas; `costs` adds costs."""
+    """The query for runs. `state` and `tag` (``key=value``) accept commas. `costs` adds costs."""
 
     state: Label = ""
     owner: Label = ""
@@ -184,7 +184,7 @@ class RunsQuery(Query, frozen=True, kw_only=True):
 
 
 class WatchQuery(Query, frozen=True, kw_only=True):
-    """The reader's position. `ranks` is "all" or numbers with commas; by default the run's live ranks."""
+    """The reader's position. `ranks` is "all" or numbers with commas. The default is the run's live ranks."""
 
     after: Count = 0
     offsets: Annotated[str, msgspec.Meta(max_length=3_500)] = ""
@@ -192,7 +192,7 @@ class WatchQuery(Query, frozen=True, kw_only=True):
 
 
 class LogQuery(Query, frozen=True, kw_only=True):
-    """The byte range of a log; `fence` 0 selects the current attempt."""
+    """The byte range of a log. `fence` 0 selects the current attempt."""
 
     fence: Fence = 0
     offset: Count = 0

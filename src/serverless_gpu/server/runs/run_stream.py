@@ -126,7 +126,7 @@ class RunStream:
     async def messages(
         self, hub: Hub, in_thread: Callable[[Callable[[], list[StreamMessage]]], Awaitable[list[StreamMessage]]]
     ) -> AsyncIterator[StreamMessage | None]:
-        """Yield messages until the run is settled or the hub closes; yield None as a keep-alive."""
+        """Yield messages until the run is settled or the hub closes, and yield None as a keep-alive."""
         key, silent = run_key(self._run_id), False
         while not hub.closed:
             seen = hub.version(key)
@@ -143,7 +143,7 @@ class RunStream:
             silent = await hub.changed(key, seen, pause_s) == seen and not self._output.flooded
 
     def next(self) -> list[StreamMessage]:
-        """Return the next messages in order, up to a limit; blocks on the database and the files."""
+        """Return the next messages in order, up to a limit. Blocks while it reads the database and the files."""
         look = self._kept or self._look(self._after)
         found = self._said(look)
         self._soon = look.may_be_early

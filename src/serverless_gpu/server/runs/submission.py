@@ -159,7 +159,7 @@ class SubmissionService:
         return run_views.run_view(run, told=self._sentences.told(run.id), deduplicated=True, reader=who.name)
 
     def _written(self, new: NewRun, who: Caller, at_ns: int) -> tuple[StoredRun, bool]:
-        """Store a run; between two attempts, read missing packages that its policy compares."""
+        """Store a run. Between two attempts, read missing packages that its policy compares."""
         packages: dict[str, Packages | None] = {}
         brought = PolicyInputs(snapshot=new.snapshot, packages=packages)
         while True:  # Each iteration reads packages that were missing before.
@@ -219,7 +219,7 @@ class QueueLimits:
         self._room: dict[str, int] = {}
 
     def enter(self, owner: str) -> bool:
-        """Use a free slot; return False if the caller must count rows first."""
+        """Use a free slot, and return False if the caller must count rows first."""
         with self._lock:
             room = self._room.get(owner, 0)
             if room > 0:

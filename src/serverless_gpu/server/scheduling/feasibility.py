@@ -182,7 +182,7 @@ class UnsatisfiableRuns:
         sentences.end_by(self.ends_ns)
 
     def look(self, waiting: Mapping[str, QueuedRun], now_ns: int) -> int:
-        """End some runs that have waited too long without a suitable node; return the number of all such runs."""
+        """End some runs that have waited too long without a suitable node, and return the number of all such runs."""
         self._decide_deferred(waiting)
         after_s = self._settings.unsatisfiable_after_s
         is_due = self._looked_ns is None or now_ns - self._looked_ns >= EVERY_S * 1e9
@@ -221,7 +221,9 @@ class UnsatisfiableRuns:
         return self._ends_ns[run_id]
 
     def _never(self, waiting: Iterable[QueuedRun]) -> dict[str, str]:
-        """Return, for each run that no node can ever serve, the reason; computed once for equal demands."""
+        """Return, for each run that no node can ever serve, the reason. The function computes the reason once for equal
+        demands.
+        """
         known: dict[QueuedRun, str] = {}
         found: dict[str, str] = {}
         for run in waiting:

@@ -108,7 +108,7 @@ class EngineReservations:
             self._ask(asked)
 
     def give_back(self, run_id: str, fence: int, why: str) -> bool:
-        """Requeue a run whose order is unsent; return True if the run was requeued."""
+        """Requeue a run whose order is unsent, and return True if the run was requeued."""
         is_over = self._requeue.give_back(run_id, fence, why)
         if is_over and self._engine is not None:
             self._engine.release(f"{run_id}:{fence}")

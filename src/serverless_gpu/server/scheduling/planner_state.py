@@ -63,7 +63,7 @@ V = TypeVar("V")
 
 
 class PlannerSync:
-    """Synchronizes a planner with the database. Not thread-safe; other threads use `WaitReasons`."""
+    """Synchronizes a planner with the database. Not thread-safe. Other threads use `WaitReasons`."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class PlannerSync:
         )
 
     def tell(self, reading: Reading) -> None:
-        """Apply the changes to the planner; the planner counts unstored placements as running."""
+        """Apply the changes to the planner. The planner counts unstored placements as running."""
         self._underway = {run_id: one for run_id, one in self._underway.items() if run_id in reading.waiting}
         offered = self._offers.of(reading.capacity, self._presence, capacity.now(self._settings, self._clock))
         nodes = {node.id: node for node in offered}
@@ -154,7 +154,7 @@ class PlannerSync:
                 self._hub.touch(run_key(change.wanted.run_id))
 
     def decide(self) -> Decision:
-        """Return new placements and preemptions; the planner counts these decisions as executed."""
+        """Return new placements and preemptions. The planner counts these decisions as executed."""
         planner = self._planner
         assert planner is not None
         now_ns = self.now()

@@ -114,7 +114,7 @@ class QueueSnapshot:
         """Read the queue and its limits.
 
         With `afresh`, the method also reads past runs. `underway` contains the devices of runs that the scheduler is
-        about to place; the database still shows these runs as waiting.
+        about to place. The database still shows these runs as waiting.
         """
         as_of = self._budget_admission.as_of()  # This value must be read before any row, see `LookInputs`.
         there = capacity.load(connection, self._leases)
@@ -216,7 +216,7 @@ class QueueSnapshot:
         underway: Mapping[str, int],
         as_of: LookInputs,
     ) -> dict[str, QueuedRun]:
-        """Return the waiting runs; runs that may not start now wait outside the queue order."""
+        """Return the waiting runs. Runs that may not start now wait outside the queue order."""
         if not queue:
             return {}
         shut_out, server_drain = owner_suspension.suspended_owners(connection), drain.find(connection)
@@ -272,7 +272,7 @@ def _is_same(one: float | None, other: float | None) -> bool:
 
 
 def _kept_back(entry: _Entry, why: str) -> QueuedRun:
-    """Return a run outside the queue order; for the same reason, return the cached value."""
+    """Return a run outside the queue order. For the same reason, return the cached value."""
     if entry.kept is None or entry.kept.held != why:
         entry.kept = msgspec.structs.replace(entry.wanted, not_before_ns=FOREVER_NS, held=why)
     return entry.kept
@@ -357,7 +357,7 @@ def _several(run: StoredRun) -> tuple[bool, str]:
 
 
 def begun(asked: QueuedRun, after_s: float) -> QueuedRun:
-    """Return the demand of a run after its user code began; the time limit counts from that moment."""
+    """Return the demand of a run after its user code began. The time limit counts from the start of user code."""
     if asked.limit_s is None:
         return asked
     less_s = START_S - max(0.0, after_s)

@@ -82,7 +82,7 @@ class Reconciler:
         )
 
     def tick(self, now_ns: int) -> int | None:
-        """Run every due check; return the time of the next tick."""
+        """Run every due check, and return the time of the next tick."""
         self._hear_engine()
         # Reservations must be read before the database. The server stores a run before it reserves, so a reservation
         # without a run is obsolete.

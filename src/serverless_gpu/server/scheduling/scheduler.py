@@ -253,7 +253,7 @@ class Scheduler:
     def _at_its_price(
         self, connection: sa.Connection, run: StoredRun, new: NewAttempt, *, pool: str, at_ns: int
     ) -> NewAttempt | None:
-        """Return an attempt with the current prices and account; later changes do not affect the attempt.
+        """Return an attempt with the current prices and account. Later changes do not affect the attempt.
 
         Return None if a budget that counts the attempt has too little left.
         """
@@ -269,7 +269,7 @@ class Scheduler:
         return msgspec.structs.replace(new, **said)
 
     def give_back(self, run_id: str, fence: int, why: str) -> bool:
-        """Requeue a run whose order is unsent; return True if the run was requeued."""
+        """Requeue a run whose order is unsent, and return True if the run was requeued."""
         return self._reserving.give_back(run_id, fence, why)
 
 
@@ -298,7 +298,7 @@ class Preemptor:
         self._announcer = announcer
 
     def preempt(self, preemptions: Sequence[Preemption]) -> int:
-        """Request that runs stop for waiting runs; return the number of stop requests."""
+        """Request that runs stop for waiting runs, and return the number of stop requests."""
         asked = 0
         for first in range(0, len(preemptions), PREEMPTED_TOGETHER):
             some = preemptions[first : first + PREEMPTED_TOGETHER]

@@ -126,12 +126,12 @@ class WaitReasons:
             return self._planner.estimate(wanted, self._now())
 
     def is_waiting(self, run_id: str) -> bool:
-        """Return True if the planner has a run as waiting; much faster than computing the reason."""
+        """Return True if the planner has a run as waiting. This check is much faster than computing the reason."""
         with self._lock:
             return self._planner is not None and self._planner.is_waiting(run_id)
 
     def impossible(self, wanted: QueuedRun) -> str:
-        """Return why no node can ever serve a run; "" if a node can, or before the first tick."""
+        """Return why no node can ever serve a run, or "" if a node can or before the first tick."""
         with self._lock:
             return "" if self._planner is None else self._planner.impossible(wanted)
 
@@ -141,7 +141,7 @@ class WaitReasons:
             return () if self._planner is None else self._planner.told_reservations(self._now())
 
     def usage(self) -> dict[str, TeamUse]:
-        """Return the decayed usage of each team in GPU-seconds; users without a team are under ``"~name"``."""
+        """Return the decayed usage of each team in GPU-seconds. Users without a team are under ``"~name"``."""
         with self._lock:
             return {} if self._planner is None else self._planner.usage(self._now())
 

@@ -1,4 +1,4 @@
-"""Stores parts of large payloads and outputs by digest; callers read them through blob references.
+"""Stores parts of large payloads and outputs by digest. Callers read parts through blob references.
 
     client, node ── missing(digests) ─▶ digests of missing parts ── put(digest, bytes) ─▶ store, under packs/<digest>
     run, file    ── BlobReference(size, parts) ─▶ read, part by part
@@ -50,7 +50,7 @@ from serverless_gpu.wire.blobs import NAMES_MAX, DigestList
 GRACE_S = 24 * 3600
 """Seconds that a part may exist without a reference."""
 SIZE_MAX = 64 << 30
-"""Maximum bytes of a blob; results have a lower limit of their own."""
+"""Maximum bytes of a blob. Results have a separate, lower limit."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _DELETE_AT_ONCE = 100
 
@@ -68,7 +68,7 @@ class BlobCollection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Blobs:
-    """Parts in a store; safe to use from several threads."""
+    """Parts in a store. Thread-safe."""
 
     def __init__(self, store: Store, *, clock: Clock, kept_free_bytes: int = KEPT_FREE_BYTES) -> None:
         self._store = store
@@ -111,7 +111,7 @@ class Blobs:
         faults.reach("after_part_before_answer")
 
     def try_store(self) -> str:
-        """Put, read and delete a test part; return the problem, or ""."""
+        """Put, read and delete a test part, and return the problem, or ""."""
         data = b"serverless-gpu looks whether it can store anything: " + secrets.token_bytes(16)
         key = _key(blake3(data).hexdigest())
         try:
@@ -178,7 +178,7 @@ class Blobs:
             self._condemned.pop(key, None)
 
     def _delete(self, keys: Sequence[str]) -> Sequence[str]:
-        """Delete the parts that are still condemned; a concurrent `put` of one of them waits."""
+        """Delete the parts that are still condemned. A concurrent `put` of a condemned part waits."""
         with self._changed:
             self._deleting = frozenset(key for key in keys if self._condemned.pop(key, None) is not None)
             doomed = tuple(self._deleting)
@@ -211,7 +211,7 @@ def _key(digest: str) -> str:
 
 
 def file_source(blobs: Blobs, file: StoredFile) -> Callable[[int, int], Iterator[bytes]]:
-    """Return a function that yields a given number of bytes of a file from an offset; it blocks."""
+    """Return a function that yields a given number of bytes of a file from an offset. The returned function blocks."""
     inline = file.inline
     if inline is not None:
         return lambda start, length: iter([inline[start : start + length]])

@@ -87,7 +87,7 @@ _KNOWN_MAX = 50_000
 PIECE_BYTES = COPIED_BYTES
 """Bytes per read from a store, so that no complete object is in memory."""
 CHECKS_AT_ONCE = 2
-"""Maximum number of concurrently decoded documents; a large one takes some hundred MB."""
+"""Maximum number of concurrently decoded documents. A large document uses some hundred MB of memory."""
 SEEN_S = 600
 """Seconds for which the server assumes that a snapshot still exists."""
 REPAIRED_S = 600
@@ -99,7 +99,7 @@ _NOTHING = f"snapshots/{'0' * 64}"
 
 
 class EnvironmentStore:
-    """The store of environments; safe to use from several threads.
+    """The store of environments. Thread-safe.
 
     Args:
         store: the underlying store.
@@ -130,7 +130,7 @@ class EnvironmentStore:
         self._whole: dict[str, int] = {}  # unit → boottime of the repair that found it intact
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> Iterator[bytes]:
-        """Yield an object or a range of it in pieces; the first piece is read immediately.
+        """Yield an object or a range of it in pieces. The first piece is read immediately.
 
         Raises:
             NotFound: the object does not exist.
@@ -189,7 +189,7 @@ class EnvironmentStore:
             self._nearby.keep(key, wanted)  # The server reads the pack next to verify its unit, then nodes read it.
 
     def try_store(self) -> str:
-        """Send a test request to the store; return "" if the store answers."""
+        """Send a test request to the store, and return "" if the store answers."""
         try:
             self._store.present((_NOTHING,))
         except (EnvironmentProblem, StorageError) as error:
@@ -214,7 +214,7 @@ class EnvironmentStore:
         return self._store.list(prefix)
 
     def delete(self, keys: Collection[str]) -> None:
-        """Delete objects; missing ones are not an error."""
+        """Delete objects. Missing objects are not an error."""
         self._seen.clear()
         try:
             self._store.delete(keys)
@@ -270,7 +270,7 @@ class EnvironmentStore:
         self._seen[snapshot] = now_ns
 
     def packages(self, snapshot: str) -> Packages:
-        """Return the packages of an environment; the last few results are cached.
+        """Return the packages of an environment. The store caches the last few results.
 
         Raises:
             EnvironmentMissing: the snapshot does not exist.
@@ -316,7 +316,7 @@ class EnvironmentStore:
                 yield piece
 
     def _checked(self, key: str, data: bytes | memoryview) -> bytes | memoryview | None:
-        """Verify an object; return the bytes to store, or None if the store already has the object."""
+        """Verify an object, and return the bytes to store, or None if the store already has the object."""
         if key.startswith("units/"):
             self._check_unit(key, data)
             return None if self._has_another(key, data) else data
@@ -372,7 +372,7 @@ class EnvironmentStore:
             raise ContentMismatch(f"pack {digest[:12]} does not exist any more") from None
 
     def _first(self, key: str, data: bytes | memoryview) -> bytes | memoryview:
-        """Return the snapshot to store; an existing snapshot is stored again to reset its age."""
+        """Return the snapshot to store. The store writes an existing snapshot again to reset its age."""
         with self._checks:
             address = key.partition("/")[2]
             try:
@@ -431,7 +431,7 @@ class EnvironmentStore:
 
 
 class ContentChecks:
-    """Checks of units against the packs of one store; safe to use from several threads."""
+    """Checks of units against the packs of one store. Thread-safe."""
 
     def __init__(self, read: ReadPack) -> None:
         self._read = read

@@ -54,7 +54,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Logs:
-    """The output of all runs; safe to use from several threads."""
+    """The output of all runs. Thread-safe."""
 
     def __init__(self, root: Path, *, bytes_max: int = BYTES_MAX, kept_free_bytes: int = KEPT_FREE_BYTES) -> None:
         self._root = root
@@ -94,7 +94,7 @@ class Logs:
             os.close(fd)
 
     def close_short(self, run_id: str, fence: int, *, rank: int, stream: str, end: int, why: str) -> int:
-        """Close a log with a line about missing bytes, if bytes are missing; ignore later appends.
+        """Close a log with a line about missing bytes, if bytes are missing. Later appends are ignored.
 
         Returns:
             The number of missing bytes; 0 if an earlier call has reported them.
@@ -167,7 +167,7 @@ class Logs:
             raise
 
     def run_sizes(self) -> dict[str, int]:
-        """Return sizes in bytes, by run; visits every file."""
+        """Return sizes in bytes, by run. The method visits every file."""
         return {
             entry.name: sum(
                 file.stat(follow_symlinks=False).st_size
@@ -179,7 +179,7 @@ class Logs:
         }
 
     def remove(self, run_id: str) -> None:
-        """Delete all output of a run; do nothing if the run has no output."""
+        """Delete all output of a run, and do nothing if the run has no output."""
         directory = self._directory(run_id, 1).parent
         with self._lock:
             for attempt in [path for path in self._unsynced if path.parent == directory]:
@@ -193,7 +193,7 @@ class Logs:
         return self._root / run_id / str(fence)
 
     def _open(self, directory: Path, name: str, *, make: bool) -> int:
-        """Open a file for appending; return -1 if the file is missing and `make` is false."""
+        """Open a file for appending, or return -1 if the file is missing and `make` is false."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if make else 0)
         self._note(directory, name)
         try:
@@ -206,7 +206,7 @@ class Logs:
         return os.open(directory / name, flags, 0o600)
 
     def _note(self, directory: Path, name: str) -> None:
-        """Record a file to sync; the first call also records existing files, which an earlier process wrote."""
+        """Record a file to sync. The first call also records existing files, which an earlier process wrote."""
         with self._lock:
             if directory in self._unsynced:
                 self._unsynced[directory].add(name)
@@ -256,7 +256,7 @@ def _sync(path: Path) -> None:
 
 
 def _sync_disk(directory: Path) -> bool:
-    """Sync the file system of a directory; return False if this system cannot."""
+    """Sync the file system of a directory, and return False if this operating system cannot sync a file system."""
     if not hasattr(_libc, "syncfs"):
         return False
     fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)

@@ -52,17 +52,17 @@ DIRECTORY = "nearby"
 PIECE_BYTES = 8 << 20
 """Bytes per read from a file, so that no complete object is in memory."""
 PACKS_AT_ONCE = 8
-"""Maximum number of concurrent pack downloads; each one needs 16 to 32 MiB of memory."""
+"""Maximum number of concurrent pack downloads. Each download needs 16 to 32 MiB of memory."""
 DOCUMENTS_AT_ONCE = 16
 """Maximum number of concurrent downloads of units and snapshots, which mostly wait for the network."""
 TURN_S = 15.0
-"""Seconds that a download waits for a free slot; limits the delay that a hanging bucket causes."""
+"""Seconds that a download waits for a free slot. The timeout limits the delay that a hanging bucket causes."""
 FIRST_BYTES = 64 << 20
-"""Bytes in the first request to the bucket; every pack is shorter and needs only one request."""
+"""Bytes in the first request to the bucket. Every pack is shorter and thus needs only one request."""
 DOCUMENT_S = 600
 """Seconds for which a copy of a unit or a snapshot is valid."""
 WAIT_S = 40.0
-"""Seconds that a request waits for a shared download; shorter than the client's timeout."""
+"""Seconds that a request waits for a shared download. This timeout is shorter than the client's timeout."""
 FLOOR_BYTES_MAX = 10**9
 _FLOOR_SHARE = 20  # On a small disk, a twentieth stays free.
 _COPIED = ("packs", "units", "snapshots")
@@ -74,7 +74,7 @@ _log = logging.getLogger(__name__)
 
 
 class ObjectCache:
-    """Copies of a bucket's objects; safe to use from several threads.
+    """Copies of a bucket's objects. Thread-safe.
 
     Args:
         store: the bucket.
@@ -110,7 +110,7 @@ class ObjectCache:
         self._told: set[str] = set()
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> Iterator[bytes]:
-        """Yield an object or a range of it in pieces; the object is verified before this function returns.
+        """Yield an object or a range of it in pieces. The cache verifies the object before this function returns.
 
         Raises:
             KeyError: the object does not exist.
@@ -288,7 +288,7 @@ class ObjectCache:
         return copy
 
     def _make_room(self, size: int) -> bool:
-        """Remove the least recently used copies until the given size fits; return True if it fits."""
+        """Remove the least recently used copies until the given size fits, and return True on success."""
         known = self._known()
         if size > self.bytes_max:
             return False
@@ -323,7 +323,7 @@ class ObjectCache:
             self._tell(f"the server cannot remove copies in {self._directory}: {error.strerror or error}")
 
     def _known(self) -> OrderedDict[str, int]:
-        """Return the copies in the cache; the first call searches the disk and removes incomplete files."""
+        """Return the copies in the cache. The first call searches the disk and removes incomplete files."""
         if self._sizes is None:
             self._sizes = OrderedDict()
             try:
@@ -385,14 +385,14 @@ class KeptFile(_Copy):
 
 
 def _pieces(copy: _Copy, start: int, end: int) -> Iterator[bytes]:
-    """Yield a range of a copy; at least one piece."""
+    """Yield a range of a copy, in at least one piece."""
     yield copy.at(start, max(0, min(end - start, PIECE_BYTES)))
     for first in range(start + PIECE_BYTES, end, PIECE_BYTES):
         yield copy.at(first, min(end - first, PIECE_BYTES))
 
 
 def _found(directory: Path) -> list[tuple[str, int]]:
-    """Return keys and sizes of the packs on the disk, the last used at the end; delete all other files."""
+    """Return keys and sizes of the packs on the disk, the last used at the end. Delete all other files."""
     found: list[tuple[int, str, int]] = []
     for kind in _COPIED:
         for path in (directory / kind).glob("*"):

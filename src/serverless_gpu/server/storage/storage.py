@@ -42,9 +42,9 @@ from serverless_gpu.server.storage.logs import Logs
 from serverless_gpu.server.storage.upload_spool import UploadSpool
 
 STORE_S = 40.0
-"""Seconds that one request waits for a bucket; shorter than the client's timeout."""
+"""Seconds that one request waits for a bucket. This timeout is shorter than the client's timeout."""
 LOOK_MAX = 2_000
-"""Maximum number of runs that a start looks up, newest first; a rollback loses new runs."""
+"""Maximum number of runs that a start looks up, newest first. A rollback loses new runs."""
 _NAMED_MAX = 5
 _PLACES = ("logs", "gangs")
 _RUN = re.compile(r"([0-9a-hjkmnp-tv-z]{26})(:[0-9]+)?")
@@ -63,7 +63,7 @@ _USUAL = DiskLimits()
 
 
 class Storage(NamedTuple):
-    """Every store of the server; the fields are those of `composition.ServerResources`."""
+    """Every store of the server. The fields equal the fields of `composition.ServerResources`."""
 
     logs: Logs
     blobs: Blobs
@@ -136,7 +136,7 @@ class MeteredStore(Store):
             return self._store.present(keys)
 
     def list(self, prefix: str) -> Iterator[Stored]:
-        """Return all objects below a prefix; not timed, because the caller controls the pace."""
+        """Return all objects below a prefix. Metrics omit its duration, because the caller controls the pace."""
         return self._store.list(prefix)
 
     def delete(self, keys: Iterable[str]) -> None:

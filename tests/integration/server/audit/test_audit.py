@@ -147,7 +147,7 @@ def test_a_row_that_is_changed_or_removed_is_seen(
     [
         ({"detail": {"role": "admin"}}, ": they differ in detail"),
         ({"detail": {"role": "admin"}, "sha256": "f" * 64}, ": they differ in detail and sha256"),
-        ({"principal": "eve"}, "the server's is user.create of eve on bob: they differ in principal"),
+        ({"principal": "eve"}, "the server's entry is user.create of eve on bob: they differ in principal"),
     ],
 )
 def test_a_copy_that_differs_is_told_in_what(tmp_path: Path, change: dict[str, Any], said: str) -> None:

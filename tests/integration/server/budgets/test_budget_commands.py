@@ -53,7 +53,7 @@ def test_what_is_not_said_of_a_budget_stays_as_it_is(said: Said) -> None:
     [
         (
             ("--hard",),
-            "this budget does not exist yet; name what it limits with --user, --team, --pool, --policy, --tag or",
+            "this budget does not exist yet; give --user, --team, --pool, --policy, --tag or",
         ),
         (("--everything",), "this budget does not exist yet; set its limit with --money or --gpu-hours"),
         (("--everything", "--team", "a", "--money", "5"), "give only one of --user"),

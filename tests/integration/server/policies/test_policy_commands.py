@@ -125,7 +125,7 @@ def test_22D3_a_policy_is_made_mandatory_and_its_holders_see_that(server: Served
         (("set", "p", "--max-run", "long"), "'long' is not a duration"),
         (("set", "p", "--priorities", "URGENT"), "'URGENT' is not one of CRITICAL, NORMAL, BEST_EFFORT"),
         (("set", "p", "--default-tag", "team"), "'team' is not KEY=VALUE"),
-        (("set", "p", "--require-tag", "team="), "'team=' accepts no value; 'team' alone accepts any"),
+        (("set", "p", "--require-tag", "team="), "'team=' accepts no value; 'team' alone accepts any value"),
     ],
 )
 def test_what_does_not_read_like_an_option_is_said(said: Said, arguments: tuple[str, ...], says: str) -> None:

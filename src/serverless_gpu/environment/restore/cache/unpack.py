@@ -277,7 +277,6 @@ def storage_error(directory: Path, error: OSError) -> StorageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and lacks_inodes(directory):
         return StorageError(
             f"no inodes left on the disk of {directory} while a unit was unpacked: the disk has space, but cannot "
-            ""
             "store one more file",
             hint="delete files on this disk, then run again",
         )
